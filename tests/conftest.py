@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -11,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from lightning_eff import cli
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.command_line import TINY  # noqa: E402 - rewritten only if they are imported after that
-from tests.support.models import Deep, Net  # noqa: E402
+from tests.support.models import Deep, Net, seeded  # noqa: E402
 from tests.support.processes import adopt_orphans, children, end_children  # noqa: E402
 
 # Two workers share two cores: more threads would wait for each other. Child processes inherit it.
@@ -73,13 +73,13 @@ def nothing_is_left_behind() -> Iterator[None]:
 def net() -> Callable[..., Net]:
     """Return a maker of models that all begin with the same weights and the same random state."""
 
-    return _maker(Net)
+    return functools.partial(seeded, Net)
 
 
 @pytest.fixture
 def deep() -> Callable[..., Deep]:
     """Return a maker of models with repeated blocks."""
-    return _maker(Deep)
+    return functools.partial(seeded, Deep)
 
 
 @pytest.fixture
@@ -97,16 +97,6 @@ def frozen_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def _maker(kind: type[Net]) -> Callable[..., Any]:
-    def make(**keywords: float) -> Net:
-        torch.manual_seed(1)
-        model = kind(**keywords)  # pyright: ignore[reportArgumentType]
-        torch.manual_seed(2)
-        return model
-
-    return make
 
 
 @pytest.fixture(scope="session")

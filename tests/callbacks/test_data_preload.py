@@ -14,14 +14,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import CombinedLoader
 from torch.multiprocessing.reductions import shared_cache
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.core.errors import ConfigError, ConflictError
-from tests.support.models import Net, make_loader, make_trainer
+from lightning_eff.core.errors import ConflictError
+from tests.support.models import Net, fit, make_loader, seeded
 from tests.support.ranks import run_two_ranks
 
 # torchdata 0.11 on torch 2.13
@@ -43,11 +44,9 @@ class Samples(Dataset[Any]):
         return torch.randn(8, generator=generator), index % 3
 
 
-def trained(preload: DataPreload | None, loader: Any, net: Any, **keywords: Any) -> Any:
-    model = net()
+def trained(preload: DataPreload | None, loader: Any, model: Any, *others: Any, **keywords: Any) -> Any:
     callbacks = [preload] if preload is not None else []
-    trainer = make_trainer(callbacks=callbacks, **({"max_steps": -1, "max_epochs": 3} | keywords))
-    trainer.fit(model, loader)
+    fit(model, *callbacks, *others, loader=loader, **{"max_epochs": 3} | keywords)
     return model
 
 
@@ -63,16 +62,10 @@ def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
     def loader() -> DataLoader[Any]:
         return DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=own_workers)
 
-    class Draws(pl.Callback):
-        def on_train_epoch_start(self, *_: Any) -> None:
-            drawn.append(torch.rand(1).item())
-
     drawn: list[float] = []
-    losses = []
-    for preload in ([], [DataPreload(num_workers=num_workers, persistent_workers=persistent)]):
-        model = net()
-        make_trainer(callbacks=[*preload, Draws()], max_steps=-1, max_epochs=3).fit(model, loader())
-        losses.append(model.losses)
+    draws = LambdaCallback(on_train_epoch_start=lambda *_: drawn.append(torch.rand(1).item()))
+    ours = DataPreload(num_workers=num_workers, persistent_workers=persistent)
+    losses = [trained(preload, loader(), net(), draws).losses for preload in (None, ours)]
     assert losses[0] == losses[1]
     assert drawn[:3] == drawn[3:]
     assert len(set(losses[0])) > 20
@@ -82,22 +75,16 @@ def test_slow_samples_get_two_workers_and_tiny_ones_none(
     net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What trials measure depends on the load of the machine: here it is given.
-    monkeypatch.setattr(
-        worker_trials.LoaderTrial, "alone", lambda self: 0.016 if self._loader.dataset.wait_s else 1e-5
-    )
-    monkeypatch.setattr(
-        worker_trials.LoaderTrial, "with_workers", lambda self, count: max(2e-5, self.alone() / count)
-    )
-    slow = DataPreload()
-    trained(slow, DataLoader(Samples(400, 0.002), batch_size=8), net, max_epochs=1)
-    numbers = slow.outcome().numbers
-    assert numbers["num_workers"] == [2]
-    assert slow.outcome().effective
-    assert "2 workers (a batch takes " in slow.outcome().did
-    tiny = DataPreload()
-    trained(tiny, DataLoader(Samples(400), batch_size=8), net, max_epochs=1)
-    assert tiny.outcome().numbers["num_workers"] == [0]
-    assert not tiny.outcome().effective
+    trial = worker_trials.LoaderTrial
+    monkeypatch.setattr(trial, "alone", lambda self: 0.016 if self._loader.dataset.wait_s else 1e-5)
+    monkeypatch.setattr(trial, "with_workers", lambda self, count: max(2e-5, self.alone() / count))
+    for wait_s, num_workers in ((0.002, 2), (0.0, 0)):
+        preload = DataPreload()
+        trained(preload, DataLoader(Samples(400, wait_s), batch_size=8), net(), max_epochs=1)
+        outcome = preload.outcome()
+        assert outcome.numbers["num_workers"] == [num_workers]
+        assert outcome.effective is bool(num_workers)
+        assert f"{num_workers} workers (a batch takes " in outcome.did
 
 
 def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,42 +93,30 @@ def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch:
     before = dict(vars(loader))
     seen: list[dict[str, Any]] = []
 
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            seen.append({name: getattr(trainer.train_dataloader._tuned, name) for name in wanted})
+    def look(trainer: Any, _: Any) -> None:
+        seen.append({name: getattr(trainer.train_dataloader._tuned, name) for name in wanted})
 
     wanted = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "pin_memory": False}
     preload = DataPreload(num_workers=1, prefetch_factor=3, persistent_workers=True)
-    trainer = make_trainer(callbacks=[preload, Look()], max_epochs=2, max_steps=-1)
-    strategy = trainer.strategy
-    trainer.fit(net(), loader)
+    trainer = fit(net(), preload, LambdaCallback(on_train_start=look), loader=loader, max_epochs=2)
     trainer.fit_loop.max_epochs = 4
     trainer.fit(net(), loader)
     assert seen == [wanted, wanted]
     assert vars(loader) == before
-    assert "process_dataloader" not in strategy.__dict__
+    assert "process_dataloader" not in trainer.strategy.__dict__
     assert pickle.loads(pickle.dumps(preload)).outcome().did == preload.outcome().did
 
 
-@pytest.mark.parametrize("where", ["step", "sample"])
-def test_after_a_failure_nothing_is_left_and_its_reason_is_told(where: str, net: Callable[..., Net]) -> None:
+def test_after_a_failure_nothing_is_left_and_its_reason_is_told(net: Callable[..., Net]) -> None:
     class Breaks(Samples):
         def __getitem__(self, index: int) -> Any:
-            if index == 25 and where == "sample":
-                msg = "on purpose"
-                raise RuntimeError(msg)
+            if index == 25:
+                raise RuntimeError("on purpose")
             return super().__getitem__(index)
 
-    class Stops(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5 and where == "step":
-                msg = "on purpose"
-                raise RuntimeError(msg)
-
     loader = DataLoader(Breaks(wait_s=0.001), batch_size=4)
-    preload = DataPreload(num_workers=2)
     with pytest.raises(RuntimeError, match="on purpose"):
-        make_trainer(callbacks=[preload, Stops()]).fit(net(), loader)
+        trained(DataPreload(num_workers=2), loader, net())
     assert loader.num_workers == 0
     assert loader._iterator is None
 
@@ -149,23 +124,22 @@ def test_after_a_failure_nothing_is_left_and_its_reason_is_told(where: str, net:
 def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
     counts: list[tuple[int, ...]] = []
 
-    class Count(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            pl_module.losses.clear()
-            if trainer.current_epoch not in (9, 29):
-                return
-            shared_cache.free_dead_references()  # torch does so for itself from 128 of them on
-            gc.collect()
-            folder = Path("/proc/self/fd")
-            files = len(list(folder.iterdir())) if folder.exists() else 0
-            children = len(multiprocessing.active_children())
-            counts.append((children, threading.active_count(), files, len(gc.get_objects())))
+    def count(trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.losses.clear()
+        if trainer.current_epoch not in (9, 29):
+            return
+        shared_cache.free_dead_references()  # torch does so for itself from 128 of them on
+        gc.collect()
+        folder = Path("/proc/self/fd")
+        files = len(list(folder.iterdir())) if folder.exists() else 0
+        children = len(multiprocessing.active_children())
+        counts.append((children, threading.active_count(), files, len(gc.get_objects())))
 
     for num_workers in (0, 2):
         counts.clear()
         loader = DataLoader(Samples(12, 0.001), batch_size=4, shuffle=True)
         preload = DataPreload(num_workers=num_workers, persistent_workers=num_workers > 0)
-        make_trainer(callbacks=[preload, Count()], max_steps=-1, max_epochs=30).fit(net(), loader)
+        trained(preload, loader, net(), LambdaCallback(on_train_epoch_end=count), max_epochs=30)
         early, late = counts
         assert late[0] == early[0] == num_workers
         assert late[1] <= early[1]
@@ -183,12 +157,8 @@ class Own(Net):
 
 def test_a_hook_that_moves_batches_is_called_once_for_each_and_nothing_moves_before_it() -> None:
     preload, model, devices = DataPreload(num_workers=0), Own(), list[Any]()
-
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            devices.append(trainer.train_dataloader.device)
-
-    make_trainer(callbacks=[preload, Look()], max_steps=5).fit(model, make_loader())
+    look = LambdaCallback(on_train_start=lambda trainer, _: devices.append(trainer.train_dataloader.device))
+    fit(model, preload, look, max_steps=5)
     assert model.moved == 5
     assert "not moved ahead: Own.transfer_batch_to_device moves batches itself" in preload.outcome().did
     assert devices == [None]
@@ -209,11 +179,7 @@ def test_every_loader_of_a_combined_one_is_prepared(net: Callable[..., Net], mod
 
     results = []
     for preload in (None, DataPreload(num_workers=0), DataPreload(num_workers=1)):
-        torch.manual_seed(1)
-        model = Two(dropout=0.0)
-        callbacks = [preload] if preload else []
-        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, combined())
-        results.append(model.losses)
+        results.append(trained(preload, combined(), seeded(Two, dropout=0.0), max_epochs=2).losses)
         if preload:
             assert len(preload.outcome().numbers["num_workers"]) == 2
     assert results[0] == results[1] == results[2]
@@ -236,10 +202,8 @@ class Numbers(IterableDataset[Any]):
 def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[..., Net]) -> None:
     results = []
     for preload in (None, DataPreload()):
-        stream, model = Numbers(), net()
-        callbacks = [preload] if preload else []
-        trainer = make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=3, limit_train_batches=5)
-        trainer.fit(model, DataLoader(stream, batch_size=2))
+        stream = Numbers()
+        model = trained(preload, DataLoader(stream, batch_size=2), net(), limit_train_batches=5)
         results.append((model.losses, stream.position))
     assert results[0] == results[1]
     assert preload is not None
@@ -247,91 +211,60 @@ def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[.
     assert not preload.outcome().effective
 
 
-class ByName(Dataset[Any]):
-    """Samples that a sampler of its own asks for by name."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, name: str) -> Any:
-        return torch.zeros(8), {"a": 0, "b": 1, "c": 2}[name]
-
-
 def test_samples_that_cannot_be_asked_for_by_number_are_not_measured_and_trained_on(
     net: Callable[..., Net],
 ) -> None:
     preload = DataPreload()
-    model = trained(preload, DataLoader(ByName(), batch_size=1, sampler=["a", "b", "c"]), net, max_epochs=1)
+    by_name: Any = {"a": (torch.zeros(8), 0), "b": (torch.ones(8), 1), "c": (torch.ones(8), 2)}
+    loader = DataLoader(by_name, batch_size=1, sampler=list(by_name))
+    model = trained(preload, loader, net(), max_epochs=1)
     assert len(model.losses) == 3
     assert "0 workers, not measured: a trial failed (KeyError: 0)" in preload.outcome().did
 
 
-def test_numbers_outside_their_range_are_refused() -> None:
-    for keywords, message in (
-        ({"num_workers": "many"}, "num_workers='many'"),
-        ({"prefetch_factor": 0}, "at least 1"),
-        ({"num_batches_ahead": -1}, "at least 0"),
-        ({"max_measure_s": 0.0}, "above 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            DataPreload(**keywords)
-
-
 def test_loaders_that_are_made_anew_are_prepared_anew(net: Callable[..., Net]) -> None:
-    preload = DataPreload(num_workers=1)
-
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
-            return DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=4)
+            return make_loader(8)
 
-    trainer = make_trainer(
-        callbacks=[preload], max_steps=-1, max_epochs=3, reload_dataloaders_every_n_epochs=1
-    )
     children: list[int] = []
-
-    class Count(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            children.append(len(multiprocessing.active_children()))
-
-    trainer.callbacks.append(Count())
-    trainer.fit(net(), datamodule=Data())
+    count = LambdaCallback(
+        on_train_epoch_end=lambda *_: children.append(len(multiprocessing.active_children()))
+    )
+    anew = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    trained(DataPreload(num_workers=1), Data(), net(), count, **anew)
     assert len(children) == 3
     assert max(children) <= 2, "one is there, one may be going"
 
 
 def test_two_of_it_are_refused(net: Callable[..., Net]) -> None:
     with pytest.raises(ConflictError, match="it is listed twice"):
-        make_trainer(callbacks=[DataPreload(), DataPreload()]).fit(net(), make_loader())
-
-
-class Peeks(pl.Callback):
-    """Looks at a batch beside the training."""
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 3:
-            self.first = next(iter(trainer.train_dataloader))
+        fit(net(), DataPreload(), DataPreload())
 
 
 def test_looking_at_a_batch_and_validating_on_the_same_loader_change_nothing(net: Callable[..., Net]) -> None:
+    class Data(pl.LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loader = DataLoader(Samples(wait_s=0.001), batch_size=4)
+            self.train_dataloader = self.val_dataloader = lambda: self.loader
+
+    def peek(trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            next(iter(trainer.train_dataloader))
+
+    kept, checks = DataPreload(num_workers=2, persistent_workers=True), {"val_check_interval": 4}
     results = []
-    kept = DataPreload(num_workers=2, persistent_workers=True)
-    for preload in ([], [DataPreload(num_workers=0)], [kept]):
-        loader = DataLoader(Samples(wait_s=0.001), batch_size=4)
-        model = net(dropout=0.0)
-        trainer = make_trainer(
-            callbacks=[*preload, Peeks()], max_steps=-1, max_epochs=2, val_check_interval=4
-        )
-        trainer.fit(model, loader, loader)
-        results.append(model.losses)
+    for preload in (None, DataPreload(num_workers=0), kept):
+        look = LambdaCallback(on_train_batch_end=peek)
+        results.append(trained(preload, Data(), net(dropout=0.0), look, max_epochs=2, **checks).losses)
     assert results[0] == results[1] == results[2]
     assert len(results[0]) == 20
 
 
 def test_a_loader_with_a_deadline_for_its_workers_may_lose_them(net: Callable[..., Net]) -> None:
     loader = DataLoader(Samples(), batch_size=4, num_workers=1, timeout=30)
-    assert len(trained(DataPreload(num_workers=0), loader, net, max_epochs=1).losses) == 10
+    assert len(trained(DataPreload(num_workers=0), loader, net(), max_epochs=1).losses) == 10
     assert loader.timeout == 30
 
 
@@ -342,7 +275,7 @@ def main(folder: str) -> None:
         torch.manual_seed(1)
         loader = DataLoader(Samples(wait_s=0.001), batch_size=4, shuffle=True)
         two = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
-        losses.append(trained(preload, loader, lambda: Net(dropout=0.0), **two).losses)
+        losses.append(trained(preload, loader, Net(dropout=0.0), **two).losses)
     torch.save(losses, Path(folder) / f"rank{torch.distributed.get_rank()}.pt")
 
 

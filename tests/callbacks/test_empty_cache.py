@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,27 +10,21 @@ import torch
 from lightning_eff.callbacks import empty_cache
 from lightning_eff.callbacks.empty_cache import EmptyCache, Released, release
 from lightning_eff.core import allocator
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from tests.support.models import Net, make_loader, make_trainer
+from lightning_eff.core.errors import NoEffectWarning
+from tests.support.models import Net, fit
 
 
 @pytest.mark.parametrize(
-    ("every", "accumulate", "emptied"), [(3, 1, [3, 6, 9]), (2, 5, [2, 4])], ids=["steps", "not batches"]
+    ("every", "accumulate", "steps", "emptied"), [(3, 1, 10, [3, 6, 9]), (2, 5, 5, [2, 4])]
 )
 def test_empties_once_per_n_optimizer_steps(
-    every: int,
-    accumulate: int,
-    emptied: list[int],
-    net: Callable[..., Net],
-    monkeypatch: pytest.MonkeyPatch,
+    every: int, accumulate: int, steps: int, emptied: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callback, seen = EmptyCache(every_n_steps=every), list[int]()
-    max_steps = 10 // accumulate + 3 * (accumulate > 1)
-    trainer = make_trainer(callbacks=[callback], accumulate_grad_batches=accumulate, max_steps=max_steps)
+    model, callback, seen = Net(), EmptyCache(every_n_steps=every), list[int]()
     monkeypatch.setattr(
-        empty_cache, "release", lambda device: seen.append(trainer.global_step) or Released(5, 0.001)
+        empty_cache, "release", lambda _: seen.append(model.global_step) or Released(5, 0.001)
     )
-    trainer.fit(net(), make_loader())
+    trainer = fit(model, callback, accumulate_grad_batches=accumulate, max_steps=steps)
     assert seen == emptied
     assert float(trainer.callback_metrics["eff/empty_cache_returned_bytes"]) == 5.0
     times, num_bytes = len(emptied), 5 * len(emptied)
@@ -42,7 +35,7 @@ def test_empties_once_per_n_optimizer_steps(
 def test_a_device_without_a_cache_warns(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "has_cache", lambda device: False)
     with pytest.warns(NoEffectWarning, match="the allocator of cpu has no cache"):
-        make_trainer(callbacks=[EmptyCache(every_n_steps=1)], max_steps=2).fit(net(), make_loader())
+        fit(net(), EmptyCache(every_n_steps=1), max_steps=2)
     with pytest.raises(ValueError, match="has no cache to empty"):
         release("cpu")
 
@@ -56,10 +49,3 @@ def test_freed_heap_goes_back_to_the_operating_system() -> None:
     del blocks
     assert release("cpu").returned_bytes > 32 * 2**20
     assert float(keep.sum()) == 16 * 1024
-
-
-@pytest.mark.parametrize("value", [0, None, 1.5])
-def test_values_out_of_range_are_named(value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EmptyCache(every_n_steps=value)
-    assert caught.value.key == "every_n_steps"

@@ -13,16 +13,20 @@ import pytest
 import schedulefree
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.build import build
+from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Net, fit, make_loader, make_trainer, seeded
+from tests.support.ranks import is_equal
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5, fused=True)
+FREE = functools.partial(schedulefree.AdamWScheduleFree, lr=0.01)
 
 
 def test_norms_and_biases_get_no_decay_and_frozen_parameters_no_group(net: Callable[..., Net]) -> None:
@@ -38,13 +42,10 @@ def test_norms_and_biases_get_no_decay_and_frozen_parameters_no_group(net: Calla
 def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     model = net()
     choice = OptimizerChoice(optimizer=ADAMW)
-    trainer = make_trainer(callbacks=[choice], max_steps=1)
-    trainer.fit(model, make_loader())
+    trainer = fit(model, choice, max_steps=1)
     assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
     did, numbers = choice.outcome().did, choice.outcome().numbers
-    assert did.startswith(
-        "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes per parameter"
-    )
+    assert "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes per parameter" in did
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
     assert isinstance(model.configure_optimizers(), torch.optim.SGD)
@@ -53,18 +54,10 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
 
 def test_a_schedule_steps_once_an_optimizer_step_and_is_told_their_number(net: Callable[..., Net]) -> None:
     choice = OptimizerChoice(optimizer=ADAMW, scheduler=functools.partial(WarmupDecay, warmup_steps=2))
-    trainer = make_trainer(callbacks=[choice], accumulate_grad_batches=2, max_steps=6)
-    trainer.fit(net(), make_loader())
+    trainer = fit(net(), choice, accumulate_grad_batches=2, max_steps=6)
     schedule: Any = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.total_steps == schedule.last_epoch == 6
     assert "lr 0.005 at the start, 0.001 at the end" in choice.outcome().did
-
-
-def test_what_is_no_optimizers_class_is_refused(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match="a class, or functools"):
-        OptimizerChoice(optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="optimizer=None: expected an optimizer"):
-        OptimizerChoice()
 
 
 def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
@@ -74,26 +67,10 @@ def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
         OptimizerChoice(optimizer=ADAMW).replace(model)
 
 
-class Weights(pl.Callback):
-    """Remembers a parameter's values when something looks at the model."""
-
-    def __init__(self) -> None:
-        self.trained: list[torch.Tensor] = []
-        self.validated: list[torch.Tensor] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.trained.append(pl_module.first.weight.detach().clone())
-
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.validated.append(pl_module.first.weight.detach().clone())
-
-
 def averaged(num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights that the library trains at and evaluates at, from a loop of its documentation."""
-    torch.manual_seed(1)
-    model = Net(dropout=0.0)
-    torch.manual_seed(2)
-    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+    model = seeded(Net, dropout=0.0)
+    optimizer = FREE(model.parameters())
     optimizer.train()
     batches = itertools.cycle(make_loader())
     for _ in range(num_steps):
@@ -109,24 +86,25 @@ def averaged(num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_schedule_free_weights_are_switched_around_validation_checkpoints_and_the_end(
     net: Callable[..., Net], tmp_path: Path
 ) -> None:
-    weights, model = Weights(), net(dropout=0.0)
-    free = functools.partial(schedulefree.AdamWScheduleFree, lr=0.01)
-    callbacks = [OptimizerChoice(optimizer=free), weights]
+    model, at_training, at_validation = net(dropout=0.0), list[Any](), list[Any]()
+
+    def save(trainer: pl.Trainer, *_: Any) -> None:
+        for weights_only in (True, False):
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}-{weights_only}.ckpt", weights_only)
+
+    look = LambdaCallback(
+        on_train_batch_start=lambda *_: at_training.append(model.first.weight.detach().clone()),
+        on_validation_batch_start=lambda *_: at_validation.append(model.first.weight.detach().clone()),
+    )
+    callbacks = [OptimizerChoice(optimizer=FREE), look, LambdaCallback(on_train_batch_end=save)]
     trainer = make_trainer(callbacks=callbacks, max_steps=8, val_check_interval=5, num_sanity_val_steps=2)
-
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            for weights_only in (True, False):
-                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}-{weights_only}.ckpt", weights_only)
-
-    trainer.callbacks.append(Save())
     trainer.fit(model, make_loader(), make_loader(8))
     for weights_only in (True, False):
         saved = torch.load(tmp_path / f"3-{weights_only}.ckpt", weights_only=True)["state_dict"]
         torch.testing.assert_close(saved["first.weight"], averaged(3)[1], rtol=1e-5, atol=1e-7)
     trained, evaluated = averaged(5)
-    torch.testing.assert_close(weights.validated[-1], evaluated, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(weights.trained[5], trained, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(at_validation[-1], evaluated, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(at_training[5], trained, rtol=1e-5, atol=1e-7)
     assert (trained - evaluated).abs().max() > 1e-4, "nothing to switch"
     torch.testing.assert_close(model.first.weight.detach(), averaged(8)[1], rtol=1e-5, atol=1e-7)
     assert "save_checkpoint" not in trainer.__dict__
@@ -136,14 +114,11 @@ def test_an_exception_leaves_the_weights_that_are_evaluated(net: Callable[..., N
     class Breaks(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 3:
-                msg = "on purpose"
-                raise RuntimeError(msg)
+                raise RuntimeError("on purpose")
 
-    torch.manual_seed(1)
-    model = Breaks(dropout=0.0)
-    free = functools.partial(schedulefree.AdamWScheduleFree, lr=0.01)
+    model = seeded(Breaks, dropout=0.0)
     with pytest.raises(RuntimeError, match="on purpose"):
-        make_trainer(callbacks=[OptimizerChoice(optimizer=free)]).fit(model, make_loader())
+        fit(model, OptimizerChoice(optimizer=FREE))
     torch.testing.assert_close(model.first.weight.detach(), averaged(4)[1], rtol=1e-5, atol=1e-7)
 
 
@@ -159,9 +134,7 @@ def test_gradients_are_freed_at_the_end_of_each_step_and_not_inside_a_window(
             )
         )
         callbacks = [OptimizerChoice(optimizer=ADAMW)] if choose else []
-        make_trainer(callbacks=callbacks, max_steps=3, accumulate_grad_batches=accumulate).fit(
-            model, make_loader()
-        )
+        fit(model, *callbacks, max_steps=3, accumulate_grad_batches=accumulate)
         held = {(True, 1): [0, 0, 0], (False, 1): [0, 6, 6]}
         held |= {(True, 2): [0, 6, 0, 6, 0, 6], (False, 2): [0, 6, 6, 6, 6, 6]}
         assert counts == held[choose, accumulate]
@@ -186,9 +159,9 @@ def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net]
     reader = type("Reader", (pl.Callback,), {"on_train_batch_end": lambda _, *given: look(*given)})
     callbacks: list[Any] = [choice := OptimizerChoice(optimizer=ADAMW)]
     callbacks += [reader()] if how == "callback" else []
-    callbacks += [pl.callbacks.LambdaCallback(on_train_batch_end=look)] if how == "lambda" else []
+    callbacks += [LambdaCallback(on_train_batch_end=look)] if how == "lambda" else []
     model = {"module": Reads, "epoch end": AtTheEnd}.get(how, Net)()
-    make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=1).fit(model, make_loader())
+    fit(model, *callbacks, max_epochs=1)
     assert seen
     assert all(seen)
     assert "may read them" in choice.outcome().did
@@ -196,8 +169,7 @@ def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net]
 
 def test_a_validation_of_its_own_changes_no_weight(net: Callable[..., Net], tmp_path: Path) -> None:
     model = net()
-    choice = OptimizerChoice(optimizer=functools.partial(schedulefree.AdamWScheduleFree, lr=0.1))
-    trainer = make_trainer(callbacks=[choice], max_steps=5)
+    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=FREE)], max_steps=5)
     trainer.fit(model, make_loader(), make_loader(8))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     before = model.first.weight.detach().clone()
@@ -216,53 +188,44 @@ def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimize
         callbacks = [
             OptimizerChoice(optimizer=functools.partial(kind, lr=0.05, weight_decay=0.0)) for kind in kinds
         ]
-        torch.manual_seed(1)
-        model = Later(dropout=0.0)
+        model = seeded(Later, dropout=0.0)
         model.first.requires_grad_(False)
-        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, make_loader())
+        fit(model, *callbacks, max_epochs=2)
         results.append(model.first.weight.detach())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert is_equal(results[1:], [results[0]] * 2)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_what_adamw_has_saved_goes_on_in_the_backward_pass(net: Callable[..., Net], tmp_path: Path) -> None:
-    losses = []
-    for kind, steps, resume in (
-        (ADAMW, 2, None),
-        (ADAMW, 4, tmp_path / "2.ckpt"),
-        (functools.partial(InBackward, weight_decay=0.5), 4, tmp_path / "2.ckpt"),
-    ):
-        choice = OptimizerChoice(optimizer=kind)
-        model, trainer = net(dropout=0.0), make_trainer(callbacks=[choice], max_steps=steps)
-        trainer.fit(model, make_loader(), ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        losses.append(model.losses)
-    assert losses[1] == losses[2]
-
-
-def opaque_adamw(groups: Any) -> torch.optim.Optimizer:
-    return ADAMW(groups)
-
-
-def opaque_muon(groups: Any) -> torch.optim.Optimizer:
-    return Muon(groups)
+@pytest.mark.filterwarnings(
+    "ignore:CpuOffload does nothing here", "ignore:optimizer/cpu_offload with device cpu"
+)
+@pytest.mark.parametrize("kind", [InBackward, CpuOffload])
+def test_what_adamw_has_saved_it_goes_on_with_and_the_other_way_round(
+    kind: Any, net: Callable[..., Net], tmp_path: Path
+) -> None:
+    kinds = [ADAMW, functools.partial(kind, weight_decay=0.5)]  # its rate is that of the checkpoint
+    for first in kinds:
+        path, losses = tmp_path / "2.ckpt", []
+        fit(net(dropout=0.0), OptimizerChoice(optimizer=first), max_steps=2).save_checkpoint(path)
+        for second in kinds:
+            model = net(dropout=0.0)
+            fit(model, OptimizerChoice(optimizer=second), max_steps=4, ckpt_path=path)
+            losses.append(model.losses)
+        assert losses[0] == losses[1]
 
 
 def test_a_factory_that_hides_its_class_is_tried(net: Callable[..., Net]) -> None:
-    transparent = build(net(), ADAMW)
-    opaque = build(net(), opaque_adamw)
-    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (transparent, opaque)]
+    opaque: list[Any] = [lambda groups, kind=kind: kind(groups) for kind in (ADAMW, Muon)]
+    transparent, hidden = build(net(), ADAMW), build(net(), opaque[0])
+    shapes = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (transparent, hidden)]
     assert shapes[0] == shapes[1]
     table = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4, bias=False))
-    muon: Any = build(table, opaque_muon)
-    assert muon.outcome().numbers == {"hidden": 1, "rest": 1}
+    assert build(table, opaque[1]).outcome().numbers == {"hidden": 1, "rest": 1}
 
 
 def test_a_rate_finder_is_refused_because_its_rate_would_be_ignored(net: Callable[..., Net]) -> None:
-    callbacks = [OptimizerChoice(optimizer=ADAMW), pl.callbacks.LearningRateFinder()]
     with pytest.raises(ConflictError, match="LearningRateFinder with callbacks/optimizer_choice"):
-        make_trainer(callbacks=callbacks).fit(net(), make_loader())
+        fit(net(), OptimizerChoice(optimizer=ADAMW), pl.callbacks.LearningRateFinder())
 
 
 def test_a_modules_own_optimizer_in_the_backward_pass_steps_no_more(net: Callable[..., Net]) -> None:
@@ -270,7 +233,7 @@ def test_a_modules_own_optimizer_in_the_backward_pass_steps_no_more(net: Callabl
     model.configure_optimizers = lambda: InBackward(model.parameters(), lr=0.1)
     before = model.first.weight.detach().clone()
     choice = OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
-    make_trainer(callbacks=[choice], max_steps=2).fit(model, make_loader())
+    fit(model, choice, max_steps=2)
     assert torch.equal(model.first.weight.detach(), before)
 
 
@@ -282,8 +245,7 @@ def test_a_backward_pass_in_a_validation_is_not_a_step(net: Callable[..., Net]) 
 
     results = []
     for kind in (torch.optim.SGD, functools.partial(InBackward, optimizer=torch.optim.SGD)):
-        torch.manual_seed(1)
-        model = Probes(dropout=0.0)
+        model = seeded(Probes, dropout=0.0)
         choice = OptimizerChoice(optimizer=functools.partial(kind, lr=0.1, weight_decay=0.0))
         trainer = make_trainer(callbacks=[choice], max_steps=10, inference_mode=False, num_sanity_val_steps=0)
         trainer.fit(model, make_loader(), make_loader(8))

@@ -25,7 +25,7 @@ from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.adapters import METHODS, Exact
-from tests.support.models import Deep, Net, make_loader, make_trainer
+from tests.support.models import Deep, Net, fit, seeded
 from tests.support.techniques import SGD, plain_loop
 
 WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods want them
@@ -34,22 +34,14 @@ NEARLY = {"hra", "randlora"}
 
 
 def exact() -> Exact:
-    torch.manual_seed(1)
-    model = Exact(dropout=0.0).double()
-    torch.manual_seed(2)
-    return model
-
-
-def plain_config(method: str, options: dict[str, Any]) -> Any:
-    kind = next(v for k, v in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items() if k.value.lower() == method)
-    feedforward = {"feedforward_modules": []} if method == "ia3" else {}
-    zero = {"init_weights": True} if method == "fourierft" else {}
-    return kind(target_modules=WIDE, **feedforward, **zero, **options)
+    return seeded(Exact, dropout=0.0).double()
 
 
 def adapt_by_hand(model: Exact, method: str, options: dict[str, Any]) -> Exact:
     """As PEFT's documentation has it, without ours."""
-    config = plain_config(method, options)
+    kind = next(v for k, v in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items() if k.value.lower() == method)
+    own: dict[str, Any] = {"ia3": {"feedforward_modules": []}, "fourierft": {"init_weights": True}}
+    config = kind(target_modules=WIDE, **own.get(method, {}), **options)
     if method in ("lora", "ia3", "oft", "loha", "lokr", "hra"):
         peft.inject_adapter_in_model(config, model)
     else:
@@ -72,13 +64,13 @@ def test_every_method_begins_at_the_model_as_it_was_and_trains_like_a_plain_loop
     start = {n: p.detach().clone() for n, p in ours.named_parameters() if p.requires_grad}
     assert all(id(ours.get_parameter(n)) not in frozen or n.endswith(".bias") for n in start)
     technique = PeftAdapter(**keywords)  # finds the adapters, and leaves them
-    make_trainer(callbacks=[technique], max_steps=20).fit(ours, make_loader())
+    fit(ours, technique, max_steps=20)
     torch.manual_seed(3)
     expected = plain_loop(adapt_by_hand(plain, method, options), "64-true", 20)
     assert ours.losses == pytest.approx(expected, rel=1e-10)
-    reference = dict(plain.named_parameters())
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter, reference[name], rtol=1e-9, atol=1e-11)
+    found, reference = dict(ours.named_parameters()), dict(plain.named_parameters())
+    torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-11)
+    for name, parameter in found.items():
         if not parameter.requires_grad and ".base_layer." in name:
             assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer", ""))), name
     assert any(not torch.equal(ours.get_parameter(n), value) for n, value in start.items())
@@ -159,34 +151,11 @@ def test_two_models_in_a_module_are_adapted_and_all_else_is_frozen() -> None:
             self.teacher, self.student, self.scale = Net(), Net(), nn.Parameter(torch.ones(()))
 
     model = Pair()
-    names = list(adapt(model, target_modules=["first"]))
-    assert names == ["teacher.first", "student.first"]
+    assert list(adapt(model, target_modules=["first"])) == ["teacher.first", "student.first"]
     assert not model.scale.requires_grad
     assert not model.student.second.weight.requires_grad
-    only = Pair()
-    assert list(adapt(only, target_modules=r"student\.(first|second)")) == ["student.first", "student.second"]
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"target_modules": None}, "target_modules=None: expected all-linear, or names of layers"),
-    ({"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
-    ({"method": "xlora"}, "needs PEFT's own wrapper or training loop"),
-    ({"options": {"task_type": "SEQ_CLS"}}, "options.task_type='SEQ_CLS': .* in modules_to_save"),
-    ({"method": "boft"}, "PEFT builds a CUDA extension for it"),
-    ({"method": "oft", "options": {"oft_block_size": 4, "r": 3}}, r"options=\{.*PEFT rejects it: "),
-    ({"options": {"lora_alfa": 3}}, r"options.lora_alfa=3: .* did you mean 'lora_alpha'"),
-    ({"options": {"r": "eight"}}, r"options.r='eight': expected a whole number"),
-    ({"options": {"target_modules": ["a"]}}, "pass target_modules to PeftAdapter itself, not inside options"),
-    ({"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected a number other than 0"),
-    ({"options": "r=8"}, r"options='r=8': expected a mapping"),
-    ({"save_base": "no"}, "save_base='no': expected true or false"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "text"), WRONG)
-def test_wrong_settings_are_refused_before_there_is_a_model(wrong: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        PeftAdapter(**wrong)
+    only = adapt(Pair(), target_modules=r"student\.(first|second)")
+    assert list(only) == ["student.first", "student.second"]
 
 
 UNFIT: list[tuple[dict[str, Any], str]] = [
@@ -205,7 +174,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 def test_what_a_model_does_not_have_is_refused_by_name(wrong: dict[str, Any], text: str) -> None:
     model = Deep()
     with pytest.raises(ConfigError, match=text):
-        make_trainer(callbacks=[PeftAdapter(**wrong)], max_steps=1).fit(model, make_loader())
+        fit(model, PeftAdapter(**wrong), max_steps=1)
     assert model.losses == []
     assert "configure_model" not in model.__dict__
 
@@ -226,15 +195,11 @@ def test_layers_that_cannot_have_an_adapter_are_refused() -> None:
 
 def test_a_copy_of_a_tied_module_is_refused() -> None:
     """PEFT would train the copy and leave the embedding, which was the same weight, as it is."""
-    tied = GPT(vocab_size=11, context_length=8, d_model=16, num_layers=1, num_heads=2)
-    text = (
-        r"modules_to_save='head': .* head.weight is tied to embedding.weight.*\n  try: head in target_modules"
-    )
-    with pytest.raises(ConfigError, match=text):
-        adapt(tied, target_modules=["qkv"], modules_to_save=["head"])
-    apart = GPT(vocab_size=11, context_length=8, d_model=16, num_layers=1, num_heads=2,
-                tie_word_embeddings=False)  # fmt: skip
-    assert list(adapt(apart, target_modules=["qkv"], modules_to_save=["head"])) == ["blocks.0.attention.qkv"]
+    sizes = {"vocab_size": 11, "context_length": 8, "d_model": 16, "num_layers": 1, "num_heads": 2}
+    copying: dict[str, Any] = {"target_modules": ["qkv"], "modules_to_save": ["head"]}
+    with pytest.raises(ConfigError, match=r"'head': .* is tied to embedding.*\n  try: head in target"):
+        adapt(GPT(**sizes), **copying)
+    assert list(adapt(GPT(**sizes, tie_word_embeddings=False), **copying)) == ["blocks.0.attention.qkv"]
 
 
 def test_a_parameter_without_a_gradient_stops_the_run() -> None:
@@ -247,52 +212,39 @@ def test_a_parameter_without_a_gradient_stops_the_run() -> None:
             return SGD(self.second.parameters())
 
     with pytest.raises(GradientError, match="have no optimizer"):
-        make_trainer(callbacks=[PeftAdapter()], max_steps=2).fit(Partly(), make_loader())
+        fit(Partly(), PeftAdapter(), max_steps=2)
     with pytest.raises(GradientError, match=r"6 parameters \(blocks.0.linear.lora_A.default.weight, "):
-        make_trainer(callbacks=[PeftAdapter()], max_steps=2).fit(Skips(), make_loader())
+        fit(Skips(), PeftAdapter(), max_steps=2)
     with pytest.raises(GradientError, match="6 parameters"):  # one pattern is no sequence of letters
-        make_trainer(callbacks=[PeftAdapter(unused="second*")], max_steps=2).fit(Skips(), make_loader())
-    allowed = PeftAdapter(unused=["blocks.*"])
-    make_trainer(callbacks=[allowed, GradientCheck(unused=["blocks.*"])], max_steps=2).fit(
-        Skips(), make_loader()
-    )
+        fit(Skips(), PeftAdapter(unused="second*"), max_steps=2)
+    fit(Skips(), PeftAdapter(unused=["blocks.*"]), GradientCheck(unused=["blocks.*"]), max_steps=2)
 
 
 def test_a_second_fit_goes_on_with_the_adapters_and_others_are_refused() -> None:
     model = exact()
     for steps in (5, 10):
-        make_trainer(callbacks=[PeftAdapter()], max_steps=steps).fit(model, make_loader())
+        fit(model, PeftAdapter(), max_steps=steps)
     whole = exact()
-    make_trainer(callbacks=[PeftAdapter()], max_steps=5).fit(whole, make_loader())
+    fit(whole, PeftAdapter(), max_steps=5)
     assert model.losses[:5] == whole.losses
     assert len(model.losses) == 15
-    for other, text in (
-        (PeftAdapter(options={"r": 2}), "method='lora'"),
-        (PeftAdapter(method="ia3"), "method='ia3'"),
-    ):
-        with pytest.raises(ConfigError, match=f"{text}: expected a model without other .* some, of lora"):
-            make_trainer(callbacks=[other], max_steps=1).fit(model, make_loader())
+    for other in (PeftAdapter(options={"r": 2}), PeftAdapter(method="ia3")):
+        text = f"method='{other.method}': expected a model without other .* some, of lora"
+        with pytest.raises(ConfigError, match=text):
+            fit(model, other, max_steps=1)
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
 
 
 def test_what_unfreezes_the_base_is_refused() -> None:
     for other in (StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1), BackboneFinetuning()):
         with pytest.raises(ConflictError, match="try: remove it"):
-            make_trainer(callbacks=[PeftAdapter(), other]).fit(Deep(), make_loader())
+            fit(Deep(), PeftAdapter(), other)
 
 
 def test_the_layers_under_adapters_are_swapped() -> None:
-    kinds: list[type] = []
-
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            kinds.append(type(pl_module.first.base_layer))
-
-    model = Deep()
-    make_trainer(callbacks=[TritonGemm(min_features=8), PeftAdapter(), Look()], max_steps=1).fit(
-        model, make_loader()
-    )
-    assert kinds == [linear.TritonLinear]
+    model, technique = Deep(), TritonGemm(min_features=8)
+    fit(model, technique, PeftAdapter(), max_steps=1)
+    assert "first.base_layer" in technique.outcome().numbers["layers"]
     assert type(model.first.base_layer) is nn.Linear
 
 
@@ -303,7 +255,7 @@ def test_recomputed_blocks_train_their_adapters(name: str) -> None:
     results = []
     for others in ([], [GradientCheckpointing(policy="selective")]):
         model, adapter = exact(), PeftAdapter(method=method, options=options, target_modules=WIDE)
-        make_trainer(callbacks=[*others, adapter], max_steps=5).fit(model, make_loader())
+        fit(model, *others, adapter, max_steps=5)
         results.append(model.losses)
     assert results[0] == results[1]
 
@@ -324,15 +276,7 @@ def test_the_report_counts_layers_and_parameters() -> None:
     technique = PeftAdapter(target_modules=["first"], options={"r": 2})
     assert not technique.outcome().effective
     model = Net()
-    make_trainer(callbacks=[technique], max_steps=1).fit(model, make_loader())
+    fit(model, technique, max_steps=1)
     total = sum(p.numel() for p in model.parameters())
     assert technique.outcome().did == f"lora in 1 layer; 48 of {total} parameters trained (17.45%, 192 B)"
     assert technique.outcome().numbers["layers"] == ["first"]
-
-
-def test_adapters_are_no_blocks() -> None:
-    """There were two in each adapted layer, its containers `lora_A` and `lora_B`: 7 of 7 with these three."""
-    recomputing = GradientCheckpointing()
-    adapter = PeftAdapter(options={"r": 2}, modules_to_save=["norm"])
-    make_trainer(callbacks=[recomputing, adapter], max_steps=1).fit(Deep(), make_loader())
-    assert recomputing.outcome().did == "3 of 3 blocks recomputed (full), 3 times"

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,8 +19,12 @@ from lightning_eff.callbacks._compilation import Compilations
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
-from lightning_eff.core.errors import ConfigError, ConflictError, EnvironmentLacksError, NoEffectWarning
-from tests.support.models import Deep, Net, make_loader, make_trainer
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from tests.support.models import Deep, Net, make_loader, seeded
+from tests.support.models import fit as train
+from tests.support.techniques import assert_equal
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +35,8 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def fit(model: Net, *callbacks: Any, loader: Any = None, **keywords: Any) -> Net:
-    make_trainer(callbacks=list(callbacks), **({"max_steps": 6} | keywords)).fit(
-        model, loader or make_loader()
-    )
+def fit(model: Any, *callbacks: Any, **keywords: Any) -> Any:
+    train(model, *callbacks, **({"max_steps": 6} | keywords))
     return model
 
 
@@ -68,11 +70,8 @@ def test_only_what_is_compiled_meanwhile_is_counted_and_the_backward_graphs_time
 
 
 def test_a_reset_of_the_compiler_during_the_run_does_no_harm() -> None:
-    class Resets(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            torch.compiler.reset()
-
-    fit(Net(), compiler(target="forward"), Resets(), max_steps=2)
+    resets = LambdaCallback(on_train_batch_end=lambda *_: torch.compiler.reset())
+    fit(Net(), compiler(target="forward"), resets, max_steps=2)
 
 
 @pytest.mark.parametrize("checkpointing", [None, "full"])
@@ -90,18 +89,11 @@ def test_a_short_last_batch_makes_one_more_graph_and_no_third(
 
 
 @pytest.mark.parametrize("target", ["forward", "norm", ["blocks", "loss"]])
-def test_every_target_trains_like_the_plain_model(deep: Callable[..., Deep], target: Any) -> None:
-    def with_loss() -> Deep:
-        model = deep(dropout=0.0)
-        model.__class__ = WithLoss
-        return model
-
+def test_every_target_trains_like_the_plain_model(target: Any) -> None:
     callback = compiler(target=target)
-    plain, model = fit(with_loss()), fit(with_loss(), callback)
+    plain, model = (fit(seeded(WithLoss, dropout=0.0), *others) for others in ([], [callback]))
     assert callback.outcome().effective
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert_equal(model, plain, plain.losses, 1e-5)
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
@@ -153,16 +145,14 @@ def test_graph_breaks_are_reported_with_their_reason_or_refused() -> None:
 
 
 def test_past_the_limit_of_recompilations_the_run_stops() -> None:
-    model = Net()
-    model.calls = 0
-    model.__class__ = Counting
-    loader = make_loader(num_samples=64, batch_size=4)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(model, compiler(target="forward", backend="eager"), loader=loader, max_steps=16)
+        fit(Counting(), compiler(target="forward", backend="eager"), max_steps=16)
 
 
 class Counting(Net):
     """A number that is different in every step, which each graph takes for a constant."""
+
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -241,18 +231,16 @@ def test_a_module_of_pytorchs_own_is_compiled() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@needs_compiler
 def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None:
     callback = TorchCompile()
     plain, model = fit(deep(dropout=0.0), max_steps=50), fit(deep(dropout=0.0), callback, max_steps=50)
     assert callback.outcome().numbers["graphs"] == 1
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_equal(model, plain, plain.losses, 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@needs_compiler
 def test_a_budget_makes_inductor_keep_fewer_bytes() -> None:
     """Counted on the compiled forward's autograd nodes: what they save for the backward pass."""
     from torch._functorch import config
@@ -272,38 +260,6 @@ def test_a_budget_makes_inductor_keep_fewer_bytes() -> None:
         kept.append(sum(t.nbytes for t in y.grad_fn.saved_tensors if not isinstance(t, nn.Parameter)))
         y.sum().backward()
     assert kept[1] < kept[0]
-
-
-def test_a_model_without_blocks_says_so(net: Callable[..., Net]) -> None:
-    with pytest.warns(NoEffectWarning, match="found no repeated blocks"):
-        fit(net(), compiler())
-
-
-def test_a_part_that_is_never_called_says_so(net: Callable[..., Net]) -> None:
-    model = net()
-    model.unused = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.warns(NoEffectWarning, match="compiled no graph"):
-        fit(model, compiler(target="unused"))
-
-
-def test_something_larger_around_recomputed_blocks_is_refused_and_the_remedy_works(
-    deep: Callable[..., Deep],
-) -> None:
-    with pytest.raises(ConflictError, match=r'try: TorchCompile\(target="blocks"\)'):
-        fit(deep(), compiler(target="forward"), GradientCheckpointing())
-    fit(deep(), compiler(target="blocks"), GradientCheckpointing())
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"mode": "fast"}, "one of default, reduce-overhead"),
-        ({"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
-    ],
-)
-def test_values_that_torch_does_not_know_are_named(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TorchCompile(**keywords)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -13,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm, swap, unswap
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConflictError
 from lightning_eff.kernels import dispatch, linear
 from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Net, fit
+from tests.support.ranks import is_equal
 
 
 def layers() -> nn.Module:
@@ -64,10 +64,9 @@ def test_a_layer_that_was_parametrized_meanwhile_stays_whole() -> None:
     assert torch.equal(layer(x), before)
 
 
-def fit(model: LanguageModel, callbacks: list[Any], num_steps: int = 50, batch_size: int = 4) -> pl.Trainer:
-    trainer = make_trainer(callbacks=callbacks, max_steps=num_steps, gradient_clip_val=0.5)
-    trainer.fit(model, DataLoader(TensorDataset(*token_rows(40)), batch_size=batch_size))
-    return trainer
+def train(model: LanguageModel, *callbacks: Any, num_steps: int = 50) -> None:
+    loader = DataLoader(TensorDataset(*token_rows(40)), batch_size=4)
+    fit(model, *callbacks, loader=loader, max_steps=num_steps, gradient_clip_val=0.5)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +83,9 @@ def fit(model: LanguageModel, callbacks: list[Any], num_steps: int = 50, batch_s
 def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int, weighted: bool) -> None:
     """T1 in float64; a gradient that was added twice or lost would be off by a half."""
     plain, ours = language_model(weighted), language_model(weighted)
-    fit(plain, others())
+    train(plain, *others())
     technique = TritonGemm(min_features=1)
-    fit(ours, [technique, *others()])
+    train(ours, technique, *others())
     assert_same_training(ours, plain, None)
     outcome = technique.outcome()
     num_added = outcome.numbers["added_in_place"]
@@ -98,10 +97,9 @@ def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int,
 def test_accumulation_can_be_left_out() -> None:
     technique = TritonGemm(min_features=1, accumulate=False)
     ours, plain = language_model(True), language_model(True)
-    fit(ours, [technique, GradientAccumulation(global_batch_size=8)], num_steps=5)
-    fit(plain, [GradientAccumulation(global_batch_size=8)], num_steps=5)
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    train(ours, technique, GradientAccumulation(global_batch_size=8), num_steps=5)
+    train(plain, GradientAccumulation(global_batch_size=8), num_steps=5)
+    assert is_equal([*ours.parameters()], [*plain.parameters()])
     outcome = technique.outcome()
     assert outcome.did == "1 linear layer swapped: 1 by torch's library: the only one on cpu"
     assert not outcome.effective
@@ -114,30 +112,21 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
 ) -> None:
     """Weights are float32 in both; autocast multiplies in bfloat16, and that is what was measured."""
     technique = TritonGemm(min_features=3, backend="torch")
-    trainer = make_trainer(callbacks=[technique], max_steps=2, precision=precision)
-    trainer.fit(Net(), make_loader())
-    monkeypatch.setattr(
-        dispatch, "describe_backend", lambda shape, device, backend: f"{shape.dtype} {device} {backend}"
-    )
+    fit(Net(), technique, max_steps=2, precision=precision)
+    monkeypatch.setattr(dispatch, "describe_backend", lambda shape, *to: f"{shape.dtype} {to[0]} {to[1]}")
     dtype = {"bf16-mixed": "torch.bfloat16", "32-true": "torch.float32"}[precision]
     assert set(technique.outcome().numbers["layers"].values()) == {f"{dtype} cpu torch"}
-
-
-def test_no_layer_is_reported() -> None:
-    with pytest.warns(NoEffectWarning, match="no linear layer has 128 or more input and output features"):
-        make_trainer(callbacks=[TritonGemm()], max_steps=1).fit(Net(), make_loader())
 
 
 def test_an_exception_takes_it_back() -> None:
     class Stops(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            text = "stop"
-            raise ValueError(text)
+            raise ValueError("stop")
 
     model = Stops()
     model.unused = nn.Linear(8, 8).requires_grad_(requires_grad=False)
     with pytest.raises(ValueError, match="stop"):
-        make_trainer(callbacks=[TritonGemm(min_features=1)], max_steps=1).fit(model, make_loader())
+        fit(model, TritonGemm(min_features=1))
     for layer in (model.first, model.unused):
         assert type(layer) is nn.Linear
         assert not layer._forward_pre_hooks, "of a layer that did not run"
@@ -145,12 +134,4 @@ def test_an_exception_takes_it_back() -> None:
 
 def test_a_backend_that_cannot_run_stops_the_run() -> None:
     with pytest.raises(ConflictError, match="backend=triton requires a CUDA GPU"):
-        make_trainer(callbacks=[TritonGemm(min_features=1, backend="triton")], max_steps=1).fit(
-            Net(), make_loader()
-        )
-
-
-@pytest.mark.parametrize("wrong", [{"min_features": 0}, {"backend": "cublas"}, {"blocks": ["Nothing"]}])
-def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        make_trainer(callbacks=[TritonGemm(**wrong)], max_steps=1).fit(Net(), make_loader())
+        fit(Net(), TritonGemm(min_features=1, backend="triton"))

@@ -33,16 +33,3 @@ def test_the_loss_of_a_low_format_is_float32_and_a_float64_models_float64() -> N
     labels = torch.tensor([0, 1])
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         assert make_cnn().loss(torch.randn(2, 3, dtype=dtype), labels).dtype == expected
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({name: 0}, f"{name}=0 must be at least 1")
-        for name in ("in_channels", "num_classes", "channels", "num_blocks")
-    ]
-    + [({"dropout": 1.0}, "dropout=1.0 must lie in")],
-)
-def test_sizes_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CNN(**keywords)

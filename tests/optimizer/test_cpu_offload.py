@@ -15,34 +15,21 @@ from lightning_eff.optimizer.cpu_offload import CpuOffload
 pytestmark = pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
 
 
-def stepped(num_steps: int = 1) -> tuple[nn.Linear, CpuOffload]:
-    torch.manual_seed(0)
+def stepped() -> tuple[nn.Linear, CpuOffload]:
     layer = nn.Linear(4, 4)
     optimizer = CpuOffload(layer.parameters(), lr=0.1)
-    for _ in range(num_steps):
-        layer(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return layer, optimizer
-
-
-def tensors(optimizer: CpuOffload) -> list[torch.Tensor]:
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
 def test_state_stays_on_the_host_when_lightning_moves_it_to_the_device() -> None:
     _, optimizer = stepped()
-    plain = torch.optim.AdamW(nn.Linear(4, 4).parameters())
-    plain.param_groups[0]["params"][0].grad = torch.ones(4, 4)
-    plain.step()
-    before = [id(tensor) for tensor in tensors(optimizer)]
-    assert len(before) == 6
-    _optimizer_to_device(plain, torch.device("cpu"))
     _optimizer_to_device(optimizer, torch.device("cpu"))
-    assert {tensor.device.type for tensor in tensors(optimizer)} == {"cpu"}
-    state = next(iter(optimizer.state.values()))
-    state["exp_avg"] = Elsewhere(state["exp_avg"])
-    assert type(state["exp_avg"]) is torch.Tensor, "what is put in is moved to the host"
+    for state in optimizer.state.values():
+        state["exp_avg"] = Elsewhere(state["exp_avg"])
+        assert type(state["exp_avg"]) is torch.Tensor, "what is put in is moved to the host"
 
 
 class Elsewhere(torch.Tensor):
@@ -51,23 +38,6 @@ class Elsewhere(torch.Tensor):
     def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         assert arguments == (torch.device("cpu"),)
         return self.as_subclass(torch.Tensor)
-
-
-def test_a_checkpoint_is_the_plain_optimizers_and_is_loaded_to_the_host_for_the_same_copies() -> None:
-    layer, optimizer = stepped(2)
-    saved = optimizer.state_dict()
-    assert all(type(state) is dict for state in saved["state"].values())
-    plain = torch.optim.AdamW(layer.parameters(), lr=0.5)
-    plain.load_state_dict(saved)
-    other = CpuOffload(layer.parameters(), lr=0.7)
-    other.load_state_dict(plain.state_dict())
-    assert other.param_groups[0]["lr"] == 0.1
-    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in layer.parameters()]
-    for parameter in layer.parameters():
-        assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-    layer(torch.ones(1, 4)).sum().backward()
-    other.step()
-    assert float(other.state[layer.weight]["step"]) == 3.0
 
 
 def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> None:

@@ -7,9 +7,9 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
@@ -19,10 +19,10 @@ from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.optimizer.muon import Muon
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Net, fit, make_trainer
+from tests.support.ranks import is_equal
 
 FACTORY = functools.partial(InBackward, lr=0.01)
 
@@ -66,24 +66,7 @@ def test_tied_weights_are_to_the_bit_what_the_plain_optimizer_makes_of_them() ->
         plain.zero_grad()
         for schedule in schedules:
             schedule.step()
-    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(left, right)
-
-
-def test_its_checkpoint_and_the_plain_optimizers_load_each_other() -> None:
-    model = stack(2)
-    ours = InBackward(model.parameters(), lr=0.01, weight_decay=0.0)
-    model(torch.randn(2, 64)).sum().backward()
-    ours.step()
-    plain = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-    plain.load_state_dict(ours.state_dict())
-    assert plain.param_groups[0]["lr"] == 0.01
-    again = InBackward(model.parameters(), lr=0.7)
-    again.load_state_dict(plain.state_dict())
-    for parameter in model.parameters():
-        assert torch.equal(again.state[parameter]["exp_avg"], ours.state[parameter]["exp_avg"])
-    model(torch.ones(1, 64)).sum().backward()
-    assert float(again.state[model[0].weight]["step"]) == 2.0
+    assert is_equal([*ours.parameters()], [*theirs.parameters()])
 
 
 def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
@@ -94,8 +77,8 @@ def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.ones(4, 64)).square().sum().mul(100.0).backward()
     optimizer.step()
-    for old, new in zip(before, model.parameters(), strict=True):
-        assert torch.linalg.vector_norm(old - new.detach()) == pytest.approx(0.5, rel=1e-4)
+    moved = [(old - new).norm().item() for old, new in zip(before, model.parameters(), strict=True)]
+    assert moved == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
 def test_a_gradient_that_is_there_already_is_used_by_step() -> None:
@@ -128,16 +111,10 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     ("keywords", "found"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-        (
-            {"gradient_clip_val": 1.0},
-            r"partial\(InBackward, max_parameter_norm=1.0\) and Trainer\(gradient_clip_val=None\)",
-        ),
+        ({"gradient_clip_val": 1.0}, r"\(InBackward, max_parameter_norm=1.0\) and Trainer\(gradient_clip_va"),
         ({"plugins": [AutoPrecision(precision="16-mixed")]}, "a gradient scaler"),
         ({"strategy": "ddp", "devices": 2}, "2 devices"),
-        (
-            {"callbacks": [pl.callbacks.GradientAccumulationScheduler(scheduling={1: 2})]},
-            "GradientAccumulationScheduler",
-        ),
+        ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
     ],
 )
 def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any], found: str) -> None:
@@ -147,31 +124,12 @@ def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any]
         rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
 
 
-def test_a_modules_own_clipping_is_refused_too(net: Callable[..., Net]) -> None:
-    class Clips(Net):
-        def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
-            return None
-
-    with pytest.raises(ConflictError, match=r"Clips\.configure_gradient_clipping"):
-        make_trainer(callbacks=[OptimizerChoice(optimizer=FACTORY)]).fit(Clips(), make_loader())
-
-
-def test_bad_settings_are_refused() -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"max_parameter_norm=0.0: expected a number above 0, or None"):
-        InBackward(layer.parameters(), max_parameter_norm=0.0)
-    with pytest.raises(ConfigError, match=r"optimizer\.lr=0.5: expected lr on the outer optimizer alone"):
-        InBackward(layer.parameters(), optimizer=functools.partial(torch.optim.SGD, lr=0.5))
-
-
 def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:
     model = net()
     model.unused = nn.Linear(2, 2)
-    callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
     with pytest.raises(GradientError, match=r"2 parameters \(unused.weight, unused.bias\) have no gradient"):
-        make_trainer(callbacks=callbacks).fit(model, make_loader())
-    callbacks = [OptimizerChoice(optimizer=FACTORY), GradientCheck()]
-    make_trainer(callbacks=callbacks, max_steps=2).fit(net(), make_loader())
+        fit(model, OptimizerChoice(optimizer=FACTORY), GradientCheck())
+    fit(net(), OptimizerChoice(optimizer=FACTORY), GradientCheck(), max_steps=2)
 
 
 class Counting(torch.optim.SGD):
@@ -191,12 +149,6 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(InBackward, Muon), (CpuOffload, InBackward)])
-def test_a_wrapper_in_a_wrapper_is_refused(outer: Any, inner: Any) -> None:
-    with pytest.raises(ConfigError, match="one that steps any parameter on its own"):
-        outer(nn.Linear(2, 2).parameters(), optimizer=inner)
-
-
 def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -211,11 +163,8 @@ def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -
 
 @pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
 def test_sparse_gradients_are_used() -> None:
-    results = []
-    for kind in (
-        torch.optim.SGD,
-        *(functools.partial(k, optimizer=torch.optim.SGD) for k in (InBackward, CpuOffload)),
-    ):
+    sgd, results = torch.optim.SGD, []
+    for kind in (sgd, *(functools.partial(kind, optimizer=sgd) for kind in (InBackward, CpuOffload))):
         torch.manual_seed(0)
         table = nn.Embedding(4, 2, sparse=True)
         optimizer = kind(table.parameters(), lr=0.1, weight_decay=0.0)
@@ -224,5 +173,4 @@ def test_sparse_gradients_are_used() -> None:
             optimizer.step()
             optimizer.zero_grad()
         results.append(table.weight.detach())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert is_equal(results[1:], [results[0]] * 2)

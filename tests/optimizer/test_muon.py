@@ -33,10 +33,27 @@ def names(model: nn.Module, parameters: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
-def test_embeddings_heads_vectors_and_convolutions_are_not_hidden() -> None:
-    model = Language()
-    assert names(model, hidden_matrices(model)) == {"hidden.weight"}
-    assert names(model, hidden_matrices(model, ["hid*"])) == set()
+TABLES = {"tokens": nn.Embedding(50, 8), "positions": nn.Embedding(8, 8), "mix": nn.Linear(8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("model", "rest", "hidden"),
+    [
+        (Language(), (), {"hidden.weight"}),
+        (Language(), ["hid*"], set()),
+        (Language(), "hidden.weight", set()),
+        (nn.ModuleDict(TABLES), (), {"mix.weight"}),  # a position table is no vocabulary
+        (nn.ModuleDict({**TABLES, "own": nn.ParameterList([torch.zeros(8, 8)])}), (), {"mix.weight"}),
+        (nn.MultiheadAttention(4, 2), (), {"in_proj_weight", "out_proj.weight"}),
+    ],
+)
+def test_embeddings_heads_vectors_and_convolutions_are_not_hidden(
+    model: nn.Module, rest: Any, hidden: set[str]
+) -> None:
+    assert names(model, hidden_matrices(model, rest)) == hidden
+
+
+def test_a_pattern_of_the_rest_reaches_the_optimizer() -> None:
     optimizer = build(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), functools.partial(Muon, rest=["1.*"]))
     assert optimizer.outcome().numbers == {"hidden": 1, "rest": 3}
 
@@ -57,7 +74,6 @@ def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> No
 def test_a_pattern_that_names_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.rest='nosuch.\*': expected a parameter's name"):
         hidden_matrices(Language(), ["nosuch.*"])
-    assert names(Language(), hidden_matrices(Language(), "hidden.weight")) == set()
 
 
 def test_without_a_hidden_matrix_it_is_refused() -> None:
@@ -65,17 +81,6 @@ def test_without_a_hidden_matrix_it_is_refused() -> None:
         ConfigError, match=r"a model with hidden matrices[\s\S]*partial\(torch.optim.AdamW, lr=0.003\)"
     ):
         build(nn.Embedding(3, 2), functools.partial(Muon, lr=0.1))
-
-
-def test_a_position_table_is_neither_a_vocabulary_nor_a_hidden_matrix() -> None:
-    model = nn.ModuleDict(
-        {"tokens": nn.Embedding(50, 8), "positions": nn.Embedding(8, 8), "mix": nn.Linear(8, 8)}
-    )
-    assert names(model, hidden_matrices(model)) == {"mix.weight"}
-    model.offsets = nn.Parameter(torch.zeros(8, 8))
-    assert names(model, hidden_matrices(model)) == {"mix.weight"}
-    attention = nn.MultiheadAttention(4, 2)
-    assert names(attention, hidden_matrices(attention)) == {"in_proj_weight", "out_proj.weight"}
 
 
 @pytest.mark.parametrize("start", ["both", "hidden alone"])

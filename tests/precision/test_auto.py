@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.precision import auto
 from lightning_eff.precision.auto import AutoPrecision, step_context
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Net, fit, make_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
 
@@ -43,7 +44,7 @@ def test_computes_and_keeps_what_the_name_says(
     precision: str, computed: torch.dtype, kept: torch.dtype
 ) -> None:
     model, plugin = Spy(), AutoPrecision(precision=precision)
-    make_trainer(plugins=[plugin], max_steps=1).fit(model, make_loader())
+    fit(model, plugins=[plugin], max_steps=1)
     assert model.seen[:2] == (computed, kept)
     assert model.seen[3] == kept
     numbers = plugin.outcome().numbers
@@ -63,7 +64,7 @@ def test_auto_takes_bf16_where_it_is_native(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     plugin = AutoPrecision()
-    make_trainer(plugins=[plugin], max_steps=1).fit(net(), make_loader())
+    fit(net(), plugins=[plugin], max_steps=1)
     assert plugin.precision == chosen
     assert plugin.outcome().did.startswith(f"{chosen} on cpu: this CPU ")
 
@@ -111,24 +112,17 @@ def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
 
 
 def test_evaluation_keeps_no_casts(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    original = auto.step_context
-
-    def spy(precision: str, device: str, *, keep_casts: bool = True) -> Any:
-        asked.append(keep_casts)
-        return original(precision, device, keep_casts=keep_casts)
-
+    spy = Mock(wraps=auto.step_context)
     monkeypatch.setattr(auto, "step_context", spy)
-    trainer = make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1)
-    trainer.fit(net(), make_loader())
+    trainer = fit(net(), plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1)
     trainer.validate(net(), make_loader(4), verbose=False)
-    assert asked == [True, False]
+    assert [call.kwargs["keep_casts"] for call in spy.call_args_list] == [True, False]
 
 
 def test_device_is_the_strategys_also_for_an_accelerator_object(net: Callable[..., Net]) -> None:
     """Lightning 2.6.6 autocasts on cuda when the accelerator is an instance of CPUAccelerator."""
     model, plugin = Spy(), AutoPrecision(precision="bf16-mixed")
-    make_trainer(accelerator=CPUAccelerator(), plugins=[plugin], max_steps=1).fit(model, make_loader())
+    fit(model, accelerator=CPUAccelerator(), plugins=[plugin], max_steps=1)
     assert plugin.device == "cpu"
     assert model.seen[0] == torch.bfloat16
 
@@ -145,60 +139,21 @@ def test_fused_adamw_clips(precision: str, net: Callable[..., Net]) -> None:
                 norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
 
     choice = OptimizerChoice(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True))
-    trainer = make_trainer(
-        plugins=[AutoPrecision(precision=precision)], callbacks=[choice], gradient_clip_val=0.01, max_steps=4
-    )
-    trainer.fit(Watch(), make_loader())
+    fit(Watch(), choice, plugins=[AutoPrecision(precision=precision)], gradient_clip_val=0.01, max_steps=4)
     assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
     assert len(norms) >= 3
-
-
-def test_an_overflowing_step_is_skipped_and_the_scale_halved(net: Callable[..., Net]) -> None:
-    class Overflow(Net):
-        def on_after_backward(self) -> None:
-            if self.global_step == 1 and self.first.weight.grad is not None:
-                self.first.weight.grad.fill_(float("inf"))
-                self.before = self.first.weight.detach().clone()
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                self.skipped = torch.equal(self.first.weight, self.before)
-
-    torch.manual_seed(1)
-    plugin, model = AutoPrecision(precision="16-mixed"), Overflow()
-    make_trainer(plugins=[plugin], max_steps=3).fit(model, make_loader())
-    assert model.skipped
-    assert plugin.scaler is not None
-    assert plugin.scaler.get_scale() == 65536.0 / 2
-    assert torch.isfinite(model.first.weight).all()
 
 
 def test_a_modules_own_lbfgs_with_fp16_is_refused_where_it_would_step(net: Callable[..., Net]) -> None:
     model = net()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="another format with LBFGS"):
-        make_trainer(plugins=[AutoPrecision(precision="16-mixed")]).fit(model, make_loader())
-
-
-def test_a_model_without_a_layer_to_cast_is_said() -> None:
-    class Bare(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.first, self.second, self.norm
-            self.scale = nn.Parameter(torch.ones(8, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.unsqueeze(-1).mul(self.scale).sum(1)
-
-    with pytest.warns(NoEffectWarning, match="no effect: no linear, convolution or recurrent layer"):
-        make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1).fit(Bare(), make_loader())
+        fit(model, plugins=[AutoPrecision(precision="16-mixed")])
 
 
 def test_tf32_without_cuda_is_said_and_with_it_set_and_restored(net: Callable[..., Net]) -> None:
     with pytest.warns(NoEffectWarning, match="tf32=True has no effect on cpu"):
-        make_trainer(plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1).fit(
-            net(), make_loader()
-        )
+        fit(net(), plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1)
     plugin = AutoPrecision(precision="32-true", device="cuda", tf32=True)
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     plugin.convert_module(nn.Linear(2, 2))
@@ -216,7 +171,7 @@ def test_an_emulated_format_is_said_with_what_auto_would_take(
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", SlowPathWarning)
         with pytest.raises(SlowPathWarning, match="precision='auto' would choose '32-true'"):
-            make_trainer(plugins=[AutoPrecision(precision="bf16-mixed")]).fit(net(), make_loader())
+            fit(net(), plugins=[AutoPrecision(precision="bf16-mixed")])
 
 
 def test_a_bare_module_needs_a_device() -> None:

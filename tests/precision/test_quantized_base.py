@@ -30,7 +30,8 @@ from lightning_eff.core.technique import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.precision._quantized_linear import Linear4bit, dequantize, quantize
 from lightning_eff.precision.quantized_base import QuantizedBase
-from tests.support.models import Deep, make_loader, make_trainer
+from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
+from tests.support.ranks import is_equal
 from tests.support.techniques import SGD, plain_loop
 
 pytestmark = [
@@ -51,16 +52,12 @@ class Frozen(Deep):
 
 
 def make(dropout: float = 0.1) -> Frozen:
-    torch.manual_seed(1)
-    model = Frozen(dropout=dropout)
-    torch.manual_seed(2)
-    return model
+    return seeded(Frozen, dropout=dropout)
 
 
 def fitted(plugin: QuantizedBase, *callbacks: Any, model: Frozen | None = None, **keywords: Any) -> Frozen:
     model = make() if model is None else model
-    callbacks = callbacks or (PeftAdapter(options=LORA),)
-    make_trainer(plugins=[plugin], callbacks=list(callbacks), **keywords).fit(model, make_loader())
+    fit(model, *(callbacks or (PeftAdapter(options=LORA),)), plugins=[plugin], **keywords)
     return model
 
 
@@ -143,50 +140,42 @@ def test_trains_to_the_bit_as_the_libraries_alone(quant_type: str, compute: str)
     biases = {p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.bias")}
     assert quant_type == "int8" or biases == {DTYPES[compute]}
     assert model.losses[0] != model.losses[-10], "nothing was trained"
-    theirs, base = dict(plain.named_parameters()), low_bits(model)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, theirs[name]), name
+    base = low_bits(model)
+    assert is_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
     assert len(base) == len(LINEARS)
-    for name, tensors in low_bits(plain).items():  # of its 8-bit layers the library hides the scales
-        assert all(torch.equal(a, b) for a, b in zip(base[name], tensors, strict=True)), name
+    found = low_bits(plain)  # of its 8-bit layers the library hides the scales
+    assert is_equal({name: base[name] for name in found}, found)
 
 
 def trained(model: nn.Module) -> dict[str, Any]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-BYTES = {
-    # 256 x 128 = 32768 weights: 512 blocks of 64, their scales two groups of 256; tables of 16 and 256.
-    ("nf4", True, 64): 32768 // 2 + 512 + 2 * 4 + 4 + 16 * 4 + 256 * 4,
-    ("nf4", False, 64): 32768 // 2 + 512 * 4 + 16 * 4,
-    ("nf4", True, 256): 32768 // 2 + 128 + 1 * 4 + 4 + 16 * 4 + 256 * 4,
-    ("int8", True, 64): 32768 + 256 * 4,
-}
-
-
-@pytest.mark.parametrize(("quant_type", "double_quant", "blocksize"), list(BYTES))
-def test_bytes_are_those_counted_by_hand(quant_type: str, double_quant: bool, blocksize: int) -> None:
-    model = nn.Sequential(nn.Linear(128, 256, bias=False)).requires_grad_(False)
-    plugin = QuantizedBase(
-        quant_type=quant_type, double_quant=double_quant, blocksize=blocksize, device="cpu"
-    )
-    assert plugin.apply(model) == 1
-    expected = BYTES[quant_type, double_quant, blocksize]
-    assert quantized.storage_bytes(model.parameters()) == expected
-    numbers = plugin.outcome().numbers
-    assert (numbers["bytes_before"], numbers["bytes_after"]) == (32768 * 4, expected)
-    assert quantized.num_weights(model[0].weight) == 32768
-
-
-@pytest.mark.parametrize(("quant_type", "most"), [("nf4", 0.1), ("fp4", 0.125), ("int8", 0.006)])
-def test_the_error_that_is_reported_is_the_one_there_is(quant_type: str, most: float) -> None:
+@pytest.mark.parametrize(
+    ("keywords", "num_bytes", "most"),
+    [
+        # 256 x 128 = 32768 weights: 512 blocks of 64, their scales two groups of 256; tables of 16 and 256.
+        ({"quant_type": "nf4"}, 32768 // 2 + 512 + 2 * 4 + 4 + 16 * 4 + 256 * 4, 0.1),
+        ({"quant_type": "nf4", "double_quant": False}, 32768 // 2 + 512 * 4 + 16 * 4, 0.1),
+        ({"quant_type": "nf4", "blocksize": 256}, 32768 // 2 + 128 + 1 * 4 + 4 + 16 * 4 + 256 * 4, 0.125),
+        ({"quant_type": "fp4", "double_quant": False}, 32768 // 2 + 512 * 4 + 16 * 4, 0.125),
+        ({"quant_type": "int8"}, 32768 + 256 * 4, 0.006),
+    ],
+)
+def test_bytes_are_those_counted_by_hand_and_the_error_is_the_one_there_is(
+    keywords: dict[str, Any], num_bytes: int, most: float
+) -> None:
     torch.manual_seed(0)
-    layer: Any = nn.Linear(128, 64).requires_grad_(False)
+    layer: Any = nn.Linear(128, 256, bias=False).requires_grad_(False)
     original = layer.weight.detach().clone()
-    plugin = QuantizedBase(quant_type=quant_type, device="cpu")
-    plugin.apply(nn.Sequential(layer))
+    plugin = QuantizedBase(**keywords, device="cpu")
+    assert plugin.apply(nn.Sequential(layer)) == 1
+    numbers = plugin.outcome().numbers
+    assert (numbers["bytes_before"], numbers["bytes_after"]) == (32768 * 4, num_bytes)
+    assert quantized.storage_bytes(layer.parameters()) == num_bytes
+    assert quantized.num_weights(layer.weight) == 32768
     error = float((dequantize(layer.weight) - original).norm() / original.norm())
-    assert plugin.outcome().numbers["errors"] == {"0": pytest.approx(error)}
+    assert numbers["errors"] == {"0": pytest.approx(error)}
     assert 0.1 * most < error < most
 
 
@@ -215,16 +204,11 @@ def test_sixteen_bits_for_frozen_matrices_and_float32_for_the_rest(
 @pytest.mark.parametrize("quant_type", ["nf4", "int8"])
 def test_goes_on_to_the_bit_whatever_base_is_in_the_file(quant_type: str, tmp_path: Path) -> None:
     """The quantized one, the one before quantizing, or none at all, as an adapter's own file has it."""
-    epochs = {"max_steps": -1, "max_epochs": 2}
+    epochs = {"max_epochs": 2}
     whole = fitted(QuantizedBase(quant_type=quant_type), model=make(0.0), **epochs)
     for save_base in (True, False):
-        first = make(0.0)
-        trainer = make_trainer(
-            plugins=[QuantizedBase(quant_type=quant_type)],
-            callbacks=[PeftAdapter(options=LORA, save_base=save_base)],
-            **(epochs | {"max_epochs": 1}),
-        )
-        trainer.fit(first, make_loader())
+        first, adapter = make(0.0), PeftAdapter(options=LORA, save_base=save_base)
+        trainer = fit(first, adapter, plugins=[QuantizedBase(quant_type=quant_type)], max_epochs=1)
         trainer.save_checkpoint(tmp_path / f"{'full' if save_base else 'adapters'}.ckpt")
     saved = torch.load(tmp_path / "full.ckpt", weights_only=True)
     weight = saved["state_dict"]["first.base_layer.weight"]
@@ -234,13 +218,10 @@ def test_goes_on_to_the_bit_whatever_base_is_in_the_file(quant_type: str, tmp_pa
     torch.save(saved | {"state_dict": renamed | own}, tmp_path / "floating.ckpt")
     assert set(torch.load(tmp_path / "adapters.ckpt", weights_only=True)["state_dict"]) == set(own)
     for kind in ("full", "floating", "adapters"):
-        second = make(0.0)
-        make_trainer(
-            plugins=[QuantizedBase(quant_type=quant_type)], callbacks=[PeftAdapter(options=LORA)], **epochs
-        ).fit(second, make_loader(), ckpt_path=tmp_path / f"{kind}.ckpt", weights_only=True)
+        plugin, path = QuantizedBase(quant_type=quant_type), tmp_path / f"{kind}.ckpt"
+        second = fitted(plugin, model=make(0.0), ckpt_path=path, **epochs)
         assert first.losses + second.losses == whole.losses, kind
-        for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(ours, theirs), kind
+        assert is_equal([*second.parameters()], [*whole.parameters()]), kind
 
 
 @pytest.mark.parametrize("quant_type", FEW_BITS)
@@ -284,7 +265,7 @@ def test_evaluation_computes_what_training_does_and_leaves_no_trace(quant_type: 
     layer.eval()
     with torch.no_grad():
         assert torch.equal(layer(x.detach()), training)
-    assert all(torch.equal(a, b) for a, b in zip(before, low_bits(layer)["weight"], strict=True))
+    assert is_equal(low_bits(layer)["weight"], before)
     assert not getattr(layer, "support_avx512bf16_for_cpu", False)
     (gradient,) = torch.autograd.grad(layer.train()(x).sum(), x)
     torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
@@ -297,47 +278,44 @@ def test_layers_that_a_user_froze_are_quantized_without_adapters() -> None:
     model.blocks.requires_grad_(False)
     plugin = QuantizedBase()
     fitted(plugin, GradientCheckpointing(), model=model)
-    assert set(plugin.outcome().numbers["layers"]) == {
-        "blocks.0.linear",
-        "blocks.1.linear",
-        "blocks.2.linear",
-    }
+    assert set(plugin.outcome().numbers["layers"]) == {*LINEARS[1:-1]}
     assert type(model.first) is nn.Linear
     assert model.losses[0] != model.losses[-1]
     plain = make()
     plain.blocks.requires_grad_(False)
     bare = QuantizedBase(quant_type="bf16")
-    make_trainer(plugins=[bare], max_steps=2).fit(plain, make_loader())
+    fit(plain, plugins=[bare], max_steps=2)
     assert {p.dtype for p in plain.blocks.parameters() if p.ndim == 2} == {torch.bfloat16}
     assert plain.first.weight.dtype == torch.float32
 
 
 NO_ADAPTERS = r"(.|\n)*try: PeftAdapter\(\)"
-REFUSED: list[tuple[dict[str, Any], bool, Callable[[Any], Any], str]] = [
-    ({}, True, nn.Module.double, "first has 64 bits"),
-    ({"quant_type": "fp16"}, True, nn.Module.bfloat16, "quant_type='fp16': expected bf16"),
-    ({"compute_dtype": "fp32"}, True, nn.Module.bfloat16, "compute_dtype='fp32': expected bf16"),
-    ({"quant_type": "nf4"}, False, nn.Module.train, f"precision.quant_type='nf4'{NO_ADAPTERS}"),
-    ({"quant_type": "bf16"}, False, nn.Module.train, f"precision.quant_type='bf16'{NO_ADAPTERS}"),
-    ({}, False, lambda model: model.requires_grad_(False), "a model with trained parameters"),
+ADAPTED, BARE = (lambda: [PeftAdapter(options=LORA)]), (lambda: [GradientCheckpointing()])
+REFUSED: list[tuple[dict[str, Any], Callable[[], list[Any]], Callable[[Any], Any], str]] = [
+    ({}, ADAPTED, nn.Module.double, "first has 64 bits"),
+    ({"quant_type": "fp16"}, ADAPTED, nn.Module.bfloat16, "quant_type='fp16': expected bf16"),
+    ({"compute_dtype": "fp32"}, ADAPTED, nn.Module.bfloat16, "compute_dtype='fp32': expected bf16"),
+    ({"quant_type": "nf4"}, BARE, nn.Module.train, f"precision.quant_type='nf4'{NO_ADAPTERS}"),
+    ({"quant_type": "bf16"}, BARE, nn.Module.train, f"precision.quant_type='bf16'{NO_ADAPTERS}"),
+    ({}, BARE, lambda model: model.requires_grad_(False), "a model with trained parameters"),
+    # No callback calls it in time.
+    ({}, list, nn.Module.train, f"precision.quant_type='nf4'{NO_ADAPTERS}"),
+    # The library casts a bias in place, which would train in bfloat16.
+    (
+        {},
+        lambda: [PeftAdapter(options=LORA | {"bias": "lora_only"})],
+        nn.Module.train,
+        r"first is quantized(.|\n)*try: .*options=\{'bias': 'none'\}",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("keywords", "is_adapted", "change", "text"), REFUSED)
-def test_a_model_that_it_cannot_quantize_is_refused(
-    keywords: Any, is_adapted: bool, change: Callable[[Any], Any], text: str
+@pytest.mark.parametrize(("keywords", "callbacks", "change", "text"), REFUSED)
+def test_a_model_that_it_cannot_quantize_or_train_is_refused(
+    keywords: Any, callbacks: Callable[[], list[Any]], change: Callable[[Any], Any], text: str
 ) -> None:
-    callback = PeftAdapter(options=LORA) if is_adapted else GradientCheckpointing()
     with pytest.raises(ConfigError, match=text):
-        fitted(QuantizedBase(**keywords), callback, model=change(make()))
-
-
-def test_a_run_that_would_not_train_what_is_quantized_is_refused() -> None:
-    """No callback calls it in time; and the library casts a bias in place, which would train in bfloat16."""
-    with pytest.raises(ConfigError, match=f"precision.quant_type='nf4'{NO_ADAPTERS}"):
-        make_trainer(plugins=[QuantizedBase()]).fit(make(), make_loader())
-    with pytest.raises(ConfigError, match=r"first is quantized(.|\n)*try: .*options=\{'bias': 'none'\}"):
-        fitted(QuantizedBase(), PeftAdapter(options=LORA | {"bias": "lora_only"}))
+        fit(change(make()), *callbacks(), plugins=[QuantizedBase(**keywords)])
 
 
 def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
@@ -360,14 +338,8 @@ def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
 @pytest.mark.parametrize("method", sorted({*method_names()} - {*NOT_LINEAR}))
 def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> None:
     """HRA and DEFT take 8-bit codes for weights without an error: the first output is off by 0.9."""
-    options = {
-        "road": {"group_size": 8},
-        "randlora": {"r": 4},
-        "gralora": {"r": 4},
-        "oft": {"oft_block_size": 4},
-    }
-    options |= {"fourierft": {"n_frequency": 9}}
-    torch.manual_seed(1)
+    options: dict[str, Any] = {"road": {"group_size": 8}, "oft": {"oft_block_size": 4}}
+    options |= {"randlora": {"r": 4}, "gralora": {"r": 4}, "fourierft": {"n_frequency": 9}}
     model = make(0.0).requires_grad_(False)
     QuantizedBase(quant_type="int8", device="cpu").apply(model)
     x = torch.randn(2, 8)
@@ -397,8 +369,7 @@ def test_recomputing_changes_no_bit(policy: str) -> None:
     alone = fitted(QuantizedBase())
     model = fitted(QuantizedBase(), PeftAdapter(options=LORA), GradientCheckpointing(policy=policy))
     assert model.losses == alone.losses
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert is_equal([*model.parameters()], [*alone.parameters()])
 
 
 def hf(folder: Path, **keywords: Any) -> HFCausalLM:
@@ -465,20 +436,10 @@ def test_a_second_fit_and_an_evaluation_find_nothing_to_do() -> None:
     trainer.validate(model, make_loader(8), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, make_loader(), make_loader(8))
-    assert all(
-        torch.equal(a, b) for n, ts in low_bits(model).items() for a, b in zip(before[n], ts, strict=True)
-    )
+    assert is_equal(low_bits(model), before)
     assert plugin.outcome().did == told
-    again = QuantizedBase()
-    make_trainer(plugins=[again], callbacks=[PeftAdapter(options=LORA)], max_steps=1).fit(
-        model, make_loader()
-    )
+    fitted(again := QuantizedBase(), model=model, max_steps=1)
     assert set(again.outcome().numbers["layers"]) == set(LINEARS)
-
-
-def test_a_format_of_products_that_casts_16_bit_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compute_dtype='fp32': expected bf16 or auto"):
-        QuantizedBase(quant_type="bf16", compute_dtype="fp32")
 
 
 def test_a_missing_bitsandbytes_is_told_with_the_line_that_installs_it(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+Made = TypeVar("Made", bound=nn.Module)
 
 
 class Net(pl.LightningModule):
@@ -65,6 +69,14 @@ class Deep(Net):
         return self.second(self.norm(x))
 
 
+def seeded(kind: type[Made], *, seed: int = 1, **keywords: Any) -> Made:
+    """Return a model with weights that depend on the seed alone, before a random state that does not."""
+    torch.manual_seed(seed)
+    model = kind(**keywords)
+    torch.manual_seed(2)
+    return model
+
+
 def make_loader(num_samples: int = 40, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_samples, 8, generator=generator)
@@ -84,3 +96,14 @@ def make_trainer(**keywords: object) -> pl.Trainer:
         "max_steps": 10,
     }
     return pl.Trainer(**(quiet | keywords))  # pyright: ignore[reportArgumentType]
+
+
+def fit(
+    model: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, **keywords: Any
+) -> pl.Trainer:
+    """Train for ten steps or, as the Trainer's keywords say, for more or for whole epochs."""
+    resumed = keywords.pop("ckpt_path", None)
+    steps = {"max_steps": -1} if "max_epochs" in keywords else {}
+    trainer = make_trainer(callbacks=list(callbacks), **(steps | keywords))
+    trainer.fit(model, make_loader() if loader is None else loader, ckpt_path=resumed)
+    return trainer

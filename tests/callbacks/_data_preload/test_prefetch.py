@@ -36,8 +36,7 @@ class Source:
         for index in range(self.length):
             self.num_asked += 1
             if index == self.fails_at:
-                msg = f"no sample {index}"
-                raise OSError(msg)
+                raise OSError(f"no sample {index}")
             yield torch.tensor([index])
 
 
@@ -75,8 +74,7 @@ def test_a_failure_comes_where_its_batch_would_have_come(monkeypatch: pytest.Mon
 
     def move(batch: Any, device: Any) -> Any:
         if int(batch) == 4:
-            msg = "cannot be moved"
-            raise TypeError(msg)
+            raise TypeError("cannot be moved")
         return batch.as_subclass(OnDevice)
 
     on_fake_device(monkeypatch, move)

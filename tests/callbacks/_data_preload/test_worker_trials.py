@@ -17,6 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_eff.callbacks._data_preload import worker_trials
 
 
+def choose(dataset: Any, batch_size: int, max_workers: int, budget_s: float) -> Any:
+    loader = DataLoader(dataset, batch_size=batch_size)
+    return worker_trials.choose_num_workers(loader, max_workers=max_workers, budget_s=budget_s)
+
+
 class Noting(Dataset[int]):
     """Notes which samples were asked for in this process, and draws random numbers."""
 
@@ -83,18 +88,14 @@ def test_more_workers_are_tried_and_must_earn_their_place(
     monkeypatch.setattr(
         worker_trials.LoaderTrial, "with_workers", lambda _, count: tried.append(count) or seconds[count]
     )
-    choice = worker_trials.choose_num_workers(
-        DataLoader(Sleeps(), batch_size=8), max_workers=most, budget_s=1.0
-    )
+    choice = choose(Sleeps(), 8, most, budget_s=1.0)
     assert choice.num_workers == chosen
     assert tried == [count for count in (1, 2, 4, 8) if count <= most]
 
 
 def test_the_budget_bounds_the_samples_of_trials() -> None:
     samples = Sleeps()
-    choice = worker_trials.choose_num_workers(
-        DataLoader(samples, batch_size=1000), max_workers=2, budget_s=0.3
-    )
+    choice = choose(samples, 1000, 2, budget_s=0.3)
     assert samples.num_made.value < 1000, "fewer than one batch has"
     assert choice.seconds_per_batch[0] >= 1000 * 0.002
     assert set(choice.seconds_per_batch) == {0, 1, 2}
@@ -117,14 +118,10 @@ class ByProcess(Dataset[int]):
 
 
 def test_workers_whose_samples_are_others_are_not_used_unless_samples_are_drawn() -> None:
-    choice = worker_trials.choose_num_workers(
-        DataLoader(ByProcess(draws=False), batch_size=4), max_workers=2, budget_s=0.4
-    )
+    choice = choose(ByProcess(draws=False), 4, 2, budget_s=0.4)
     assert choice.num_workers == 0
     assert "samples differ from this process" in choice.reason
-    choice = worker_trials.choose_num_workers(
-        DataLoader(ByProcess(draws=True), batch_size=4), max_workers=2, budget_s=0.4
-    )
+    choice = choose(ByProcess(draws=True), 4, 2, budget_s=0.4)
     assert choice.reason == ""
     assert set(choice.seconds_per_batch) == {0, 1, 2}
 
@@ -146,14 +143,14 @@ class Hangs(Dataset[int]):
 @pytest.mark.slow  # PyTorch asks its workers every five seconds
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_trials, "WORKER_TIMEOUT_S", 0.5)
-    choice = worker_trials.choose_num_workers(DataLoader(Hangs(), batch_size=4), max_workers=2, budget_s=0.2)
+    choice = choose(Hangs(), 4, 2, budget_s=0.2)
     assert choice.num_workers == 0
     assert "RuntimeError in a worker" in choice.reason
 
 
 def test_no_process_is_started_where_that_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_trials.multiprocessing, "get_start_method", lambda allow_none: "spawn")
-    choice = worker_trials.choose_num_workers(DataLoader(Sleeps(), batch_size=8), max_workers=2, budget_s=0.3)
+    choice = choose(Sleeps(), 8, 2, budget_s=0.3)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
     assert "a script without a main guard" in choice.reason
 

@@ -1,0 +1,159 @@
+"""A setting out of its range is refused by its name where it is made; one without effect is told."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_eff.callbacks.data_preload import DataPreload
+from lightning_eff.callbacks.empty_cache import EmptyCache
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.callbacks.triton_gemm import TritonGemm
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.models.cnn import CNN
+from lightning_eff.models.gpt import GPT
+from lightning_eff.models.hf_causal_lm import HFCausalLM
+from lightning_eff.optimizer.cpu_offload import CpuOffload
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.optimizer.muon import Muon
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.quantized_base import QuantizedBase
+from lightning_eff.scheduler.warmup_decay import WarmupDecay
+from tests.support.models import Net, make_loader, make_trainer
+
+WEIGHTS = [torch.zeros(2, 2, requires_grad=True)]
+PLAIN = torch.optim.SGD(WEIGHTS, lr=0.1)
+SCHEDULE = functools.partial(WarmupDecay, PLAIN, total_steps=10)
+IN_BACKWARD, OFFLOAD = (functools.partial(kind, WEIGHTS) for kind in (InBackward, CpuOffload))
+SIZES = {"vocab_size": 37, "context_length": 12, "d_model": 16, "num_layers": 2, "num_heads": 2}
+LANGUAGE = functools.partial(GPT, **SIZES)
+HUB = functools.partial(HFCausalLM, name="unread")
+
+WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    *((EmptyCache, {"every_n_steps": value}, "every_n_steps=") for value in (0, None, 1.5)),
+    (DataPreload, {"num_workers": "many"}, "num_workers='many'"),
+    (DataPreload, {"prefetch_factor": 0}, "at least 1"),
+    (DataPreload, {"num_batches_ahead": -1}, "at least 0"),
+    (DataPreload, {"max_measure_s": 0.0}, "above 0"),
+    (GradientAccumulation, {}, "global_batch_size=None"),
+    (GradientAccumulation, {"global_batch_size": 8, "schedule": {0: 8}}, "global_batch_size=8"),
+    (GradientAccumulation, {"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
+    (GradientAccumulation, {"schedule": {0: 0}}, r"schedule={0: 0}: expected a mapping \(a whole"),
+    (GradientAccumulation, {"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
+    (GradientCheckpointing, {"policy": "some"}, "policy='some'"),
+    (GradientCheckpointing, {"every_n_blocks": 0}, "every_n_blocks=0"),
+    (GradientCheckpointing, {"memory_budget": 1.5}, "memory_budget=1.5"),
+    (GradientCheckpointing, {"memory_budget": -0.1}, "memory_budget=-0.1"),
+    (MicroBatch, {"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto', or a whole number"),
+    (MicroBatch, {"micro_batch_size": "largest"}, "micro_batch_size='largest'"),
+    (MicroBatch, {"find": "largest"}, "find='largest': expected true or false"),
+    (MicroBatch, {"headroom": 1.0}, "headroom=1.0: expected a fraction"),
+    (MicroBatch, {"multiple_of": 0}, "multiple_of=0: expected 'auto', or a whole number"),
+    (MicroBatch, {"splitter": 3}, "splitter=3: expected a function"),
+    (MicroBatch, {"micro_batch_size": 4, "find": True}, "false with micro_batch_size=4"),
+    (OptimizerChoice, {"optimizer": PLAIN}, "a class, or functools"),
+    (OptimizerChoice, {}, "optimizer=None: expected an optimizer"),
+    (PeftAdapter, {"target_modules": None}, "target_modules=None: expected all-linear, or names of layers"),
+    (PeftAdapter, {"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
+    (PeftAdapter, {"method": "xlora"}, "needs PEFT's own wrapper or training loop"),
+    (PeftAdapter, {"method": "boft"}, "PEFT builds a CUDA extension for it"),
+    (PeftAdapter, {"method": "oft", "options": {"oft_block_size": 4, "r": 3}}, r"options=\{.*PEFT rejects"),
+    (
+        PeftAdapter,
+        {"options": {"task_type": "SEQ_CLS"}},
+        "options.task_type='SEQ_CLS': .* in modules_to_save",
+    ),
+    (PeftAdapter, {"options": {"lora_alfa": 3}}, r"options.lora_alfa=3: .* did you mean 'lora_alpha'"),
+    (PeftAdapter, {"options": {"r": "eight"}}, r"options.r='eight': expected a whole number"),
+    (PeftAdapter, {"options": {"target_modules": ["a"]}}, "target_modules to PeftAdapter itself"),
+    (PeftAdapter, {"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected a number other than 0"),
+    (PeftAdapter, {"options": "r=8"}, r"options='r=8': expected a mapping"),
+    (PeftAdapter, {"save_base": "no"}, "save_base='no': expected true or false"),
+    (TorchCompile, {"mode": "fast"}, "one of default, reduce-overhead"),
+    (TorchCompile, {"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
+    (TritonGemm, {"min_features": 0}, "min_features"),
+    (TritonGemm, {"backend": "cublas"}, "backend"),
+    (QuantizedBase, {"quant_type": "bf16", "compute_dtype": "fp32"}, "'fp32': expected bf16 or auto"),
+    (IN_BACKWARD, {"max_parameter_norm": 0.0}, "max_parameter_norm=0.0: expected a number above 0, or None"),
+    (
+        IN_BACKWARD,
+        {"optimizer": functools.partial(torch.optim.SGD, lr=0.5)},
+        "lr on the outer optimizer alone",
+    ),
+    (IN_BACKWARD, {"optimizer": Muon}, "one that steps any parameter on its own"),
+    (OFFLOAD, {"optimizer": InBackward}, "one that steps any parameter on its own"),
+    (SCHEDULE, {"decay": "cosin"}, "^decay='cosin': expected "),
+    (SCHEDULE, {"total_steps": None}, "^total_steps=None: expected "),
+    (SCHEDULE, {"total_steps": 10.0}, "^total_steps=10.0: expected "),
+    (SCHEDULE, {"warmup_steps": -1}, "^warmup_steps=-1: expected "),
+    (SCHEDULE, {"warmup_steps": 0.5}, "^warmup_steps=0.5: expected "),
+    (SCHEDULE, {"decay_fraction": 1.01}, "^decay_fraction=1.01: expected "),
+    (SCHEDULE, {"min_lr_ratio": math.nan}, "^min_lr_ratio=nan: expected "),
+]
+WRONG_SIZES: list[tuple[Callable[..., nn.Module], dict[str, Any], str]] = [
+    *((LANGUAGE, {name: 0}, f"^{name}=0 must be at least 1$") for name in SIZES),
+    (LANGUAGE, {"num_heads": -2}, "^num_heads=-2 must be at least 1$"),
+    (LANGUAGE, {"d_model": 18}, r"^d_model=18 must be a multiple of 2 \* num_heads = 4$"),
+    (LANGUAGE, {"dropout": 1.0}, r"^dropout=1.0 must lie in \[0, 1\)$"),
+    (LANGUAGE, {"dropout": -0.1}, r"^dropout=-0.1 must lie in \[0, 1\)$"),
+    *((CNN, {n: 0}, f"{n}=0 must") for n in ("in_channels", "num_classes", "channels", "num_blocks")),
+    (CNN, {"dropout": 1.0}, "dropout=1.0 must lie in"),
+    (HUB, {"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+    (HUB, {"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "wrong", "text"), WRONG)
+def test_a_wrong_setting_is_refused(make: Callable[..., object], wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make(**wrong)
+
+
+@pytest.mark.parametrize(("make", "wrong", "text"), WRONG_SIZES)
+def test_a_wrong_size_is_refused(make: Callable[..., nn.Module], wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(**wrong)
+
+
+class Bare(Net):
+    """Has no layer to change, and a part that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first, self.second, self.norm
+        self.scale, self.unused = nn.Parameter(torch.ones(8, 3)), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(-1).mul(self.scale).sum(1)
+
+
+NO_EFFECT: list[tuple[Callable[[], Any], str]] = [
+    (lambda: MicroBatch(micro_batch_size=64), "no batch had more than 64 samples"),
+    (GradientCheckpointing, "found no repeated blocks: name them with blocks="),
+    (lambda: GradientCheckpointing(blocks=["unused"]), r"recomputed nothing: 1 of 1 .* \(full\), 0 times"),
+    (lambda: TorchCompile(backend="aot_eager"), "found no repeated blocks"),
+    (lambda: TorchCompile(backend="aot_eager", target="unused"), "compiled no graph"),
+    (TritonGemm, "no linear layer has 128 or more input and output features"),
+    (lambda: AutoPrecision(precision="bf16-mixed"), "no linear, convolution or recurrent layer"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
+@pytest.mark.parametrize(("make", "text"), NO_EFFECT)
+def test_a_technique_that_finds_nothing_to_do_says_so(make: Callable[[], Any], text: str) -> None:
+    technique = make()
+    slot = "plugins" if isinstance(technique, AutoPrecision) else "callbacks"
+    with pytest.warns(NoEffectWarning, match=text):
+        make_trainer(**{slot: [technique]}, max_steps=1).fit(Bare(), make_loader())
+    assert not technique.outcome().effective
