@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -18,13 +17,11 @@ from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
+from tests.support.processes import killed_at
 from tests.support.ranks import is_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 NUM_RANKS = 3
-
-
-class Killed(BaseException):
-    """Simulate a kill: nothing catches it, and nothing is cleaned up."""
 
 
 def checkpoint(value: float = 1.0) -> dict[str, Any]:
@@ -201,55 +198,27 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
     assert touched.exists(), "negative control"
 
 
-def kill_at(patch: pytest.MonkeyPatch, at: int) -> None:
-    """Raise before the step of a save that has this number: each fsync, rename, removal and new file."""
-    done = 0
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal done
-            done += 1
-            if done >= at:
-                raise Killed
-            return real(*arguments, **keywords)
-
-        return step
-
-    for owner, name in ((os, "fsync"), (os, "open"), (os, "write"), (Path, "replace"), (Path, "mkdir")):
-        patch.setattr(owner, name, counted(getattr(owner, name)))
-    # A killed process removes nothing either: so do all steps after the first that raised.
-    patch.setattr(Path, "unlink", counted(Path.unlink))
-    patch.setattr(Path, "rmdir", counted(Path.rmdir))
-
-
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path: Path) -> None:
     """Between every two things that a save does to the disk; afterwards nothing is left over."""
-    ends = set[str]()
-    for at in range(1, 200):
-        path = tmp_path / f"{at}.ckpt"
+    ends = list[int | None]()
+    for number in range(1, 200):
+        path = tmp_path / str(number) / "a.ckpt"
         if not first:
             save(path, checkpoint(1.0), num_ranks=2)
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
-            kill_at(patch, at)
-            save(path, checkpoint(2.0), num_ranks=2)
-            ends.add("done")
-        if not path.exists() or not sharded.is_sharded_checkpoint(path):
-            assert first
-            ends.add("none")
-        else:
-            found = Durable().load_checkpoint(path)
-            old = not first and is_equal(found, checkpoint(1.0))
-            assert old or is_equal(found, checkpoint(2.0))
-            ends.add("old" if old else "new")
-        sharded_write.remove_leftovers(tmp_path)
-        if path.exists():
-            left = names(path)
-            assert left == [] or (len(left) == 3 and left[0] == "index.ckpt"), at
-        if "done" in ends:
+        code = killed_at(number, lambda path=path: save(path, checkpoint(2.0), num_ranks=2))
+        found = Durable().load_checkpoint(path) if sharded.is_sharded_checkpoint(path) else None
+        ends.append(next((n for n in (1, 2) if found and is_equal(found, checkpoint(float(n)))), None))
+        assert (found is None) == (ends[-1] is None)
+        sharded_write.remove_leftovers(path.parent)
+        left = names(path) if path.exists() else []
+        assert left == [] or (len(left) == 3 and left[0] == "index.ckpt"), number
+        if code == 0:
             break
-    assert ends == ({"none", "new", "done"} if first else {"old", "new", "done"})
-    assert at > 20, "there are that many things that a save does"
+    change = ends.index(2)
+    assert ends == [None if first else 1] * change + [2] * (len(ends) - change)
+    assert number > 20, "there are that many things that a save does"
 
 
 def test_an_error_removes_the_files_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,20 @@
-"""End what a test has started, and run programs in processes of their own."""
+"""End what a test has started, run programs in processes of their own, and kill a save at any step."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +63,42 @@ def end_children(before: set[int]) -> list[str]:
                 os.waitpid(process, 0)
         left = {process: command for process in children() - before if (command := command_of(process))}
     return found
+
+
+STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir", "unlink", "rmdir")
+"""What a save asks of the system, by name in `os`; and `fcntl.flock`."""
+
+
+def killed_at(number: int, do: Callable[[], object]) -> int:
+    """Run `do` in a fork that is killed right before its step of that number; return its exit code, or -9."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            _die_at(number)
+            do()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code
+
+
+def _die_at(number: int) -> None:
+    count = itertools.count(1)
+
+    def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*words: Any, **keywords: Any) -> Any:
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*words, **keywords)
+
+        return step
+
+    for name in STEPS:
+        setattr(os, name, mortal(getattr(os, name)))
+    fcntl.flock = mortal(fcntl.flock)
 
 
 def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
