@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -69,13 +71,29 @@ STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir
 """What a save asks of the system, by name in `os`; and `fcntl.flock`."""
 
 
+def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act before whatever a save asks of the system."""
+
+    def preceded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*words: Any, **keywords: Any) -> Any:
+            act()
+            return call(*words, **keywords)
+
+        return step
+
+    for owner, name in [*((os, name) for name in STEPS), (fcntl, "flock")]:
+        patch.setattr(owner, name, preceded(getattr(owner, name)))
+
+
 def killed_at(number: int, do: Callable[[], object]) -> int:
     """Run `do` in a fork that is killed right before its step of that number; return its exit code, or -9."""
     process = os.fork()
     if process == 0:
-        code = 1
+        code, count = 1, itertools.count(1)
         try:
-            _die_at(number)
+            before_each_step(
+                pytest.MonkeyPatch(), lambda: next(count) == number and os.kill(os.getpid(), signal.SIGKILL)
+            )
             do()
             code = 0
         finally:
@@ -83,22 +101,6 @@ def killed_at(number: int, do: Callable[[], object]) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     assert code in (0, -signal.SIGKILL)
     return code
-
-
-def _die_at(number: int) -> None:
-    count = itertools.count(1)
-
-    def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*words: Any, **keywords: Any) -> Any:
-            if next(count) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*words, **keywords)
-
-        return step
-
-    for name in STEPS:
-        setattr(os, name, mortal(getattr(os, name)))
-    fcntl.flock = mortal(fcntl.flock)
 
 
 def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
