@@ -245,11 +245,9 @@ def test_under_fabric(tmp_path: Path) -> None:
     assert state["step"] == 7
     assert io.outcome().numbers["num_verified"] == 1
     io.teardown()
-    content = bytearray((tmp_path / "a.ckpt").read_bytes())
-    content[700] ^= 1
-    (tmp_path / "a.ckpt").write_bytes(content)
+    (tmp_path / "a.ckpt").write_bytes((tmp_path / "a.ckpt").read_bytes()[:-1])
     torch.nn.init.zeros_(layer.weight)
-    with pytest.raises(CheckpointError, match="it is damaged"):
+    with pytest.raises(CheckpointError, match="it is cut off"):
         fabric.load(tmp_path / "a.ckpt", state)
     assert not layer.weight.any(), "something was assigned"
 

@@ -82,12 +82,6 @@ def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:
         assert {tile.kernel for tile in fitting(shape, device)} == {"pointers"}
 
 
-def test_few_tiles_get_smaller_ones() -> None:
-    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].config.block_n == 256
-    few = rank_configs(Shape(M=128, N=512, K=4096), H200)[0]
-    assert few.num_tiles > cost(M=128, N=512, K=4096).num_tiles
-
-
 def test_k_is_split_where_tiles_are_few() -> None:
     """512 x 512 x 65536: 16 tiles for 132 SMs; in four parts 64, each of 256 steps of 64 columns."""
     shape = Shape(M=512, N=512, K=65536)
@@ -97,6 +91,9 @@ def test_k_is_split_where_tiles_are_few() -> None:
     assert cost.memory_bytes == 2 * 512 * 65536 * 2 + 512 * 512 * 2 + parts_bytes
     for large in (Shape(M=8192, N=8192, K=8192), Shape(M=4096, N=4096, K=4096), Shape(M=2048, N=4096, K=256)):
         assert rank_configs(large, H200)[0].config.split_k == 1
+    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].config.block_n == 256
+    few = Shape(M=128, N=512, K=4096)
+    assert rank_configs(few, H200)[0].num_tiles > Cost(shape=few, config=LARGE, device=H200).num_tiles
 
 
 def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None:
