@@ -127,9 +127,7 @@ def test_no_bit_of_the_end_or_the_beginning_can_flip(tmp_path: Path) -> None:
         assert not loads_silently(path, good[:place])
 
 
-def test_a_stock_file_loads_with_a_warning_and_only_if_its_checksums_match(
-    tmp_path: Path,
-) -> None:
+def test_a_stock_file_loads_with_a_warning_and_only_if_its_checksums_match(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     TorchCheckpointIO().save_checkpoint(state(), path)
     io_ = Durable()

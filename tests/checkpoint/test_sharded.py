@@ -163,8 +163,7 @@ def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [None, *({"x": x} for x in (3, [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))],
+    "rows", [None, *({"x": x} for x in (3, [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))]
 )
 def test_hostile_shards_are_rejected(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
