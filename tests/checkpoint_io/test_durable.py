@@ -245,11 +245,6 @@ def test_under_fabric(tmp_path: Path) -> None:
     assert state["step"] == 7
     assert io.outcome().numbers["num_verified"] == 1
     io.teardown()
-    (tmp_path / "a.ckpt").write_bytes((tmp_path / "a.ckpt").read_bytes()[:-1])
-    torch.nn.init.zeros_(layer.weight)
-    with pytest.raises(CheckpointError, match="it is cut off"):
-        fabric.load(tmp_path / "a.ckpt", state)
-    assert not layer.weight.any(), "something was assigned"
 
 
 def test_unsupported_requests_are_rejected(tmp_path: Path) -> None:

@@ -44,13 +44,9 @@ def test_configure_optimizers_must_return_one_optimizer() -> None:
     module: Any = Net()
     module.trainer = make_trainer()
     optimizer = module.configure_optimizers()
-    for answer, message in [
-        (None, r"Net\.configure_optimizers returned no optimizer[\s\S]*try: return one"),
-        (
-            [optimizer, optimizer],
-            "returned several \\(optimizers: 2, schedules: 0\\)[\\s\\S]*try: parameter groups of one",
-        ),
-    ]:
+    none = r"Net\.configure_optimizers returned no optimizer[\s\S]*try: return one"
+    several = r"returned several \(optimizers: 2, schedules: 0\)[\s\S]*try: parameter groups of one"
+    for answer, message in ((None, none), ([optimizer, optimizer], several)):
         module.configure_optimizers = lambda answer=answer: answer
         module.automatic_optimization = answer is None
         with pytest.raises(ConflictError, match=message):
