@@ -25,14 +25,12 @@ def test_under_autocast_training_is_that_of_linear_layers_and_nothing_is_added_i
     assert accumulation.num_added == 0
 
 
-def test_a_swap_keeps_parameters_names_copies_and_pickles() -> None:
+def test_a_swapped_model_is_copied_and_pickled() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(5, 3)
-    before, keys, parameters = model(x), list(model.state_dict()), list(model.parameters())
+    before = model(x)
     swapped(model, Accumulation())
     assert torch.equal(model(x), before)
-    assert list(model.state_dict()) == keys
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

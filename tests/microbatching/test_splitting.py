@@ -168,14 +168,15 @@ def test_outputs_are_merged_as_of_the_full_batch() -> None:
     assert merge_outputs([first], parts[:1]) == first
 
 
+UNEVEN = [torch.ones(length) for length in (3, 2, 1, 4)]
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
         torch.ones(4, 4).to_sparse(),
-        torch.nested.nested_tensor(
-            [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], layout=torch.jagged
-        ),
-        pack_sequence([torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], enforce_sorted=False),
+        torch.nested.nested_tensor(UNEVEN, layout=torch.jagged),
+        pack_sequence(UNEVEN, enforce_sorted=False),
     ],
 )
 def test_the_samples_of_nested_sparse_and_packed_tensors_are_counted_and_not_cut(tensor: Any) -> None:
