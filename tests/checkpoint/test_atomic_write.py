@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 import resource
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,9 @@ import torch
 from lightning_eff.checkpoint import atomic_write, digest
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
+from tests.support.processes import killed_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir")
-"""System calls of a save, by name in `os`; and `fcntl.flock`."""
 
 
 def state(step: int, num_values: int = 5000) -> dict[str, Any]:
@@ -40,40 +37,12 @@ def load(path: Path) -> int:
     return loaded["global_step"]
 
 
-def in_child(do: Callable[[], object]) -> int:
-    """Run `do` in a forked process; return its exit code, or minus the signal that ended it."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            do()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def die_at(number: int) -> None:
-    """Let this process die right before its call of that number."""
-    count = iter(range(1, 10**6))
-
-    def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*words: Any, **keywords: Any) -> Any:
-            if next(count) == number:
-                os._exit(9)
-            return call(*words, **keywords)
-
-        return step
-
-    for name in STEPS:
-        setattr(os, name, mortal(getattr(os, name)))
-    fcntl.flock = mortal(fcntl.flock)
-
-
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(("there", "tmpdir"), [(True, None), (True, "/dev/shm"), (False, None)])
 def test_a_kill_at_any_step_leaves_the_old_or_the_new_file_and_the_next_start_cleans_up(
-    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: bool, tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever the folder of temporary files is."""
+    monkeypatch.setattr(tempfile, "tempdir", tmpdir)
     monkeypatch.setattr(digest, "_CHUNK_BYTES", 2048)
     folder = tmp_path / "run" / "checkpoints"
     path = folder / "last.ckpt"
@@ -83,8 +52,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_file_and_the_next_start_cl
             save(path, 1)
         else:
             path.unlink(missing_ok=True)
-        code = in_child(lambda n=number: (die_at(n), save(path, 2)))
-        assert code in (0, 9)
+        code = killed_at(number, lambda: save(path, 2))
         orphans += len(list(folder.glob(".*"))) if folder.exists() else 0
         found.append(load(path) if there or path.exists() else None)
         save(folder / "next.ckpt", 3)
@@ -98,57 +66,6 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_file_and_the_next_start_cl
     old = 1 if there else None
     change = found.index(2)
     assert found == [old] * change + [2] * (len(found) - change), "the file changes once, for good"
-
-
-def killed(path: Path, num_kills: int, seed: int) -> list[int]:
-    """Kill a process that saves one step after the other at random moments; return the steps that loaded.
-
-    It dies some time after it has begun a save that is drawn too, so those before that one must be there.
-    """
-    draw, loaded = random.Random(seed), [0]
-    save(path, 0)
-    for _ in range(num_kills):
-        reads, writes = os.pipe()
-
-        def saves(begun: int = writes) -> None:
-            for step in range(loaded[-1] + 1, 10**6):
-                os.write(begun, b".")
-                Durable().save_checkpoint(state(step, 500_000), path)
-
-        process = os.fork()
-        if process == 0:
-            try:
-                saves()
-            finally:
-                os._exit(1)
-        num_begun = draw.randint(1, 3)
-        for _ in range(num_begun):
-            os.read(reads, 1)
-        time.sleep(draw.uniform(0.0, 0.05))
-        os.kill(process, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
-        os.close(reads)
-        os.close(writes)
-        loaded.append(load(path))
-        assert loaded[-1] >= loaded[-2] + num_begun - 1, "a save that had ended is lost"
-        Durable().load_checkpoint(path)
-        assert [each.name for each in path.parent.iterdir()] == [path.name], "an orphan after the next start"
-    return loaded
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("num_kills", "tmpdir"),
-    [(10, None), pytest.param(50, "/dev/shm", marks=SLOW), pytest.param(50, None, marks=SLOW)],
-)
-def test_after_random_kills_the_newest_checkpoint_loads(
-    num_kills: int, tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the folder of temporary files is."""
-    monkeypatch.setattr(tempfile, "tempdir", tmpdir)
-    assert len(killed(tmp_path / "last.ckpt", num_kills, seed=num_kills)) == num_kills + 1
 
 
 def test_temporary_files_of_living_writers_and_other_files_stay(tmp_path: Path) -> None:

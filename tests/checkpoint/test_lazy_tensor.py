@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.checkpoint.lazy_tensor import (
-    LazyShardedTensor,
-    from_shards,
-)
+from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, from_shards
 from lightning_eff.core.errors import CheckpointError
 
 FULL = torch.arange(10.0).reshape(5, 2)

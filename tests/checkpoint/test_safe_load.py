@@ -6,7 +6,6 @@ import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -64,18 +63,9 @@ def test_a_run_rejects_special_files(odd: None, tiny: list[str], command: Comman
     refused(command, f"skipped: checkpoint {runs / 'odd.ckpt'} is not loaded", *tiny, "ckpt_path=last")
 
 
-def test_an_invalid_format_version_is_rejected(tiny: list[str], command: Command) -> None:
-    text = "it is not an index of version 1"
-    for version in ("banana", True, 1.0, None, [1], torch.ones(2), 2, -1):
-        index(Path("parts.ckpt"), version=version)
-        with pytest.raises(CheckpointError, match=text):
-            Durable().load_checkpoint(Path("parts.ckpt"))
-    refused(command, f"parts.ckpt/index.ckpt is not loaded: {text}", *tiny, "ckpt_path=parts.ckpt")
+def test_a_run_rejects_an_invalid_format_version(tiny: list[str], command: Command) -> None:
+    content = {"format": sharded.FORMAT, "version": "banana"}
+    write_with_digest(Path("parts.ckpt") / sharded.INDEX, lambda file: torch.save(content, file))
+    text = "parts.ckpt/index.ckpt is not loaded: it is not an index of version 1"
+    refused(command, text, *tiny, "ckpt_path=parts.ckpt")
     refused(command, text, *tiny, "+callbacks=peft_adapter", f"{BASE}=parts.ckpt")
-
-
-def index(path: Path, **changes: Any) -> None:
-    """Write a folder's index with some entries changed."""
-    good = {"format": sharded.FORMAT, "version": sharded.VERSION, "token": "0" * 16}
-    good |= {"parts": ["a" * 64], "divided": [], "checkpoint": {}}
-    write_with_digest(path / sharded.INDEX, lambda file: torch.save(good | changes, file))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -18,13 +17,10 @@ from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
+from tests.support.processes import before_each_step
 from tests.support.ranks import is_equal
 
 NUM_RANKS = 3
-
-
-class Killed(BaseException):
-    """Simulate a kill: nothing catches it, and nothing is cleaned up."""
 
 
 def checkpoint(value: float = 1.0) -> dict[str, Any]:
@@ -149,6 +145,10 @@ def hostile(path: Path, **changes: Any) -> None:
         ({"divided": [3]}, "does not list its shards"),
         ({"checkpoint": [1]}, "does not list its shards"),
         ({"version": 2}, "not an index of version 1, but of version 2"),
+        *(
+            ({"version": version}, "not an index of version 1")
+            for version in ("banana", True, 1.0, None, [1], torch.ones(2), -1)
+        ),
         ({"format": "else"}, "not an index of version 1"),
         ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of shape .3,."),
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
@@ -163,8 +163,7 @@ def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [None, *({"x": x} for x in (3, [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))],
+    "rows", [None, *({"x": x} for x in (3, [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))]
 )
 def test_hostile_shards_are_rejected(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -188,90 +187,49 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
     content = {"rows": {"x": [0, torch.ones(1)]}, "more": Hostile()}
     written = atomic_write.write_with_digest(part, lambda file: torch.save(content, file))
     hostile(path, parts=[written.digest])
-    for load in (Durable().load_checkpoint, stored_weights.checkpoint):
-        with pytest.raises(CheckpointError, match="only tensors and plain values"):
-            load(path)
-    whole = tmp_path / "b.ckpt"
+    file, whole = tmp_path / "file.ckpt", tmp_path / "b.ckpt"
+    torch.save({"x": Hostile()}, file)
     save(whole)
     hostile(whole, more=Hostile())
-    with pytest.raises(CheckpointError, match=r"index.ckpt is not loaded: it holds a \S+, but only tensors"):
-        Durable().load_checkpoint(whole)
+    for hostile_path in (path, file, whole):
+        for load in (Durable().load_checkpoint, stored_weights.checkpoint):
+            with pytest.raises(CheckpointError, match=r"it holds a \S+, but only tensors and plain values"):
+                load(hostile_path)
+    with pytest.raises(CheckpointError, match=r"weights_only=False would run code that it holds"):
+        Durable().load_checkpoint(file, weights_only=False)
     assert not touched.exists()
     torch.load(part, weights_only=False)
     assert touched.exists(), "negative control"
 
 
-def kill_at(patch: pytest.MonkeyPatch, at: int) -> None:
-    """Raise before the step of a save that has this number: each fsync, rename, removal and new file."""
-    done = 0
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal done
-            done += 1
-            if done >= at:
-                raise Killed
-            return real(*arguments, **keywords)
-
-        return step
-
-    for owner, name in ((os, "fsync"), (os, "open"), (os, "write"), (Path, "replace"), (Path, "mkdir")):
-        patch.setattr(owner, name, counted(getattr(owner, name)))
-    # A killed process removes nothing either: so do all steps after the first that raised.
-    patch.setattr(Path, "unlink", counted(Path.unlink))
-    patch.setattr(Path, "rmdir", counted(Path.rmdir))
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path: Path) -> None:
     """Between every two things that a save does to the disk; afterwards nothing is left over."""
-    ends = set[str]()
-    for at in range(1, 200):
-        path = tmp_path / f"{at}.ckpt"
-        if not first:
-            save(path, checkpoint(1.0), num_ranks=2)
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
-            kill_at(patch, at)
-            save(path, checkpoint(2.0), num_ranks=2)
-            ends.add("done")
-        if not path.exists() or not sharded.is_sharded_checkpoint(path):
-            assert first
-            ends.add("none")
-        else:
-            found = Durable().load_checkpoint(path)
-            old = not first and is_equal(found, checkpoint(1.0))
-            assert old or is_equal(found, checkpoint(2.0))
-            ends.add("old" if old else "new")
-        sharded_write.remove_leftovers(tmp_path)
-        if path.exists():
-            left = names(path)
-            assert left == [] or (len(left) == 3 and left[0] == "index.ckpt"), at
-        if "done" in ends:
-            break
-    assert ends == ({"none", "new", "done"} if first else {"old", "new", "done"})
-    assert at > 20, "there are that many things that a save does"
+    saved, moments, found = tmp_path / "a.ckpt", list[dict[str, bytes]](), list[int | None]()
 
+    def look() -> None:
+        files = saved.iterdir() if saved.exists() else []
+        moments.append({file.name: file.read_bytes() for file in files})
 
-def test_an_error_removes_the_files_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.ckpt"
-    save(path)
-    before = {file: file.read_bytes() for file in path.iterdir()}
-    real, written = os.write, 0
-
-    def full(fd: int, data: Any) -> int:
-        nonlocal written
-        written += len(data)
-        if written > 6000:
-            raise OSError(28, "No space left on device")
-        return real(fd, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(OSError, match="No space left"):
-            save(path, checkpoint(2.0))
-    assert {file: file.read_bytes() for file in path.iterdir()} == before
-    save(path, checkpoint(2.0))
-    assert is_equal(Durable().load_checkpoint(path), checkpoint(2.0))
+    if not first:
+        save(saved, checkpoint(1.0), num_ranks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, look)
+        save(saved, checkpoint(2.0), num_ranks=2)
+    for number, files in enumerate(moments):
+        path = tmp_path / str(number) / "a.ckpt"
+        path.mkdir(parents=True)
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        loaded = Durable().load_checkpoint(path) if "index.ckpt" in files else None
+        found.append(next((n for n in (1, 2) if is_equal(loaded, checkpoint(float(n)))), None))
+        sharded_write.remove_leftovers(path.parent)
+        left = names(path) if path.exists() else []
+        assert len(left) == (3 if loaded else 0), number
+        assert left[:1] == ["index.ckpt"][: len(left)]
+    change = found.index(2)
+    assert found == [None if first else 1] * change + [2] * (len(found) - change)
+    assert len(found) > 20, "there are that many things that a save does"
 
 
 def test_nothing_is_cleaned_up_during_a_save_and_leftovers_go_after_it(tmp_path: Path) -> None:
@@ -364,17 +322,11 @@ def test_the_newest_valid_checkpoint_may_be_a_folder(
     runs = tmp_path / "run" / "checkpoints"
     Durable().save_checkpoint({"x": 1}, runs / "step-1.ckpt")
     token = save(runs / "step-2.ckpt")
-    save(runs / "step-3.ckpt")
-    for age, name in enumerate(("step-1.ckpt", "step-2.ckpt/index.ckpt", "step-3.ckpt/index.ckpt")):
-        os.utime(runs / name, (1e9 + age, 1e9 + age))
-    assert stored_weights.newest_valid(tmp_path) == runs / "step-3.ckpt"
-    (runs / "step-3.ckpt" / "index.ckpt").unlink()
+    os.utime(runs / "step-1.ckpt", (1e9, 1e9))
     assert stored_weights.newest_valid(tmp_path) == runs / "step-2.ckpt"
-    assert "an incomplete save" in caplog.messages[0]
-    caplog.clear()
     sharded.shard_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
     assert stored_weights.newest_valid(runs.parent) == runs / "step-1.ckpt"
-    assert any(f"its shard part-{token}-2-of-3.ckpt is missing" in message for message in caplog.messages)
+    assert f"its shard part-{token}-2-of-3.ckpt is missing" in caplog.messages[0]
 
 
 def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:

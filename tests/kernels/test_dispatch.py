@@ -30,12 +30,10 @@ def test_configs_are_distinct_and_so_are_their_names() -> None:
     assert len({str(tile) for tile in CONFIGS}) == len(set(CONFIGS)) == len(CONFIGS)
 
 
-def test_without_measurements_it_is_the_library() -> None:
+def test_what_was_measured_is_chosen_and_frozen_for_the_process(cache: Path) -> None:
     assert dispatch.measured_config(SHAPE, GPU) is None
     assert "nothing was measured" in dispatch.describe_backend(SHAPE, GPU)
-
-
-def test_what_was_measured_is_chosen_and_frozen_for_the_process(cache: Path) -> None:
+    dispatch.choices.cache_clear()
     near, far = Shape(M=4000, N=4096, K=4096), Shape(M=8192, N=4096, K=4096)
     dispatch.save_choices(
         "some-gpu", {dispatch.bucket(SHAPE): str(CONFIGS[1]), dispatch.bucket(far): "torch"}

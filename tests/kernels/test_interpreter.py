@@ -32,11 +32,8 @@ def test_generated_cases_are_within_t4(cases: int, seed: int, tmp_path: Path) ->
         assert results["seen"][row] >= cases // 20, row
     for kind in ("integers", "special", "torch.bfloat16", "silu", "relu", "gelu_tanh", "pre"):
         assert results["seen"][kind] >= cases // 20, kind
-    for dtype, at_least, at_most in (
-        ("float32", 0.1, 0.6),
-        ("float16", 0.4, 0.8),
-        ("bfloat16", 0.8, 1.0),
-    ):
+    bounds = {"float32": (0.1, 0.6), "float16": (0.4, 0.8), "bfloat16": (0.8, 1.0)}
+    for dtype, (at_least, at_most) in bounds.items():
         assert at_least < results["worst"][dtype] <= at_most, dtype
 
 

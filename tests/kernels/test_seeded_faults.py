@@ -41,10 +41,7 @@ IN_KERNELS = {
         "acc += tl.load(bias + n, mask=n < N, other=0.0)",
         "acc += 2 * tl.load(bias + n, mask=n < N, other=0.0)",
     ),
-    "a row beyond the edge is stored": (
-        "inside = (m < M)[:, None]",
-        "inside = (m <= M)[:, None]",
-    ),
+    "a row beyond the edge is stored": ("inside = (m < M)[:, None]", "inside = (m <= M)[:, None]"),
     "the halves of a tile mixed up": ("* SUBTILES + i)", "* SUBTILES + SUBTILES - 1 - i)"),
     "a transposed B at the rows of A": ("load([first_n, start]).T", "load([first_m, start]).T"),
     "tiles are counted down the wrong axis": (
@@ -61,10 +58,7 @@ IN_KERNELS = {
         "N + n[None, :], x.to(pre",
         "N + n[None, :], _activate(x, ACTIVATION).to(pre",
     ),
-    "what TMA saves is activated": (
-        "column], x.to(pre",
-        "column], _activate(x, ACTIVATION).to(pre",
-    ),
+    "what TMA saves is activated": ("column], x.to(pre", "column], _activate(x, ACTIVATION).to(pre"),
     "what is saved of a product lies in another": ("pre + z * M * N", "pre + z * N"),
     "a split of K left out": ("for _ in range(SPLIT_K):", "for _ in range(SPLIT_K - 1):"),
     "splits of K overlap": (

@@ -57,20 +57,6 @@ def test_time_is_that_of_the_slowest_part() -> None:
     assert cost(M=128, N=131072, K=64).bound == "memory"
 
 
-def test_shared_memory_decides_what_fits() -> None:
-    def names(shape: Shape) -> list[str]:
-        return [str(tile) for tile in fitting(shape, H200)]
-
-    plain = names(Shape(M=4096, N=4096, K=4096))
-    assert "tma 128x256, 3 stages, 8 warps" in plain
-    assert not any("adding" in name for name in plain)
-    into_float32 = names(Shape(M=4096, N=4096, K=4096, out_dtype=torch.float32))
-    assert "tma 128x256, 3 stages, 8 warps" not in into_float32, "147 KB of operands and 131 KB of result"
-    assert any(
-        "adding" in name for name in names(Shape(M=64, N=64, K=64, out_dtype=torch.float32, adds=True))
-    )
-
-
 def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:
     plain = Shape(M=64, N=64, K=64)
     for shape, device in (
@@ -82,12 +68,6 @@ def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:
         assert {tile.kernel for tile in fitting(shape, device)} == {"pointers"}
 
 
-def test_few_tiles_get_smaller_ones() -> None:
-    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].config.block_n == 256
-    few = rank_configs(Shape(M=128, N=512, K=4096), H200)[0]
-    assert few.num_tiles > cost(M=128, N=512, K=4096).num_tiles
-
-
 def test_k_is_split_where_tiles_are_few() -> None:
     """512 x 512 x 65536: 16 tiles for 132 SMs; in four parts 64, each of 256 steps of 64 columns."""
     shape = Shape(M=512, N=512, K=65536)
@@ -97,23 +77,34 @@ def test_k_is_split_where_tiles_are_few() -> None:
     assert cost.memory_bytes == 2 * 512 * 65536 * 2 + 512 * 512 * 2 + parts_bytes
     for large in (Shape(M=8192, N=8192, K=8192), Shape(M=4096, N=4096, K=4096), Shape(M=2048, N=4096, K=256)):
         assert rank_configs(large, H200)[0].config.split_k == 1
+    assert rank_configs(Shape(M=8192, N=8192, K=8192), H200)[0].config.block_n == 256
+    few = Shape(M=128, N=512, K=4096)
+    assert rank_configs(few, H200)[0].num_tiles > Cost(shape=few, config=LARGE, device=H200).num_tiles
 
 
-def test_what_is_read_beside_the_operands_takes_room_in_its_own_format() -> None:
-    """Found by a reader: 245,784 bytes of 232,448, for a float32 C beside a bfloat16 result."""
+def test_shared_memory_decides_what_fits() -> None:
+    """What is read beside the operands takes room in its own format.
+
+    Found by a reader: 245,784 bytes of 232,448, for a float32 C beside a bfloat16 result.
+    """
     plain = Shape(M=4096, N=4096, K=8192)
-    config = next(tile for tile in CONFIGS if str(tile) == "tma 128x256, 3 stages, 8 warps, subtiles")
-    assert config in set(fitting(plain, H200))
-    half = 128 * 128
-    assert config.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
-    assert config.shared_bytes(replace(plain, c_itemsize=2)) == 3 * (128 + 256) * 128 + half * (2 + 2)
-    wide = replace(plain, c_itemsize=4)
-    assert config.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
-    assert config not in set(fitting(wide, H200))
-    weight = Shape(M=4096, N=4096, K=8192, out_dtype=torch.float32, c_itemsize=4, adds=True)
-    assert all(
-        tile.adds or tile.kernel == "pointers" for tile in fitting(weight, H200) if tile.block_n == 256
+    whole, halved = (
+        next(tile for tile in CONFIGS if str(tile) == f"tma 128x256, 3 stages, 8 warps{subtiles}")
+        for subtiles in ("", ", subtiles")
     )
+    assert {whole, halved} < set(fitting(plain, H200))
+    assert not any(tile.adds for tile in fitting(plain, H200))
+    into_float32 = replace(plain, out_dtype=torch.float32)
+    assert whole not in fitting(into_float32, H200), "147 KB of operands and 131 KB of result"
+    half = 128 * 128
+    assert halved.shared_bytes(plain) == 3 * (128 + 256) * 128 + half * 2
+    assert halved.shared_bytes(replace(plain, c_itemsize=2)) == 3 * (128 + 256) * 128 + half * (2 + 2)
+    wide = replace(plain, c_itemsize=4)
+    assert halved.shared_bytes(wide) == 3 * (128 + 256) * 128 + half * (2 + 4)
+    assert halved not in fitting(wide, H200)
+    weight = fitting(replace(into_float32, c_itemsize=4, adds=True), H200)
+    assert any(tile.adds for tile in weight)
+    assert all(tile.adds or tile.kernel == "pointers" for tile in weight if tile.block_n == 256)
 
 
 def test_the_explanation_of_the_design_comes_out() -> None:

@@ -5,6 +5,7 @@ One start of two processes for all cases; `main` runs in both of them, the tests
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.shards import full_tensor
 from lightning_eff.microbatching.fabric import ExactGradient
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
 from tests.support.language import VOCAB_SIZE, LanguageModel, language_model, token_rows, train_reference
@@ -76,18 +78,6 @@ def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=batch_size)  # pyright: ignore[reportArgumentType]
 
 
-def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
-    """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
-    model, counts = language_model(weighted), Counts()
-    callbacks = [*others, *([MicroBatch(micro_batch_size=size)] if size is not None else []), counts]
-    callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
-    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TWO_RANKS)
-    dataset = TensorDataset(*token_rows(60))
-    sampler = range(trainer.global_rank, len(dataset), 2)
-    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
-    return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
-
-
 class Sharded(LanguageModel):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -97,18 +87,26 @@ class Sharded(LanguageModel):
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
-def sharded(size: int, window: int, weighted: bool, clip: float | None) -> list[Tensor]:
-    """FSDP2: some micro-batches weigh nothing, and their gradients have to come from the forward pass too."""
-    torch.manual_seed(1)
-    model = Sharded(weighted).double()
-    callbacks: list[Any] = [MicroBatch(micro_batch_size=size)]
+def exact(
+    size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback, is_sharded: bool = False
+) -> dict[str, Any]:
+    """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six.
+
+    FSDP2: some micro-batches weigh nothing, and their gradients have to come from the forward pass too.
+    """
+    model, counts, keywords = language_model(weighted), Counts(), dict(TWO_RANKS)
+    callbacks = [*others, *([MicroBatch(micro_batch_size=size)] if size is not None else [])]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    keywords = TWO_RANKS | {"strategy": strategy}
+    if is_sharded:
+        model.__class__ = Sharded
+        keywords["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    else:
+        callbacks += [counts]
     trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **keywords)
     dataset = TensorDataset(*token_rows(60))
-    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=range(trainer.global_rank, 60, 2)))
-    return [p.full_tensor().detach() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+    sampler = range(trainer.global_rank, len(dataset), 2)
+    trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
+    return {"weights": [full_tensor(p).detach() for p in model.parameters()], "ddp": counts.times}
 
 
 class Unweighted(StatefulModel):
@@ -225,7 +223,9 @@ def main(folder: str) -> None:
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     rank = int(torch.distributed.get_rank())
     results["rejected"] = rejected()
-    results["sharded"] = [sharded(*case) for case in SHARDED]  # last: this strategy sets environment up anew
+    results["sharded"] = [
+        exact(*case, is_sharded=True) for case in SHARDED
+    ]  # last: this strategy sets environment up anew
     torch.save(results, Path(folder) / f"rank{rank}.pt")
 
 
@@ -239,23 +239,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(file, weights_only=False) for file in files]
 
 
-@pytest.mark.parametrize("case", range(len(EXACT)))
-def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[dict[str, Any]], case: int) -> None:
-    size, window, weighted, clip = EXACT[case]
-    assert is_equal(ranks[0]["exact"][case]["weights"], ranks[1]["exact"][case]["weights"])
+def assert_weights(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("exact", i) for i in range(len(EXACT))] + [("sharded", i) for i in range(len(SHARDED))],
+)
+def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[Any], kind: str, case: int) -> None:
+    size, window, weighted, clip = {"exact": EXACT, "sharded": SHARDED}[kind][case]
+    one, other = (rank[kind][case] for rank in ranks)
+    assert is_equal(one, other)
     # All samples of a window as one batch: batches of 16, and a last one of 12.
-    expected = train_reference(weighted, 4 * window, clip, 9, 15, ranks=2)
-    for ours, theirs in zip(ranks[0]["exact"][case]["weights"], expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
-    assert ranks[0]["exact"][case]["ddp"] == (9 if size != "auto" else 0), "once a step, or not in DDP at all"
+    assert_weights(one["weights"], train_reference(weighted, 4 * window, clip, 9, 15, ranks=2).parameters())
+    in_ddp = kind == "exact" and size != "auto"
+    assert one["ddp"] == (9 if in_ddp else 0), "once a step, or not in DDP at all"
 
 
 def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:
     """What DDP averages in the backward pass goes through autograd; what comes before it need not."""
     for rank in ranks:
         for ours, theirs in zip(rank["swapped"], rank["exact"][1:3], strict=True):
-            for one, other in zip(ours["weights"], theirs["weights"], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+            assert_weights(ours["weights"], theirs["weights"])
             assert ours["ddp"] == theirs["ddp"]
         assert rank["added"][0] > 9, "parts of batches, in no_sync"
         assert rank["added"][1] == 9, "the second batch of each step"
@@ -264,17 +271,7 @@ def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str,
 def test_adapters_on_two_ranks_are_those_of_one(ranks: list[dict[str, Any]]) -> None:
     expected = adapted(1)
     assert is_equal(ranks[0]["adapted"], ranks[1]["adapted"])
-    for ours, theirs in zip(ranks[0]["adapted"]["weights"], expected["weights"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("case", range(len(SHARDED)))
-def test_fixed_micro_batches_under_fsdp2_are_exact(ranks: list[dict[str, Any]], case: int) -> None:
-    _, window, weighted, clip = SHARDED[case]
-    expected = train_reference(weighted, 4 * window, clip, 9, 15, ranks=2)
-    for rank in ranks:
-        for ours, theirs in zip(rank["sharded"][case], expected.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+    assert_weights(ranks[0]["adapted"]["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("case", range(len(FAULTS)))
@@ -318,8 +315,7 @@ def test_a_hand_written_loop_under_ddp_is_exact(ranks: list[dict[str, Any]]) -> 
     expected = train_reference(True, 10, None, 5, 10)
     for rank in ranks:
         for weights in rank["own"]:
-            for ours, theirs in zip(weights, expected.parameters(), strict=True):
-                torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-11)
+            assert_weights(weights, expected.parameters())
 
 
 def test_a_value_that_is_logged_by_step_and_averaged_over_ranks_is_rejected(

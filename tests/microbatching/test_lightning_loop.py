@@ -80,24 +80,32 @@ def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        *(([weight] * 4, "a finite number of at least 0") for weight in (-1.0, float("nan"), float("inf"))),
+        ([None, 1, None, 1], "a weight for some micro-batches of a window and none for others"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weights: list[Any], message: str) -> None:
     class Wrong(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": self.loss(batch)[0], "weight": weight}
+            return {"loss": self.loss(batch)[0], "weight": weights[batch_idx]}
 
-    with pytest.raises(ValueError, match="expected a finite number of at least 0"):
+    with pytest.raises(ValueError, match=message):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=4)]).fit(Wrong(False), loader(4))
 
 
-def test_weights_for_some_and_none_for_others_are_refused() -> None:
-    class Mixes(LanguageModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss, weight = self.loss(batch)
-            return {"loss": loss, "weight": weight} if batch_idx % 2 else loss
-
-    with pytest.raises(ValueError, match="a weight for some micro-batches of a window and none for others"):
-        make_trainer(callbacks=[GradientAccumulation(global_batch_size=4)]).fit(Mixes(False), loader(4))
+def assert_one_step_of(rows: list[int], model: LanguageModel, size: int, num_samples: int) -> None:
+    """Train a step of a window of that size, against these samples as one batch."""
+    x, y = token_rows(num_samples)
+    callbacks = [GradientAccumulation(global_batch_size=size)]
+    dataset = TensorDataset(x, y)
+    make_trainer(callbacks=callbacks, max_steps=1).fit(model, DataLoader(dataset, batch_size=BATCH_SIZE))
+    expected = language_model(False)
+    expected.loss((x[rows], y[rows]))[0].backward()
+    gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
+    torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -107,14 +115,12 @@ def test_a_micro_batch_that_is_left_out_does_not_count() -> None:
             return None if batch_idx % 4 == 1 else self.loss(batch)[0]
 
     torch.manual_seed(1)
-    model = LeavesOut(False).double()
-    make_trainer(callbacks=[GradientAccumulation(global_batch_size=8)], max_steps=1).fit(model, loader(4))
-    expected = language_model(False)
-    x, y = token_rows(8)
-    rows = [0, 1, 4, 5, 6, 7]
-    expected.loss((x[rows], y[rows]))[0].backward()
-    gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
-    torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
+    assert_one_step_of([0, 1, 4, 5, 6, 7], LeavesOut(False).double(), size=8, num_samples=8)
+
+
+def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
+    """Five samples in batches of two: the last one is not half of the window's second half."""
+    assert_one_step_of([*range(5)], language_model(False), size=6, num_samples=5)
 
 
 def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
@@ -182,20 +188,6 @@ def test_a_run_that_asks_for_the_number_of_steps_goes_on_exactly(tmp_path: Path)
     assert len(rest.gradients) == 4
     for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
-    """Five samples in batches of two: the last one is not half of the window's second half."""
-    model = language_model(False)
-    x, y = token_rows(5)
-    accumulation = GradientAccumulation(global_batch_size=6)
-    make_trainer(callbacks=[accumulation], max_steps=1).fit(
-        model, DataLoader(TensorDataset(x, y), batch_size=2)
-    )
-    expected = language_model(False)
-    expected.loss((x, y))[0].backward()
-    gradient = torch.cat([p.grad.flatten() for p in expected.parameters()])
-    torch.testing.assert_close(model.gradients[0], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() -> None:

@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAc
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from tests.support.faults import BATCH, Fault, StatefulModel, data
+from tests.support.faults import BATCH, Fault, data
 from tests.support.models import make_trainer
 
 pytestmark = [
@@ -22,67 +22,54 @@ pytestmark = [
 ]
 
 
+class Logs(pl.LightningModule):
+    """Logs the mean by weight and other statistics; `weighted` says what a batch weighs."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.weighted = weighted
+        self.seen: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.layer(batch["x"])[:, 0].square()
+        w = batch["w"] if self.weighted else torch.ones_like(losses)
+        mean = (losses * w).sum() / w.sum()
+        self.log("mean", mean, on_step=True, on_epoch=True, batch_size=len(w))
+        self.log("epoch", mean, on_step=False, on_epoch=True, batch_size=len(w))
+        self.log("sum", losses.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("most", losses.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("least", losses.min(), on_step=True, on_epoch=True, reduce_fx="min")
+        output = {"loss": mean, "rows": losses.detach(), "mean": losses.mean().detach()}
+        return output | ({"weight": w.sum()} if self.weighted else {})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        values = {"loss": float(outputs["loss"]), "kept": float(outputs["mean"])}
+        self.seen.append(values | {k: float(v) for k, v in self.trainer.callback_metrics.items()})
+        assert outputs["rows"].shape == (len(batch["x"]),)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_what_is_logged_is_that_of_the_full_batch() -> None:
-    class Logs(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-            self.seen: list[dict[str, float]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses = self.layer(batch["x"]).square()
-            self.log("mean", losses.mean(), on_step=True, on_epoch=True)
-            self.log("sum", losses.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
-            self.log("most", losses.max(), on_step=True, on_epoch=True, reduce_fx="max")
-            self.log("least", losses.min(), on_step=True, on_epoch=True, reduce_fx="min")
-            return {"loss": losses.mean(), "rows": losses.detach(), "mean": losses.mean().detach()}
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            values = {k: float(v) for k, v in self.trainer.callback_metrics.items()}
-            self.seen.append(values | {"loss": float(outputs["loss"]), "kept": float(outputs["mean"])})
-            assert outputs["rows"].shape == (len(batch["x"]), 1)
-
-        def on_train_epoch_end(self) -> None:
-            self.seen.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    seen = []
-    for callbacks in ([], [MicroBatch(micro_batch_size=5)]):
+@pytest.mark.parametrize("size", [5, "auto"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_is_logged_is_that_of_the_full_batch(weighted: bool, size: Any) -> None:
+    """By step and by epoch, whose mean is by weight too."""
+    micro_batch, seen = MicroBatch(micro_batch_size=size), []
+    if size == "auto":
+        micro_batch.load_state_dict({"micro_batch_size": 4})
+    for callbacks in ([], [micro_batch]):
         torch.manual_seed(0)
-        model = Logs()
+        model = Logs(weighted=weighted)
         make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
         seen.append(model.seen)
     for plain_values, ours in zip(*seen, strict=True):
         assert ours == pytest.approx(plain_values, rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_with_weights_an_epochs_mean_is_by_weight_too() -> None:
-    seen = []
-    for callbacks in ([], [MicroBatch(micro_batch_size=5)], [auto := MicroBatch()]):
-        if len(seen) == 2:
-            auto.load_state_dict({"micro_batch_size": 4})
-
-        class Logs(StatefulModel):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                w = batch["w"]
-                loss = (batch["x"].sum(1) * w).sum() / w.sum() + 0.0 * self.first.weight.sum()
-                self.log("both", loss, on_step=True, on_epoch=True, batch_size=len(w))
-                self.log("epoch", loss, on_step=False, on_epoch=True, batch_size=len(w))
-                return {"loss": loss, "weight": w.sum(), "ids": batch["ids"]}
-
-            def on_train_epoch_end(self) -> None:
-                self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
-
-        model = Logs()
-        make_trainer(callbacks=callbacks, max_steps=-1, max_epochs=2).fit(model, data())
-        seen.append(model.logged)
-    for ours in seen[1:]:
-        for one, other in zip(ours, seen[0], strict=True):
-            assert one == pytest.approx(other, rel=1e-5)
 
 
 class Measures(pl.LightningModule):

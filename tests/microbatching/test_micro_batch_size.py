@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.microbatching.size_search import find_size
 
-CPU = torch.device("cpu")
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
     "HIP out of memory. Tried to allocate 512.00 MiB",

@@ -46,6 +46,7 @@ def state(model: Model) -> list[Any]:
 def change(model: Model) -> None:
     model.norm(torch.rand(4, 2))
     model.table.add_(1.0)
+    model.table = model.table + 1.0
     model.mean.mean_value += 1.0  # in place, as some metrics do
     model.mean(torch.tensor(5.0))
     model.rows(torch.tensor([5.0]))
@@ -66,23 +67,14 @@ def test_everything_is_restored_as_often_as_requested() -> None:
     model.rows(torch.tensor([1.0]))
     snapshot = StepSnapshot(model, CPU)
     snapshot.keep()
-    expected = state(model)
+    expected, table = state(model), model.table
     for _ in range(3):
         snapshot.restore()
         change(model)
         change(model)
         snapshot.restore()
         assert is_equal(state(model), expected)
-
-
-def test_a_replaced_buffer_is_restored() -> None:
-    model = Model()
-    snapshot = StepSnapshot(model, CPU)
-    before = model.table
-    snapshot.keep()
-    model.table = model.table + 1.0
-    snapshot.restore()
-    assert model.table is before
+        assert model.table is table
 
 
 def test_a_change_of_a_buffer_that_cannot_be_copied_is_an_error() -> None:

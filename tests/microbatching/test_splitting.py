@@ -16,6 +16,7 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.merging import merge_outputs
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples, split
+from tests.support.ranks import is_equal
 
 B = 5
 
@@ -145,51 +146,37 @@ def test_an_ambiguous_batch_is_rejected_with_its_paths(batch: Any, message: str)
     assert message in str(error.value)
 
 
-def test_a_splitter_cuts_what_is_left() -> None:
-    parts = split(
-        {"x": torch.ones(4), "y": torch.ones(3)},
-        2,
-        lambda batch, size: [batch["x"][:size], batch["x"][size:]],
-    )
-    assert [part.num_samples for part in parts] == [2, 2]
+def test_a_splitter_must_return_parts() -> None:
     with pytest.raises(ConfigError, match=r"splitter=\[\]: expected a function that returns a list"):
         split(torch.ones(4), 2, lambda batch, size: [])
 
 
 def test_outputs_are_merged_as_of_the_full_batch() -> None:
     parts = [MicroBatchPart(None, 2), MicroBatchPart(None, 1)]
-    first = {
-        "rows": torch.ones(2, 3),
-        "n": 4.0,
-        "weight": torch.tensor(3),
-        "flag": True,
-        "list": [1, 2],
-        "name": "a",
+    outputs: dict[str, tuple[Any, Any, Any]] = {  # of the first, of the second, of both
+        "rows": (torch.ones(2, 3), torch.zeros(1, 3), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])),
+        "n": (4.0, 1.0, 3.0),
+        "weight": (torch.tensor(3), torch.tensor(5), torch.tensor(8)),
+        "flag": (True, False, False),
+        "list": ([1, 2], [3], [1, 2, 3]),
+        "name": ("a", "b", "b"),
     }
-    second = {
-        "rows": torch.zeros(1, 3),
-        "n": 1.0,
-        "weight": torch.tensor(5),
-        "flag": False,
-        "list": [3],
-        "name": "b",
-    }
+    first, second, both = ({key: value[i] for key, value in outputs.items()} for i in range(3))
     merged = merge_outputs([first, second], parts)
-    assert merged["rows"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
-    assert merged["n"] == pytest.approx(3.0)
-    assert int(merged["weight"]) == 8
-    assert (merged["flag"], merged["list"], merged["name"]) == (False, [1, 2, 3], "b")
+    assert merged.pop("n") == pytest.approx(both.pop("n"))
+    assert is_equal(merged, both)
     assert merge_outputs([first], parts[:1]) == first
+
+
+UNEVEN = [torch.ones(length) for length in (3, 2, 1, 4)]
 
 
 @pytest.mark.parametrize(
     "tensor",
     [
         torch.ones(4, 4).to_sparse(),
-        torch.nested.nested_tensor(
-            [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], layout=torch.jagged
-        ),
-        pack_sequence([torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(4)], enforce_sorted=False),
+        torch.nested.nested_tensor(UNEVEN, layout=torch.jagged),
+        pack_sequence(UNEVEN, enforce_sorted=False),
     ],
 )
 def test_the_samples_of_nested_sparse_and_packed_tensors_are_counted_and_not_cut(tensor: Any) -> None:

@@ -1,16 +1,22 @@
-"""End what a test has started, and run programs in processes of their own."""
+"""End what a test has started, run programs in processes of their own, and kill a save at any step."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +65,42 @@ def end_children(before: set[int]) -> list[str]:
                 os.waitpid(process, 0)
         left = {process: command for process in children() - before if (command := command_of(process))}
     return found
+
+
+STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir", "unlink", "rmdir")
+"""What a save asks of the system, by name in `os`; and `fcntl.flock`."""
+
+
+def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act before whatever a save asks of the system."""
+
+    def preceded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*words: Any, **keywords: Any) -> Any:
+            act()
+            return call(*words, **keywords)
+
+        return step
+
+    for owner, name in [*((os, name) for name in STEPS), (fcntl, "flock")]:
+        patch.setattr(owner, name, preceded(getattr(owner, name)))
+
+
+def killed_at(number: int, do: Callable[[], object]) -> int:
+    """Run `do` in a fork that is killed right before its step of that number; return its exit code, or -9."""
+    process = os.fork()
+    if process == 0:
+        code, count = 1, itertools.count(1)
+        try:
+            before_each_step(
+                pytest.MonkeyPatch(), lambda: next(count) == number and os.kill(os.getpid(), signal.SIGKILL)
+            )
+            do()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code
 
 
 def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:

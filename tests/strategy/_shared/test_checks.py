@@ -26,34 +26,10 @@ def model(change: Callable[[Any], object] = lambda deep: None) -> Any:
     return deep
 
 
-def scalar(deep: Any) -> None:
-    deep.gain = nn.Parameter(torch.tensor(1.5))
-
-
-def empty(deep: Any) -> None:
-    deep.blocks[1].rest = nn.Parameter(torch.zeros(0, 8))
-
-
-def tied(deep: Any) -> None:
-    deep.blocks[2].linear.weight = deep.blocks[0].linear.weight
-
-
-def tied_outside(deep: Any) -> None:
-    deep.copy = nn.Linear(16, 16)
-    deep.copy.weight = deep.blocks[0].linear.weight
-
-
-def tied_within(deep: Any) -> None:
-    deep.blocks[0].copy = nn.Linear(16, 16)
-    deep.blocks[0].copy.weight = deep.blocks[0].linear.weight
-
-
-def hooked(deep: Any) -> None:
-    deep.second.bias.register_hook(lambda gradient: gradient)
-
-
-def hooked_after(deep: Any) -> None:
-    deep.second.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+def tied_copy(deep: Any) -> nn.Linear:
+    copy = nn.Linear(16, 16)
+    copy.weight = deep.blocks[0].linear.weight
+    return copy
 
 
 def fit_of(deep: Any, precision: str = "32-true", clip: GradClipAlgorithmType | None = None) -> Any:
@@ -80,12 +56,36 @@ CHECKS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("change", "check", "message"),
     [
-        (scalar, "parameters", "deepspeed_zero: gain is a scalar"),
-        (empty, "parameters", r"deepspeed_zero: blocks\.1\.rest is 0 x 8; a parameter without elements"),
-        (tied, "groups", r"blocks\.0\.linear\.weight and blocks\.2\.linear\.weight are one weight"),
-        (tied_outside, "groups", r"blocks\.0\.linear\.weight and copy\.weight are one weight"),
-        (hooked, "hooks", r"fsdp2: second\.bias has a hook on its gradient"),
-        (hooked_after, "hooks", r"fsdp2: second\.bias has a hook on its gradient"),
+        (
+            lambda deep: deep.register_parameter("gain", nn.Parameter(torch.tensor(1.5))),
+            "parameters",
+            "deepspeed_zero: gain is a scalar",
+        ),
+        (
+            lambda deep: deep.blocks[1].register_parameter("rest", nn.Parameter(torch.zeros(0, 8))),
+            "parameters",
+            r"deepspeed_zero: blocks\.1\.rest is 0 x 8; a parameter without elements",
+        ),
+        (
+            lambda deep: deep.blocks[2].register_module("linear", tied_copy(deep)),
+            "groups",
+            r"blocks\.0\.linear\.weight and blocks\.2\.linear\.weight are one weight",
+        ),
+        (
+            lambda deep: deep.register_module("copy", tied_copy(deep)),
+            "groups",
+            r"blocks\.0\.linear\.weight and copy\.weight are one weight",
+        ),
+        (
+            lambda deep: deep.second.bias.register_hook(lambda gradient: gradient),
+            "hooks",
+            r"fsdp2: second\.bias has a hook on its gradient",
+        ),
+        (
+            lambda deep: deep.second.bias.register_post_accumulate_grad_hook(lambda _: None),
+            "hooks",
+            r"fsdp2: second\.bias has a hook on its gradient",
+        ),
         (lambda deep: deep.first.double(), "parameters", r"first\.weight is float64, but DeepSpeed"),
         (lambda deep: deep.first.to(torch.complex64), "parameters", r"first\.weight is complex64"),
         (lambda deep: deep.requires_grad_(requires_grad=False), "run", "Deep has no trainable parameter"),
@@ -120,7 +120,7 @@ def test_runs_that_zero_would_change_are_rejected() -> None:
 
 
 def test_a_weight_may_be_tied_within_a_block() -> None:
-    deep = model(tied_within)
+    deep = model(lambda deep: deep.blocks[0].register_module("copy", tied_copy(deep)))
     checks.check_groups(deep, list(deep.blocks))
 
 

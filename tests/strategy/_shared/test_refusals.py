@@ -1,0 +1,113 @@
+"""What DeepSpeedZero and FSDP2 refuse before a run; two ranks are in tests/test_strategies.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.core import rules
+from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.precision.quantized_base import QuantizedBase
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import Net, make_trainer
+
+MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        (FSDP2, {"param_dtype": "int8"}, "param_dtype='int8': expected one of bf16, fp16, fp32, or None"),
+        (FSDP2, {"reduce_dtype": "fp8"}, "reduce_dtype='fp8': expected one of bf16, fp16, fp32, or None"),
+        (FSDP2, {"checkpoints": "both"}, "checkpoints='both': expected one of full, sharded"),
+        (DeepSpeedZero, {"stage": 0}, "stage=0: expected one of 1, 2, 3"),
+        (DeepSpeedZero, {"offload_optimizer": "nvme"}, "offload_optimizer='nvme': expected 'cpu', or None"),
+        (
+            DeepSpeedZero,
+            {"offload_parameters": "cpu"},
+            "offload_parameters='cpu': expected None under stage 2, where each device keeps all weights\n"
+            "  try: DeepSpeedZero(stage=3)",
+        ),
+        (DeepSpeedZero, {"config": {"gradient_clipping": 1.0}}, "set by trainer.gradient_clip_val"),
+        (DeepSpeedZero, {"config": {"train_batch_size": 8}}, "set by data.batch_size"),
+        (DeepSpeedZero, {"config": {"zero_optimization": {"stage": 1}}}, "set by strategy.stage"),
+        (
+            DeepSpeedZero,
+            {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            "config.zero_optimization.offload_optimizer.device='cpu': expected no such key",
+        ),
+        (DeepSpeedZero, {"config": {"zero_optimisation": {}}}, "did you mean 'zero_optimization'"),
+    ],
+)
+def test_invalid_values_are_rejected(strategy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        strategy(**options)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"),
+    [(DeepSpeedZero, 'DeepSpeedZero(offload_optimizer="cpu")'), (FSDP2, "FSDP2(cpu_offload=True)")],
+)
+def test_one_device_is_rejected_with_remedies(strategy: Any, remedy: str) -> None:
+    trainer = make_trainer(strategy=strategy(), devices=1)
+    with pytest.raises(ConflictError) as raised:
+        trainer.fit(Net())
+    for each in ("Trainer(devices=2)", 'Trainer(strategy="auto")', remedy):
+        assert f"try: {each}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "other", "options", "refused"),
+    [
+        (DeepSpeedZero(), WeightAveraging(), {}, False),
+        (DeepSpeedZero(stage=1), WeightAveraging(), {"precision": "bf16-true"}, True),
+        (DeepSpeedZero(stage=3), EMAWeightAveraging(), {}, True),
+        (DeepSpeedZero(), StochasticWeightAveraging(swa_lrs=0.1), {}, True),
+        (DeepSpeedZero(), LearningRateFinder(), {}, True),
+        (DeepSpeedZero(), BackboneFinetuning(), {}, True),
+        (FSDP2(), WeightAveraging(), {}, True),
+        (FSDP2(), EMAWeightAveraging(), {}, True),
+        (FSDP2(), StochasticWeightAveraging(swa_lrs=0.1), {}, True),
+    ],
+)
+def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
+    strategy: Any, other: Any, options: dict[str, Any], *, refused: bool
+) -> None:
+    """Before a process group exists, and before the callback has copied the model."""
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=[other], **options)
+    assert bool(rules.check_rules(rules.trainer_components(trainer), {})) is refused
+    if refused:
+        module = Net()
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        with pytest.raises(ConflictError, match=rf"with {type(other).__name__}[\s\S]*try: "):
+            trainer.strategy.setup_environment()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "other", "refused"),
+    [
+        *((strategy, QuantizedBase(), True) for strategy in (DeepSpeedZero(), FSDP2())),
+        *((strategy, MicroBatch(micro_batch_size="auto"), True) for strategy in (DeepSpeedZero(), FSDP2())),
+        *((strategy, MicroBatch(micro_batch_size=2), False) for strategy in (DeepSpeedZero(), FSDP2())),
+        (DeepSpeedZero(), TorchCompile(), True),
+        (FSDP2(), TorchCompile(), False),
+    ],
+)
+def test_incompatible_techniques_are_rejected(strategy: Any, other: Any, refused: bool) -> None:
+    findings = rules.check_rules([strategy, other], MACHINE)
+    remedies = [each.rule.remedies for each in findings if each.rule.verdict.value == "refused"]
+    assert len(remedies) == refused
+    assert all(remedies)
