@@ -68,19 +68,16 @@ class Block(nn.Module):
 class Stack(pl.LightningModule):
     """Blocks between tied tensors; beside them something frozen, running statistics and a buffer.
 
-    Args:
-        tied: Whether the head is the embedding.
-        rate: Of AdamW's; 0 for plain SGD with momentum.
-        statistics: Whether the last norm keeps running ones.
+    AdamW trains it, or with a rate of 0 plain SGD with momentum; if `tied`, the head is the embedding.
     """
 
-    def __init__(self, *, tied: bool = True, rate: float = 1e-2, statistics: bool = True) -> None:
+    def __init__(self, *, tied: bool = True, rate: float = 1e-2) -> None:
         super().__init__()
         self.rate = rate
         self.embedding, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.statistics = nn.BatchNorm1d(6) if statistics else nn.LayerNorm(6)
+        self.statistics = nn.BatchNorm1d(6)
         self.count: Tensor
         self.register_buffer("count", torch.zeros(3))
         if tied:
