@@ -72,7 +72,6 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def net() -> Callable[..., Net]:
     """Return a maker of models that all begin with the same weights and the same random state."""
-
     return functools.partial(seeded, Net)
 
 
@@ -138,11 +137,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny(text_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return overrides for a tiny run, from an empty current folder that holds a copy of the small text."""
-    source = tmp_path / "source"
-    shutil.copytree(text_cache, source)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tiny(text_cache: Path, empty_folder: Path) -> list[str]:
+    """Return overrides for a tiny run, from an empty current folder that holds a copy of the small text."""
+    source = empty_folder / "source"
+    shutil.copytree(text_cache, source)
     return [*TINY, f"data.source_dir={source}", "data.vocab_size=300"]
 
 
@@ -150,15 +155,20 @@ def tiny(text_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 def command(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """Return the command line as a function: exit code, standard output, log messages and standard error."""
+    """Return the command line as a function: exit code, standard output, log messages and standard error.
 
-    def call(*words: str) -> tuple[int, str, str]:
+    With `code`, another exit code fails the test.
+    """
+
+    def call(*words: str, code: int | None = None) -> tuple[int, str, str]:
         capfd.readouterr()
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            code = cli.main(words)
+            found = cli.main(words)
         out, err = capfd.readouterr()
-        return code, out, "\n".join([*caplog.messages, err])
+        said = "\n".join([*caplog.messages, err])
+        assert code in (None, found), said
+        return found, out, said
 
     yield call
     for name, module in list(sys.modules.items()):  # another test has a my_project of its own

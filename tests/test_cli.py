@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,45 @@ from lightning_eff.commands._completion import SCRIPTS, complete
 from tests.support.command_line import Command
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+MINE = """
+import lightning.pytorch as pl
+import torch
+from lightning_eff.models.gpt import GPT
+from torch.utils.data import DataLoader, TensorDataset
+
+class Fails(GPT):
+    def training_step(self, batch, batch_idx):
+        raise KeyError('the label is missing')
+
+class Hungry(GPT):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + torch.ones(2**50).mean()
+
+class Picky(GPT):
+    def training_step(self, batch, batch_idx):
+        if self.hparams['dropout'] > 0:
+            raise RuntimeError('no dropout, please')
+        return super().training_step(batch, batch_idx)
+
+class Nothing(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(0, 8)))
+"""
+
+
+@pytest.fixture
+def mine(tiny: list[str]) -> list[str]:
+    """Return overrides for a tiny run, beside a module of the user's own."""
+    Path("mine.py").write_text(MINE)
+    return tiny
 
 
 def test_answers_come_without_torch_or_lightning() -> None:
     """All in one process: the help of every verb, which names its own options, lists, and completion."""
     program = """
-import contextlib, io, sys
+import contextlib, io, sys, lightning_eff
+dir(lightning_eff)
+assert not {"torch", "lightning", "hydra", "omegaconf"} & set(sys.modules)
 from lightning_eff import cli
 
 def answer(*words):
@@ -58,11 +92,6 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'; did you mean 'job'?"),
         (["train", "lm", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
-        (["train", "lm", "precision=bf16"], "precision=bf16: no such option; did you mean 'bf16_mixed' or"),
-        (
-            ["train", "lm", "trainer.epochs=3"],
-            "trainer.epochs=3: expected a parameter of Trainer; did you mean 'max_epochs'",
-        ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
         (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, last or auto"),
         (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),
@@ -71,67 +100,37 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
         (["train", "lm", "optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
         (["train", "lm", "lr=3"], "lr: no such key; did you mean optimizer.lr?"),
-        (
-            ["train", "lm", "ckpt_path=."],
-            "ckpt_path='.': expected a checkpoint; this is a folder without index",
-        ),
+        (["train", "lm", "ckpt_path=."], "ckpt_path='.': expected a checkpoint; this is a folder"),
         (["ls", "emty_cache"], "did you mean 'empty_cache'?"),
         (["ls", "a", "b"], "unknown argument 'b'"),
-        (["doctor", "gpu"], "unknown argument 'gpu'"),
         (["--completion", "tcsh"], "invalid choice: 'tcsh'; there are: bash, fish, zsh"),
     ],
 )
 def test_usage_errors_exit_2_in_few_lines_and_leave_nothing(
-    words: list[str], text: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], text: str, command: Command, empty_folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = command(*words)
-    assert code == 2
+    _, out, err = command(*words, code=2)
     assert text in err
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
     assert out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert list(empty_folder.iterdir()) == []
 
 
-def test_a_run_that_fails_exits_1_root_cause_first(tiny: list[str], command: Command) -> None:
-    Path("my_failing_model.py").write_text(
-        "from lightning_eff.models.gpt import GPT\n"
-        "class Fails(GPT):\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        raise KeyError('the label is missing')\n"
-    )
-    code, _, err = command("train", "lm", *tiny, "model._target_=my_failing_model.Fails")
-    assert code == 1
+def test_a_run_that_fails_exits_1_root_cause_first(mine: list[str], command: Command) -> None:
+    words = ["train", "lm", *mine, "model._target_=mine.Fails"]
+    err = command(*words, code=1)[2]
     lines = err.strip().splitlines()[-3:]
     assert lines[0] == "error: KeyError: 'the label is missing'"
-    assert "my_failing_model.py:4 in training_step" in lines[1]
+    assert "mine.py:9 in training_step" in lines[1]
     log = Path(lines[2].removeprefix("  traceback: "))
     assert "Traceback" in log.read_text()
     assert "Traceback" not in err
-    assert "Traceback" in command("train", "lm", *tiny, "model._target_=my_failing_model.Fails", "--debug")[2]
+    assert "Traceback" in command(*words, "--debug")[2]
 
 
-def test_a_run_reports_the_checkpoint_that_it_ends_with(tiny: list[str], command: Command) -> None:
-    """No schedule of the recipe's own saves before the run ends."""
-    code, out, err = command("train", "lm", *tiny, "trainer.val_check_interval=100", "--json")
-    assert code == 0, err
-    (path,) = Path("outputs").rglob("*.ckpt")
-    assert path.name == "step-2.ckpt"
-    (row,) = [row for row in json.loads(out)["ledger"] if row["technique"] == "checkpoint_io/durable"]
-    assert (row["status"], row["numbers"]["num_saves"]) == ("applied", 1)
-    assert row["numbers"]["saved_bytes"] == path.stat().st_size
-
-
-def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> None:
-    Path("my_hungry_model.py").write_text(
-        "import torch\nfrom lightning_eff.models.gpt import GPT\n"
-        "class Hungry(GPT):\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        return super().training_step(batch, batch_idx) + torch.ones(2**50).mean()\n"
-    )
-    code, _, err = command("train", "lm", *tiny, "model._target_=my_hungry_model.Hungry")
-    assert code == 4
+def test_running_out_of_memory_exits_4(mine: list[str], command: Command) -> None:
+    err = command("train", "lm", *mine, "model._target_=mine.Hungry", code=4)[2]
     first, held = err[err.index("error: ") :].splitlines()[:2]
     assert first == "error: out of memory during the forward pass: tried to allocate 4096.0 TiB"
     assert held.startswith("  it needs ")
@@ -139,14 +138,17 @@ def test_running_out_of_memory_exits_4(tiny: list[str], command: Command) -> Non
 
 
 def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) -> None:
-    assert command("train", "lm", *tiny)[0] == 0
-    code, _, err = command("train", "lm", *tiny, "ckpt_path=last")
-    assert code == 2
+    """No schedule of the recipe's own saves before the first run ends."""
+    out = command("train", "lm", *tiny, "trainer.val_check_interval=100", "--json", code=0)[1]
+    (path,) = Path("outputs").rglob("*.ckpt")
+    (row,) = [row for row in json.loads(out)["ledger"] if row["technique"] == "checkpoint_io/durable"]
+    assert (path.name, row["status"], row["numbers"]["num_saves"]) == ("step-2.ckpt", "applied", 1)
+    assert row["numbers"]["saved_bytes"] == path.stat().st_size
+    err = command("train", "lm", *tiny, "ckpt_path=last", code=2)[2]
     assert "trainer.max_steps=2: expected more than the 2 steps" in err
     assert "try: trainer.max_steps=4" in err
     assert len(list(Path("outputs/lm").iterdir())) == 1, "the refused run left no folder"
-    code, _, err = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5")
-    assert code == 0, err
+    err = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5", code=0)[2]
     assert "Finished 3 optimizer steps" in err
     assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
 
@@ -158,64 +160,46 @@ class Hostile:
         return Path.touch, (Path("touched"),)
 
 
-def test_a_checkpoint_of_something_else_is_no_traceback(tiny: list[str], command: Command) -> None:
-    contents: list[object] = [[1], {"global_step": "x"}, {"global_step": float("nan")}, {"loops": None}]
-    for content in contents:
-        torch.save(content, "other.ckpt")
-        code, _, err = command("train", "baseline", *tiny, "ckpt_path=other.ckpt")
-        assert (code, "Traceback" in err) == (2, False)
-        assert "ckpt_path='other.ckpt': expected a checkpoint of a Trainer" in err
-
-
 def test_a_checkpoint_that_is_damaged_or_none_is_refused_unread(tiny: list[str], command: Command) -> None:
-    assert command("train", "baseline", *tiny)[0] == 0
+    command("train", "baseline", *tiny, code=0)
     (good,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
     content = good.read_bytes()
     flipped = bytes(b ^ 255 if 200 <= i < 260 else b for i, b in enumerate(content))
-    torch.save({"global_step": 0, "x": Hostile()}, "code.ckpt")
-    for damaged in (flipped, content[:500], b"no checkpoint", b"", Path("code.ckpt").read_bytes()):
-        Path("bad.ckpt").write_bytes(damaged)
-        code, _, err = command("train", "baseline", *tiny, "ckpt_path=bad.ckpt", "trainer.max_steps=4")
-        assert code == 2, err
-        assert "ckpt_path='bad.ckpt': expected a checkpoint of tensors and plain values" in err
+    unread: list[Any] = [flipped, content[:500], b"no checkpoint", b"", {"global_step": 0, "x": Hostile()}]
+    other: list[Any] = [[1], {"global_step": "x"}, {"global_step": float("nan")}, {"loops": None}]
+    for bad in unread + other:
+        if isinstance(bad, bytes):
+            Path("bad.ckpt").write_bytes(bad)
+        else:
+            torch.save(bad, "bad.ckpt")
+        err = command("train", "baseline", *tiny, "ckpt_path=bad.ckpt", "trainer.max_steps=4", code=2)[2]
+        kind = "a Trainer" if bad in other else "tensors and plain values"
+        assert f"ckpt_path='bad.ckpt': expected a checkpoint of {kind}" in err
         assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
     assert not Path("touched").exists()
     assert len(list(Path("outputs/baseline").iterdir())) == 1
 
 
-def test_a_sweep_runs_each_combination_and_survives_a_failure(tiny: list[str], command: Command) -> None:
-    code, _, err = command("train", "lm", *tiny, "-m", "callbacks=[],[empty_cache]")
-    assert code == 0, err
+def test_a_sweep_runs_each_combination_and_survives_a_failure(mine: list[str], command: Command) -> None:
+    command("train", "lm", *mine, "-m", "callbacks=[],[empty_cache]", code=0)
     folders = sorted(path.parent.name for path in Path("outputs/lm").glob("sweep_*/*/efficiency.json"))
     assert folders == ["0", "1"]
-    Path("my_picky_model.py").write_text(
-        "from lightning_eff.models.gpt import GPT\n"
-        "class Picky(GPT):\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        if self.hparams['dropout'] > 0:\n"
-        "            raise RuntimeError('no dropout, please')\n"
-        "        return super().training_step(batch, batch_idx)\n"
-    )
-    picky = ["model._target_=my_picky_model.Picky", "output_root=picky", f"data.cache_dir={Path('picky/c')}"]
-    code, _, err = command("train", "lm", *tiny, *picky, "-m", "model.dropout=0.5,0.0")
-    assert code == 1
+    picky = ["model._target_=mine.Picky", "output_root=picky", f"data.cache_dir={Path('picky/c')}"]
+    err = command("train", "lm", *mine, *picky, "-m", "model.dropout=0.5,0.0", code=1)[2]
     assert "no dropout, please" in err
     statuses = [path.read_text() for path in sorted(Path("picky/lm").glob("sweep_*/*/efficiency.json"))]
     assert ['"status": "failed"' in text for text in statuses] == [True, False]
 
 
 def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command: Command) -> None:
-    code, out, err = command("train", "lm", "trainer.max_steps=7", "--cfg", "job")
-    assert code == 0, err
+    out = command("train", "lm", "trainer.max_steps=7", "--cfg", "job", code=0)[1]
     assert "max_steps: 7" in out
     assert not Path("outputs").exists()
     Path("mine").mkdir()
     Path("mine/frozen.yaml").write_text(out)
-    code, again, err = command("train", "frozen", "--config-dir", "mine", "--cfg", "job")
-    assert code == 0, err
+    again = command("train", "frozen", "--config-dir", "mine", "--cfg", "job", code=0)[1]
     assert again == out
-    code, _, err = command("train", "frozen", "--config-dir", "mine", *tiny)
-    assert code == 0, err
+    command("train", "frozen", "--config-dir", "mine", *tiny, code=0)
 
 
 @pytest.mark.parametrize(
@@ -257,22 +241,9 @@ def test_completion_knows_options_keys_and_shells(command: Command) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Total length of")
-def test_a_run_without_a_batch_is_an_error(tmp_path: Path, tiny: list[str], command: Command) -> None:
-    (tmp_path / "nothing.py").write_text(
-        "import lightning.pytorch as pl, torch\n"
-        "from torch.utils.data import DataLoader, TensorDataset\n"
-        "class Data(pl.LightningDataModule):\n"
-        "    def train_dataloader(self):\n"
-        "        return DataLoader(TensorDataset(torch.zeros(0, 8)))\n"
-    )
-    words = [
-        "data._target_=nothing.Data",
-        "~monitors.text_sample",
-        "model.vocab_size=9",
-        "model.context_length=8",
-    ]
-    code, _, err = command("train", "baseline", *tiny[:5], *words)
-    assert code == 2
+def test_a_run_without_a_batch_is_an_error(mine: list[str], command: Command) -> None:
+    words = ["data._target_=mine.Nothing", "model.vocab_size=9", "model.context_length=8"]
+    err = command("train", "baseline", *mine[:5], *words, "~monitors.text_sample", code=2)[2]
     assert "trained on nothing" in err
 
 

@@ -90,18 +90,13 @@ MODES = {
     "mixed": Mode(plugins=lambda: [AutoPrecision(precision="32-true")]),
     "everything": Mode(everything, lambda: [Durable(), AutoPrecision(precision="32-true")], exact=False),
 }
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.CheckpointWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
-]
-
-
-def make_model() -> Double:
-    torch.manual_seed(1)
-    return Double()
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_eff.core.errors.SlowPathWarning",
+    "ignore::lightning_eff.core.errors.NoEffectWarning",
+    "ignore::lightning_eff.core.errors.ConflictWarning",
+    "ignore::lightning_eff.core.errors.CheckpointWarning",
+    "ignore:'set_vital' is deprecated",  # torchdata 0.11 on torch 2.13
+)
 
 
 class SaveAt(pl.Callback):
@@ -132,7 +127,8 @@ def make_loader(micro: int) -> Any:
 
 
 def train(mode: Mode, *extra: pl.Callback, resume: Path | None = None) -> tuple[Double, Any]:
-    model = make_model()
+    torch.manual_seed(1)
+    model = Double()
     trainer = make_trainer(
         callbacks=[*mode.callbacks(), *extra], plugins=mode.plugins(), max_epochs=2, max_steps=-1
     )
@@ -165,12 +161,12 @@ STEPS = [
 def test_every_pair_resumes_like_one_plain_run(
     saved: str, step: int, every_pair: bool, plain: Double, tmp_path: Path
 ) -> None:
-    """Otherwise with nothing, with everything, and with the next technique of the list."""
+    """Otherwise with itself, with nothing, with everything, and with the next technique of the list."""
     path, names = tmp_path / "one.ckpt", list(MODES)
     first, _ = train(MODES[saved], SaveAt(step, path))
     assert_same(first, plain, exact=MODES[saved].exact)
     after = names[(names.index(saved) + 1) % len(names)]
-    for loaded in MODES if every_pair else dict.fromkeys(("none", "everything", after)):
+    for loaded in MODES if every_pair else dict.fromkeys((saved, "none", "everything", after)):
         mode = MODES[loaded]
         try:
             second, _ = train(mode, resume=path)
@@ -189,7 +185,7 @@ def test_a_precision_changes_at_the_checkpoint_and_nowhere_else(
         model = deep(dropout=0.0)
         optimizer = SGD(model.parameters())
         for precision in (first, second):
-            for x, y in make_small_loader():
+            for x, y in models.make_loader(8):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
                     loss = F.cross_entropy(model(x).float(), y)
                 optimizer.zero_grad()
@@ -202,7 +198,7 @@ def test_a_precision_changes_at_the_checkpoint_and_nowhere_else(
         trainer = make_trainer(
             plugins=[AutoPrecision(precision=precision)], max_epochs=max_epochs, max_steps=-1
         )
-        trainer.fit(model, make_small_loader(), ckpt_path=resume)
+        trainer.fit(model, models.make_loader(8), ckpt_path=resume)
         return model, trainer
 
     path, results = tmp_path / "one.ckpt", []
@@ -212,7 +208,3 @@ def test_a_precision_changes_at_the_checkpoint_and_nowhere_else(
         assert_same(model, plain_loop(first, second), exact=True)
         results.append(model.first.weight)
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
-
-
-def make_small_loader() -> Any:
-    return models.make_loader(8)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tomllib
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from lightning_eff.monitors import _attach
 from tests.support.models import make_loader
 from tests.support.techniques import TECHNIQUES, class_of
 
-ROOT = Path(__file__).parent.parent
 SENTENCE = (
     "{}: this Trainer comes from the package pytorch_lightning, which lightning_eff does not support: "
     "import lightning.pytorch instead"
@@ -71,24 +69,9 @@ def test_a_strategy_or_plugin_is_refused_by_that_trainer_with_the_reason(name: s
         legacy_trainer(**keywords)
 
 
-@pytest.fixture
-def entry_points_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Install the entry points of the project's file, whatever is installed."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    group = "pytorch_lightning.callbacks_factory"
-    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in groups[group].items())]
-    folder = tmp_path / "declared_entry_points-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: declared-entry-points\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return groups[group]
-
-
-def test_a_report_that_the_environment_asks_for_is_refused(
-    entry_points_of_the_project: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert list(entry_points_of_the_project) == ["lightning-eff"]
+def test_a_report_that_the_environment_asks_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [each for each in entry_points(group="pytorch_lightning.callbacks_factory") if "eff" in each.name]
+    assert [each.value for each in own] == ["lightning_eff.monitors._attach:refuse_legacy"]
     monkeypatch.setenv(_attach.VARIABLE, "1")
     with pytest.raises(ConflictError) as raised:
         legacy_trainer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.support.models import Deep, make_loader, make_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
-    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
-    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU"),
-    pytest.mark.filterwarnings("ignore:OptimState\\w+ does not implement _stable_hash_for_caching"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_eff.core.errors.NoEffectWarning",
+    "ignore::lightning_eff.core.errors.ConflictWarning",
+    "ignore:Paged optimizers are not supported on CPU",
+    "ignore:OptimState\\w+ does not implement _stable_hash_for_caching",
+)
 WIDTH = 128
 """Then a block's matrix has more than 4096 values, from which on the 8-bit optimizers quantize."""
 OVERRIDES = {
@@ -56,15 +56,10 @@ def option(name: str) -> Any:
     return composition.compose_recipe("baseline", overrides, RecipePath()).values["optimizer"]
 
 
-def marked(names: Sequence[str]) -> Iterator[Any]:
-    for name in names:
-        marks = [pytest.mark.slow] if name in COMPILED else []
-        if name in COMPILED:
-            marks.append(pytest.mark.skipif(shutil.which("g++") is None, reason="torchao needs a compiler"))
-        yield pytest.param(name, marks=marks)
+SLOW = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="torchao needs a compiler")]
 
 
-@pytest.fixture(params=list(marked(NAMES)))
+@pytest.fixture(params=[pytest.param(name, marks=SLOW if name in COMPILED else []) for name in NAMES])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -70,49 +70,24 @@ def test_make_targets_exist() -> None:
     assert {"run", "test", "check", "test-full"} <= named <= set(targets)
 
 
-@pytest.fixture
-def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return what README's own Python defines: a `Net`, and what it imports."""
-    monkeypatch.chdir(tmp_path)
-    return run_blocks("README")
+@pytest.mark.parametrize(
+    ("page", "shown"), [("README", "emptied 2 times"), ("adapters", "['0']\n"), ("fabric", "[4, 4]")]
+)
+def test_the_python_of_a_page_prints(
+    page: str, shown: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_blocks(page)
+    assert shown in capsys.readouterr().out
 
 
-def fit(readme: dict[str, Any], *, batch_size: int = 1, **keywords: Any) -> None:
+@pytest.mark.parametrize(("page", "num_effective"), [("batch_size", 2), ("optimizers", 1), ("adapters", 2)])
+def test_the_techniques_of_a_page_have_an_effect(page: str, num_effective: int, empty_folder: Path) -> None:
+    readme, names = run_blocks("README"), run_blocks(page)
+    callbacks, plugins = names["callbacks"], names.get("plugins", [])
     data = readme["TensorDataset"](torch.randn(64, 8))
-    make_trainer(**keywords).fit(readme["Net"](), readme["DataLoader"](data, batch_size=batch_size))
-
-
-def test_the_plugins_of_readme_run(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    run_blocks("README")
-    assert "emptied 2 times" in capsys.readouterr().out
-
-
-def test_the_batch_size_page_runs(readme: dict[str, Any]) -> None:
-    callbacks = run_blocks("batch_size")["callbacks"]
-    fit(readme, batch_size=32, callbacks=callbacks, max_steps=4)
-    assert [callback.outcome().effective for callback in callbacks] == [True, True]
-
-
-def test_the_optimizers_page_runs(readme: dict[str, Any]) -> None:
-    names = run_blocks("optimizers")
-    fit(readme, callbacks=names["callbacks"], max_steps=4)
-    assert names["choice"].outcome().effective
-
-
-def test_the_adapters_page_runs(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    names = run_blocks("adapters")
-    assert capsys.readouterr().out == "['0']\n"
-    fit(readme, callbacks=names["callbacks"], plugins=names["plugins"], max_steps=2)
-    assert names["callbacks"][0].outcome().effective
-    assert "nf4" in names["plugins"][0].outcome().did
-
-
-def test_the_fabric_page_runs(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    names = run_blocks("fabric")
-    assert "[4, 4]" in capsys.readouterr().out
-    assert names["layer"].weight.grad is not None
+    trainer = make_trainer(callbacks=callbacks, plugins=plugins, max_steps=4)
+    trainer.fit(readme["Net"](), readme["DataLoader"](data, batch_size=32))
+    assert sum(technique.outcome().effective for technique in [*callbacks, *plugins]) == num_effective
 
 
 def test_the_kernels_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,10 +116,9 @@ def write_own_data(tiny_llama: Path) -> None:
     Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 120)
 
 
-def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_accepted(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words, options and overrides are checked as before a run; `test_every_command_runs` takes a minute."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(empty_folder))
     write_files()
     for words in commands():
         options = parse(words[1:]) if words[0] == "lightning-eff" else None
@@ -207,8 +181,7 @@ def test_nothing_is_promised_that_is_not_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_that_compares_prints_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_script_that_compares_prints_its_rows(empty_folder: Path) -> None:
     write_files()
     done = subprocess.run([sys.executable, "compare_mine.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

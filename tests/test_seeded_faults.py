@@ -14,6 +14,10 @@ LOOP, TWO, CUT = (
     "tests/microbatching/test_ddp.py",
     "tests/callbacks/test_micro_batch.py",
 )
+WINDOW, RETRY, RUNNER, SNAPSHOT, LIGHTNING, SEARCH = (
+    f"microbatching/{name}.py"
+    for name in ("window", "oom_retry", "micro_batch_runner", "snapshot", "lightning_loop", "size_search")
+)
 STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
 WHOLE = f"{CUT}::test_the_step_is_that_of_the_full_batch"
 TRACE = f"{CUT}::test_running_out_in_any_step_leaves_no_trace"
@@ -22,45 +26,35 @@ TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
 
 # name: (file, what stands there, what is put there, the test that finds it)
 FAULTS = {
-    "no division": ("microbatching/window.py", "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
+    "no division": (WINDOW, "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
     "mean of means": (
-        "microbatching/window.py",
+        WINDOW,
         "counted = num_samples / first if num_samples is not None and first else fraction",
         "counted = 1.0",
         WHOLE,
     ),
-    "weights ignored": (
-        "microbatching/window.py",
-        "loss * (weight / self.reference) if",
-        "loss / self._num_batches if",
-        STEP,
-    ),
+    "weights ignored": (WINDOW, "loss * (weight / self.reference) if", "loss / self._num_batches if", STEP),
     "a cut window divided by its nominal length": (
-        "microbatching/window.py",
+        WINDOW,
         "self._num_batches / self._num_counted if self._num_counted else 1.0",
         "1.0",
         STEP,
     ),
     "a reference of each rank's own": (
-        "microbatching/window.py",
+        WINDOW,
         "self._sum_over_ranks(expected) / self._num_ranks",
         "expected",
         TOGETHER,
     ),
-    "last micro-batch dropped": (
-        "microbatching/oom_retry.py",
-        "enumerate(parts)\n",
-        "enumerate(parts[:-1] or parts)\n",
-        WHOLE,
-    ),
+    "last micro-batch dropped": (RETRY, "enumerate(parts)\n", "enumerate(parts[:-1] or parts)\n", WHOLE),
     "gradients cleared in each micro-batch": (
-        "microbatching/micro_batch_runner.py",
+        RUNNER,
         "if is_first and functions.zero_grad is not None",
         "if functions.zero_grad is not None",
         WHOLE,
     ),
     "clipped in each micro-batch": (
-        "microbatching/micro_batch_runner.py",
+        RUNNER,
         "                functions.backward(result.closure_loss)\n",
         "                functions.backward(result.closure_loss)\n"
         "                import torch\n"
@@ -68,25 +62,25 @@ FAULTS = {
         WHOLE,
     ),
     "clipped before the correction": (
-        "microbatching/lightning_loop.py",
+        LIGHTNING,
         "            self._window.correct()\n            return loss\n",
         "            return loss\n",
         WINDOWS,
     ),
     "scheduler in each batch": (
-        "microbatching/lightning_loop.py",
+        LIGHTNING,
         "return not self._is_complete or self._is_skipped",
         "return self._is_skipped",
         STEP,
     ),
     "a skipped step counts": (
-        "microbatching/lightning_loop.py",
+        LIGHTNING,
         "                counts.ready -= 1\n                counts.completed -= 1\n",
         "                pass\n",
         LOOP,
     ),
     "synchronized in the wrong micro-batch": (
-        "microbatching/micro_batch_runner.py",
+        RUNNER,
         "synchronize = is_last and functions.is_last",
         "synchronize = is_first and functions.is_last",
         TOGETHER,
@@ -98,44 +92,39 @@ FAULTS = {
         TOGETHER,
     ),
     "buffers not taken over": (
-        "microbatching/oom_retry.py",
+        RETRY,
         "            ddp.take_buffers(self.replica)\n",
         "            pass\n",
         f"{TWO}::test_batches_that_fit_train_as_under_plain_ddp",
     ),
     "the others keep their size": (
-        "microbatching/oom_retry.py",
+        RETRY,
         "self._size.current = int(smallest)",
         "pass",
         f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
     ),
     "random state not brought back": (
-        "microbatching/snapshot.py",
+        SNAPSHOT,
         "partial(torch.set_rng_state, torch.get_rng_state())",
         "int",
         TRACE,
     ),
-    "batch norm twice": ("microbatching/snapshot.py", "buffer.tensor.copy_(buffer.values)", "pass", TRACE),
+    "batch norm twice": (SNAPSHOT, "buffer.tensor.copy_(buffer.values)", "pass", TRACE),
     "metrics twice": (
-        "microbatching/snapshot.py",
+        SNAPSHOT,
         "tensor.data = values.clone()",
         "pass",
         "tests/microbatching/test_snapshot.py",
     ),
-    "weights of a failed try counted": (
-        "microbatching/oom_retry.py",
-        "self._window.restore(self._window_state)",
-        "pass",
-        TRACE,
-    ),
+    "weights of a failed try counted": (RETRY, "self._window.restore(self._window_state)", "pass", TRACE),
     "gradients of a failed try kept": (
-        "microbatching/micro_batch_runner.py",
+        RUNNER,
         "functions.zero_grad()\n",
         "self._is_zeroed or functions.zero_grad()\n",
         TRACE,
     ),
     "update not undone": (
-        "microbatching/snapshot.py",
+        SNAPSHOT,
         "tensor.copy_(value)",
         "pass",
         f"{CUT}::test_running_out_in_the_update_leaves_no_trace",
@@ -147,13 +136,13 @@ FAULTS = {
         "tests/microbatching/test_merging.py::test_what_is_logged_is_that_of_the_full_batch",
     ),
     "find: a size that failed": (
-        "microbatching/size_search.py",
+        SEARCH,
         "    return sizes[low]\n",
         "    return sizes[high]\n",
         "tests/microbatching/test_micro_batch_size.py",
     ),
     "find: the state stays": (
-        "microbatching/size_search.py",
+        SEARCH,
         "            optimizer_snapshot.restore()\n",
         "",
         f"{CUT}::test_find_gives_the_largest_and_leaves_no_trace",

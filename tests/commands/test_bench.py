@@ -56,8 +56,6 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.devic
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--quik"], 2, "unknown option '--quik'; did you mean '--quick'?"),
-        (["train"], 2, "unknown argument 'train'"),
         (["--dtype", "fp8"], 2, "argument --dtype: invalid choice: 'fp8'; there are: bf16, fp16, fp32"),
         (["--shapes", "1,2"], 2, "argument --shapes: expected M,N,K[;M,N,K...], whole numbers of at least 1"),
         (["--shapes", "1,2,0"], 2, "not '1,2,0'"),

@@ -47,7 +47,6 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
 ) -> None:
     tiny = [*tiny, "data.batch_size=4"]
-    tiny.remove("data.batch_size=2")
     only = ["--only", "gradient_checkpointing,micro_batch,gradient_accumulation,strategy=fsdp2"]
     code, out, _ = command("compare", "lm", *tiny, *QUICK, *only, "--json")
     assert code == EXIT_OK
@@ -95,15 +94,13 @@ def test_a_row_of_ones_own_is_on_top_of_the_baseline(
         (("--only", "gradient_chekpointing"), "did you mean 'gradient_checkpointing'"),
         (("--steps", "2"), "argument --steps: 2: expected at least 6"),
         (("--limit-s", "many"), "argument --limit-s: invalid number value: 'many'"),
-        (("--step", "8"), "unknown option '--step'; did you mean '--steps'?"),
         (("--row", "muon"), "muon: not an override"),
     ],
 )
 def test_usage_errors_exit_2_before_anything_runs(
     command: Command, tiny: list[str], in_process: list[list[str]], words: tuple[str, ...], message: str
 ) -> None:
-    code, _, err = command("compare", "baseline", *tiny, *words)
-    assert code == 2
+    err = command("compare", "baseline", *tiny, *words, code=2)[2]
     assert message in err
     assert in_process == []
 
@@ -111,8 +108,7 @@ def test_usage_errors_exit_2_before_anything_runs(
 def test_a_comparison_in_which_nothing_works_exits_1(
     command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
 ) -> None:
-    broken = [line for line in tiny if not line.startswith("data.source_dir")]
-    words = [*broken, "data.source_dir=/nowhere", *QUICK, "--only", "baseline"]
+    words = [*tiny, "data.source_dir=/nowhere", *QUICK, "--only", "baseline"]
     code, out, _ = command("compare", "baseline", *words)
     assert (code, "measured" in out) == (EXIT_FAILED, False)
     assert len(list(tmp_path.glob("outputs/compare/baseline_*/compare.html"))) == 1

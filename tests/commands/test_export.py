@@ -24,9 +24,8 @@ from lightning_eff import run
 from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.adapters import export as adapter_export
 from lightning_eff.callbacks.peft_adapter import adapt
-from lightning_eff.checkpoint import atomic_write, stored_weights
+from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.support.adapters import METHODS, Exact, edited
 from tests.support.command_line import Command
@@ -43,9 +42,8 @@ TRAIN += ["scheduler=none", "logger=none"]
 
 
 @pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def texts(empty_folder: Path) -> None:
     """Stand in an empty folder with a few texts in it."""
-    monkeypatch.chdir(tmp_path)
     Path("notes").mkdir()
     for index in range(20):
         Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
@@ -54,8 +52,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def train_llama(command: Command, tiny_llama: Path, *words: str) -> Path:
     """Train the small Llama for two steps and return the run's folder."""
     paths = ["data.paths=[notes]", f"model.name={tiny_llama}"]
-    code, _, err = command("train", "full_finetune", *paths, *TRAIN, *words)
-    assert code == 0, err
+    command("train", "full_finetune", *paths, *TRAIN, *words, code=0)
     return max(Path("outputs/full_finetune").iterdir())
 
 
@@ -88,17 +85,15 @@ def elsewhere(*folders: Path) -> list[torch.Tensor]:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        return model.eval()(torch.arange(2, 26).reshape(2, 12)).logits
+        found = model.eval()(torch.arange(2, 26).reshape(2, 12))
+    return getattr(found, "logits", found)
 
 
-def logits_of(run_dir: Path) -> torch.Tensor:
-    """Return what the run's model says, with its adapter where training had it."""
-    values = yaml.safe_load((run_dir / run.RESOLVED).read_text())
-    model = run.model_again(values)
-    (path,) = (run_dir / "checkpoints").glob("step-2.ckpt")
-    adapter_state.load_adapter(model, stored_weights.checkpoint(path))
-    with torch.inference_mode():
-        return model.eval()(torch.arange(2, 26).reshape(2, 12))
+def adapted_model(run_dir: Path) -> Any:
+    """Return the run's model, with its adapter where training had it."""
+    model = run.model_again(yaml.safe_load((run_dir / run.RESOLVED).read_text()))
+    adapter_state.load_adapter(model, stored_weights.checkpoint(run_dir / "checkpoints" / "step-2.ckpt"))
+    return model
 
 
 def test_plain_peft_and_transformers_load_it(
@@ -106,23 +101,19 @@ def test_plain_peft_and_transformers_load_it(
 ) -> None:
     """T5: another scaling, a layer left out or a merge in half precision would be off by 1e-3."""
     folder = train_llama(command, tiny_llama, *LORA)
-    code, out, err = command("export", "full_finetune", "--json")
-    assert code == 0, err
+    out = command("export", "full_finetune", "--json", code=0)[1]
     found = json.loads(out)
     assert found["kind"] == "adapter"
     assert {"adapter_config.json", "adapter_model.safetensors"} <= found["files"].keys()
     keys = load_file(folder / "export" / "adapter" / "adapter_model.safetensors").keys()
     assert all(key.startswith("base_model.model.model.layers.") for key in keys)
     assert len(keys) == 28
-    code, out, err = command("export", str(folder), "--merge")
-    assert code == 0, err
+    out = command("export", str(folder), "--merge", code=0)[1]
     assert "model of " in out
-    expected = logits_of(folder)
+    expected = logits(adapted_model(folder))
     base = HFCausalLM(name=str(tiny_llama))
     base.configure_model()
-    with torch.inference_mode():
-        plain = base.eval()(torch.arange(2, 26).reshape(2, 12))
-    assert (plain - expected).abs().max() > 1e-2, "the adapter differs from the base"
+    assert (logits(base) - expected).abs().max() > 1e-2, "the adapter differs from the base"
     for found in elsewhere(tiny_llama, folder / "export" / "adapter", folder / "export" / "model"):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
 
@@ -132,16 +123,14 @@ def test_a_path_and_the_base_of_an_earlier_run(
 ) -> None:
     """The full checkpoint of a run is the base of the next one, and of its export."""
     first = train_llama(command, tiny_llama, "checkpoint_io=durable")
-    code, out, err = command("export", str(first), "--json")
-    assert code == 0, err
+    out = command("export", str(first), "--json", code=0)[1]
     assert json.loads(out)["kind"] == "model"
     path = first / "checkpoints" / "step-2.ckpt"
     second = train_llama(command, tiny_llama, *LORA, f"+callbacks.peft_adapter.base_checkpoint='{path}'")
     which = ["--checkpoint", str(second / "checkpoints" / "step-2.ckpt")]
-    code, _, err = command("export", str(second), *which, "--out", "outputs/0", "--merge")
-    assert code == 0, err
+    command("export", str(second), *which, "--out", "outputs/0", "--merge", code=0)
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs" / "0")
-    torch.testing.assert_close(logits(merged), logits_of(second), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(logits(merged), logits(adapted_model(second)), rtol=0.0, atol=1e-5)
     path.unlink()
     code, _, err = command("export", str(second), "--out", "outputs/3")
     assert (code, "callbacks.peft_adapter.base_checkpoint=" in err) == (2, True)
@@ -150,38 +139,30 @@ def test_a_path_and_the_base_of_an_earlier_run(
 def test_any_module_and_tied_weights(tiny: list[str], command: Command) -> None:
     """The GPT ties its head to its embedding: written once, and loaded under both names."""
     words = ["+callbacks=peft_adapter", "+callbacks.peft_adapter.target_modules=[qkv]"]
-    code, _, err = command("train", "lm", *tiny, *words)
-    assert code == 0, err
-    for flags, name in (([], "adapter"), (["--merge"], "model")):
-        code, _, err = command("export", "lm", *flags)
-        assert code == 0, err
-        assert (max(Path("outputs/lm").iterdir()) / "export" / name).is_dir()
+    command("train", "lm", *tiny, *words, code=0)
+    for flags in ([], ["--merge"]):
+        command("export", "lm", *flags, code=0)
     folder = max(Path("outputs/lm").iterdir())
-    values = yaml.safe_load((folder / run.RESOLVED).read_text())
-    model = run.make("model", values["model"])
-    assert isinstance(model, GPT)
-    model.configure_model()
+    adapted = adapted_model(folder)
+    model, bare = (
+        run.make("model", yaml.safe_load((folder / run.RESOLVED).read_text())["model"]) for _ in range(2)
+    )
+    for each in (model, bare):
+        each.configure_model()
     load_model(model, str(folder / "export" / "model" / "model.safetensors"))
-    adapted = run.model_again(values)
-    (path,) = (folder / "checkpoints").glob("step-2.ckpt")
-    adapter_state.load_adapter(adapted, stored_weights.checkpoint(path))
-    ids = torch.randint(0, 256, (2, 8))
-    torch.testing.assert_close(model.eval()(ids), adapted.eval()(ids), rtol=0.0, atol=1e-5)
-    bare = run.make("model", values["model"])
-    bare.configure_model()
+    torch.testing.assert_close(logits(model), logits(adapted), rtol=0.0, atol=1e-5)
     state = {name.replace(".base_layer.", "."): value for name, value in adapted.state_dict().items()}
     bare.load_state_dict(state, strict=False)
     pefts = PeftModel.from_pretrained(bare, str(folder / "export" / "adapter"))
-    torch.testing.assert_close(pefts.eval()(ids), adapted(ids), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(logits(pefts), logits(adapted), rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("named", [*METHODS, "head", "pissa", "pattern"])
 def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_path: Path) -> None:
     """Values that are not initial ones, through PEFT's file and through the merge, in float64."""
     method, options = METHODS.get(named, ("lora", {"r": 4}))
-    own: dict[str, Any] = {"target_modules": ["linear", "first"] if method != "oft" else ["linear"]}
-    if named in ("hra", "fourierft", "vera", "randlora"):
-        own["target_modules"] = ["linear"]
+    square = ("oft", "hra", "fourierft", "vera", "randlora")
+    own: dict[str, Any] = {"target_modules": ["linear"] if method in square else ["linear", "first"]}
     own |= {"modules_to_save": ["second"]} if named == "head" else {}
     options = options | ({"init_lora_weights": "pissa"} if named == "pissa" else {})
     options = options | ({"rank_pattern": {"first": 2}} if named == "pattern" else {})
@@ -212,19 +193,9 @@ def test_every_method_is_written_as_peft_reads_it_and_merged(named: str, tmp_pat
 class Llama(nn.Module):
     """A Hugging Face model with one matrix for its embedding and its head."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-        self.model = LlamaForCausalLM(config)
+        self.model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder, tie_word_embeddings=True))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=ids).logits
@@ -252,10 +223,10 @@ SHARING: list[dict[str, Any]] = [
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:.*tied")
 @pytest.mark.parametrize("keywords", SHARING)
 def test_merging_leaves_the_layer_alone_that_shares_the_weight(
-    keywords: dict[str, Any], tmp_path: Path
+    keywords: dict[str, Any], tiny_llama: Path, tmp_path: Path
 ) -> None:
     """A merge in place would change the embedding with the head: logits are then wrong by whole numbers."""
-    model, ids = trained(Llama(), **keywords), torch.arange(8)[None]
+    model, ids = trained(Llama(tiny_llama), **keywords), torch.arange(8)[None]
     expected = model(ids)
     untied = adapter_export.merge_adapters(model)
     assert untied == (
@@ -268,7 +239,7 @@ def test_merging_leaves_the_layer_alone_that_shares_the_weight(
     torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-5)
     if keywords is TOKENS:  # a shared weight cannot stand for what only one of two layers learned
         with pytest.raises(ConfigError, match=r"model.embed_tokens has a tied weight(.|\n)*try: --merge"):
-            adapter_export.save_adapter(trained(Llama(), **TOKENS), tmp_path)
+            adapter_export.save_adapter(trained(Llama(tiny_llama), **TOKENS), tmp_path)
 
 
 QUANTIZED = ["precision=quantized_base", "precision.compute_dtype=fp32"]
@@ -284,8 +255,7 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
         *(["precision.compute_dtype=auto"] if weights == "bf16" else []),
     ]
     folder = train_llama(command, tiny_llama, *LORA, *QUANTIZED, *words)
-    code, out, err = command("export", str(folder))
-    assert code == 0, err
+    out = command("export", str(folder), code=0)[1]
     assert "to the bit" not in out
     written = load_file(folder / "export" / "adapter" / "adapter_model.safetensors")
     saved = stored_weights.checkpoint(folder / "checkpoints" / "step-2.ckpt")["state_dict"]
@@ -303,10 +273,7 @@ def test_the_adapter_of_a_base_in_few_bits_is_exported(
     assert code == 0, err
     assert "all weights are in float32" in out
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "export" / "model")
-    model = run.model_again(yaml.safe_load((folder / run.RESOLVED).read_text()))
-    adapter_state.load_adapter(model, stored_weights.checkpoint(folder / "checkpoints" / "step-2.ckpt"))
-    with torch.inference_mode():
-        exact = model.float().eval()(torch.arange(2, 26).reshape(2, 12))
+    exact = logits(adapted_model(folder).float())
     torch.testing.assert_close(logits(merged), exact, rtol=0.0, atol=1e-5)
 
 
@@ -329,14 +296,12 @@ def refuses_another_base_but_not_rounding(command: Command, folder: Path) -> Non
     )
     assert code == 0, err
     assert "quantized on this device, 1 tensor of the base differ" in out
-    code, _, err = command("export", str(folder), "--checkpoint", "other.ckpt", "--out", "outputs/other")
-    assert code == 1
+    err = command("export", str(folder), "--checkpoint", "other.ckpt", "--out", "outputs/other", code=1)[2]
     assert "it holds an adapter for another base: 'model.model.embed_tokens.weight'" in err
 
 
 WRONG: list[tuple[list[str], int, str]] = [
     ([], 2, "which run?"),
-    (["--mrege"], 2, "unknown option '--mrege'"),
     (["full_finetun"], 2, "RUN='full_finetun': expected a run's folder .* did you mean 'full_finetune'?"),
     (["RUN", "--checkpoint", "beste"], 2, "--checkpoint='beste': expected last, or an existing"),
     (["RUN", "--out", "/tmp/elsewhere"], 2, "--out='/tmp/elsewhere': expected a folder under output_root"),
@@ -395,8 +360,7 @@ def refuses_hostile_configs(command: Command, folder: Path) -> None:
     ]
     for text in (*map(yaml.safe_dump, hostile), f"!!python/object/apply:os.system ['touch {touched}']"):
         path.write_text(text)
-        code, _, err = command("export", str(folder))
-        assert code == 2, err
+        err = command("export", str(folder), code=2)[2]
         assert "Traceback" not in err
     assert not touched.exists()
     path.write_text(good)
@@ -407,20 +371,6 @@ def test_a_recipe_whose_runs_left_no_checkpoint_is_told_so(texts: None, command:
     Path("outputs/lora/2026-01-01_00-00-00-000000", run.RESOLVED).touch()
     Path("outputs/cache").mkdir()
     assert "; there are: lora\n" in command("export", "nope")[2]
-    code, _, err = command("export", "lora")
-    assert code == 2
+    err = command("export", "lora", code=2)[2]
     assert f"{Path('outputs/lora')} has no complete checkpoint" in err
     assert "did you mean" not in err
-
-
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "a" / "b"
-    with pytest.raises(FileNotFoundError), atomic_write.atomic_folder(target) as folder:
-        (folder / "missing" / "one").write_text("1")
-    assert list(target.parent.iterdir()) == []
-    with atomic_write.atomic_folder(target) as folder:
-        (folder / "one").write_text("1")
-        assert not target.exists()
-    with pytest.raises(FileExistsError), atomic_write.atomic_folder(target):
-        pass
-    assert (target / "one").read_text() == "1"

@@ -26,13 +26,7 @@ def test_a_word_filters(command: Command) -> None:
 
 
 def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) -> None:
-    words = (
-        "Costs:",
-        "Conflicts:",
-        "Source:",
-        "every_n_steps",
-        "+callbacks=empty_cache",
-    )
+    words = ("Costs:", "Conflicts:", "Source:", "every_n_steps", "+callbacks=empty_cache")
     for name in ("empty_cache", "callbacks/empty_cache"):
         out = command("ls", name)[1]
         assert [word for word in words if word not in out] == []

@@ -15,7 +15,6 @@ from lightning_eff.comparison.trial_plan import (
     merge_overrides,
     single_technique_trials,
 )
-from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core import catalog
 
 LM: dict[str, Any] = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}}
@@ -56,36 +55,11 @@ def test_a_step_has_as_many_samples_in_every_row(
     assert set_by_it == ([] if on_device is None else [f"data.batch_size={on_device}"])
 
 
-@pytest.mark.parametrize("name", ["baseline", "gradient_accumulation", "precision=bf16_mixed"])
-def test_a_row_composes_with_the_global_batch_of_the_recipe(name: str) -> None:
-    recipe = compose_recipe("low_memory", []).values
-    composed = compose_recipe("low_memory", single_technique_trials(recipe)[name]).values
-    assert global_batch_size(composed) == global_batch_size(recipe) == 16
-    listed = set(composed.get("callbacks") or {})
-    assert listed == {"exact_resume"} | ({name} if "=" not in name and name != "baseline" else set())
-    same = ("model", "seed", "optimizer", "scheduler")
-    assert [composed[key] for key in same] == [recipe[key] for key in same]
-
-
 def test_a_batch_is_cut_into_parts_that_divide_it() -> None:
     for size, part in ((16, 4), (6, 2), (10, 5), (7, 7), (1, 1)):
         found = single_technique_trials({"data": {"batch_size": size}, "trainer": {}})
         for name in ("gradient_accumulation", "micro_batch"):
             assert [line.rpartition("=")[2] for line in found[name][-2:]] == [str(size), str(part)]
-
-
-def test_a_row_of_ones_own_is_on_top_of_the_baseline() -> None:
-    own = [
-        "optimizer=muon",
-        "+callbacks=micro_batch",
-        "callbacks=[a]",
-        "data.batch_size=2",
-        "precision=bf16_mixed",
-    ]
-    assert merge_overrides(bare_trial(LM), own) == [
-        "callbacks=[exact_resume,micro_batch,a]", "precision=bf16_mixed", "strategy=auto",
-        "data.batch_size=2", "optimizer=muon",
-    ]  # fmt: skip
 
 
 def row(name: str, speed: float, peak: float, *, status: str = MEASURED, **more: Any) -> ComparisonRow:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,17 @@ import pytest
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from lightning_eff.config import composition, recipes, targets
+from lightning_eff.config import composition, targets
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
+from tests.support.command_line import Command
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
     return composition.compose_recipe(recipe, list(overrides)).values
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Compose from a folder of its own, which every test leaves as it was."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -101,32 +95,18 @@ def test_what_hydra_cannot_compose_is_said_in_short(overrides: list[str], text: 
 CONFIG_ERRORS = [
     # Typos and forms that Hydra takes in silence.
     (["optimizer.lrr=3"], "optimizer.lrr", "did you mean 'lr'"),
-    (
-        ["callbacks.empty_cache.every_n_step=3"],
-        "callbacks.empty_cache.every_n_step",
-        "did you mean 'every_n_steps'",
-    ),
+    (["callbacks.empty_cache.every_n_step=3"], "callbacks.empty_cache.every_n_step", "'every_n_steps'"),
     (["+trainer.max_stepz=3"], "trainer.max_stepz", "did you mean 'max_steps'"),
     (["+optimzer.lr=3"], "optimzer", "did you mean 'optimizer'"),
     (["+callbacks/empty_cach=default"], "callbacks/empty_cach", "a known key"),
     (["+callbacks.optimizer_choice.scheduler=null"], "callbacks.optimizer_choice", "an option in the list"),
-    (
-        ["callbacks=[empty_cache]", "+callbacks=optimizer_choice"],
-        "callbacks",
-        "Hydra dropped",
-    ),
+    (["callbacks=[empty_cache]", "+callbacks=optimizer_choice"], "callbacks", "Hydra dropped"),
     (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
     # Types.
     (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
     (["optimizer.betas=[0.9]"], "optimizer.betas", "tuple"),
-    *(
-        (
-            [f"callbacks.empty_cache.every_n_steps={value}"],
-            "callbacks.empty_cache.every_n_steps",
-            "of at least 1",
-        )
-        for value in ("[1]", "0")
-    ),
+    (["callbacks.empty_cache.every_n_steps=[1]"], "callbacks.empty_cache.every_n_steps", "of at least 1"),
+    (["callbacks.empty_cache.every_n_steps=0"], "callbacks.empty_cache.every_n_steps", "of at least 1"),
     (["seed=-1"], "seed", "from 0 to 2**32 - 1"),
     (["~model"], "model", "an option of this group"),
     (["callbacks.empty_cache=3"], "callbacks.empty_cache", "an option in the list"),
@@ -179,39 +159,24 @@ def test_a_file_in_the_place_of_the_output_root_is_refused(empty_folder: Path) -
 
 USERS_MODULE = """
 import lightning.pytorch as pl
-from torch import nn, optim
 
 class Net(pl.LightningModule):
     def __init__(self, *, width: int = 2, context_length: int = 8) -> None:
         super().__init__()
-        self.layer = nn.Linear(width, context_length)
 """
 
 
-@pytest.fixture
-def users_module(empty_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """Return the name of a module of the user's own, in the current folder."""
-    name = f"users_module_{abs(hash(request.node.name))}"
-    (empty_folder / f"{name}.py").write_text(USERS_MODULE)
-    monkeypatch.syspath_prepend(str(empty_folder))
-    return name
-
-
-def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(users_module: str) -> None:
-    model = compose(f"model._target_={users_module}.Net", "model.width=3")["model"]
-    assert model == {"_target_": f"{users_module}.Net", "width": 3, "context_length": 256}
-
-
-def test_a_key_that_was_given_and_that_the_own_model_lacks_is_refused(users_module: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.widht=3: .*did you mean 'width'"):
-        compose(f"model._target_={users_module}.Net", "model.widht=3")
-
-
-def test_an_own_module_that_does_not_import_says_why(
+def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(
     empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
     monkeypatch.syspath_prepend(str(empty_folder))
+    (empty_folder / "net_of_mine.py").write_text(USERS_MODULE)
+    own = "model._target_=net_of_mine.Net"
+    model = compose(own, "model.width=3")["model"]
+    assert model == {"_target_": "net_of_mine.Net", "width": 3, "context_length": 256}
+    with pytest.raises(ConfigError, match=r"model\.widht=3: .*did you mean 'width'"):
+        compose(own, "model.widht=3")
+    (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
     with pytest.raises(ConfigError, match="fails: No module named 'module_that_is_missing'"):
         compose("model._target_=broken_module_of_mine.Net")
 
@@ -239,12 +204,8 @@ def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
 
 
 def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(empty_folder: Path) -> None:
-    assert (
-        compose("callbacks=[gradient_accumulation]")["callbacks"]["gradient_accumulation"][
-            "global_batch_size"
-        ]
-        == 16
-    )
+    callbacks = compose("callbacks=[gradient_accumulation]")["callbacks"]
+    assert callbacks["gradient_accumulation"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="'gradient_accumulation' is not in callbacks"):
         compose("callbacks=[]", "callbacks.gradient_accumulation.global_batch_size=8")
     mine = own_folder(
@@ -293,50 +254,21 @@ def test_every_extra_is_declared() -> None:
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
 
 
-@pytest.fixture
-def compositions(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Return the overrides of each composition that Hydra makes, in a list that grows."""
+def test_a_run_and_each_job_of_a_sweep_are_composed_once(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep's own config has its launcher and folders; those of the jobs are composed to be checked."""
     made: list[list[str]] = []
     compose_with_hydra = ConfigLoaderImpl._load_configuration_impl
 
     def counted(self: ConfigLoaderImpl, **options: Any) -> Any:
-        made.append(options["overrides"])
+        made.append([line for line in options["overrides"] if "seed=" in line])
         return compose_with_hydra(self, **options)
 
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
-    return made
-
-
-def test_a_run_is_composed_once_and_its_recipe_read_once(
-    tiny: list[str],
-    command: Callable[..., tuple[int, str, str]],
-    compositions: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    files: list[str] = []
-
-    def counted(file: Path, **options: Any) -> Any:
-        files.append(file.name)
-        return read_yaml(file, **options)
-
-    monkeypatch.setattr(recipes, "read_yaml", counted)
-    code, _, err = command("train", "baseline", *tiny)
-    assert code == 0, err
-    assert len(compositions) == 1, compositions
-    assert files.count("baseline.yaml") == files.count("run.yaml") == 1
-
-
-def test_a_sweep_composes_itself_and_each_job_once(
-    tiny: list[str], command: Callable[..., tuple[int, str, str]], compositions: list[list[str]]
-) -> None:
-    """The sweep's own config has its launcher and folders; those of the jobs are composed to be checked."""
-    code, _, err = command("train", "baseline", *tiny, "-m", "seed=1,2", "logger=none")
-    assert code == 0, err
-    assert [[line for line in made if "seed=" in line] for made in compositions] == [
-        ["seed=1,2"],
-        ["seed=1"],
-        ["seed=2"],
-    ]
+    command("train", "baseline", *tiny, code=0)
+    command("train", "baseline", *tiny, "-m", "seed=1,2", "logger=none", code=0)
+    assert made == [[], ["seed=1,2"], ["seed=1"], ["seed=2"]]
     (folder,) = Path("outputs/baseline").glob("sweep_*")
     seeds = [yaml.safe_load((folder / job / ".hydra" / "config.yaml").read_text())["seed"] for job in "01"]
     assert seeds == [1, 2]

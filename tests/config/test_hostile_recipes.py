@@ -16,10 +16,7 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "duplicate": (f"{TOP}seed: 1\nseed: 2\n", "mine/duplicate.yaml:3: duplicate key 'seed'"),
     "nul": (f"{TOP}seed: 1\0\n", "mine/nul.yaml:2: character 0x00 is not allowed"),
     "latin": (f"{TOP}output_root: café\n".encode("latin-1"), "mine/latin.yaml:2: byte 0xe9 is not UTF-8"),
-    "tag": (
-        f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n",
-        "mine/tag.yaml:2: tag !!python/",
-    ),
+    "tag": (f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n", "mine/tag.yaml:2: tag !!"),
     "path": (f"{TOP}output_root: !!python/object/apply:pathlib.Path [a]\n", "path.yaml:2: tag !!python/"),
     "alias": (f"{TOP}trainer: &a\n  x: *a\n", "mine/alias.yaml:3: aliases are not read: ${key} refers to"),
     "merged": (f"{TOP}logger: {{<<: {{name: x}}}}\n", "mine/merged.yaml:2: tag !!merge is not allowed"),
@@ -29,35 +26,36 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "keys": (f"{TOP}? [a, b]\n: 1\n", "mine/keys.yaml:2: a key must be a string"),
     "two": (f"{TOP}---\nseed: 3\n", "mine/two.yaml:2: but found another document"),
     "itself": ("defaults: [itself]\n", "mine/itself.yaml:1: defaults that never end: itself -> itself"),
-    "circle": (
-        "defaults:\n  - lm\n  - other\n",
-        "mine/other.yaml:2: defaults that never end: circle -> other -> circle",
-    ),
-    "option": (
-        "defaults:\n  - lm\n  - override logger: circle\n",
-        "mine/logger/circle.yaml:1: defaults that never end: option -> logger/circle -> logger/circle",
-    ),
+    "circle": ("defaults:\n  - lm\n  - other\n", "mine/other.yaml:2: defaults that never end: circle -> "),
+    "option": ("defaults:\n  - lm\n  - override logger: circle\n", "circle.yaml:1: defaults that never end"),
     "seven": ("# a recipe\ndefaults: 7\n", "mine/seven.yaml:2: defaults: expected a list"),
     "null": ("defaults:\n", "mine/null.yaml:1: defaults: expected a list"),
     "entry": ("defaults:\n  - lm\n  - 7\n", "mine/entry.yaml:3: defaults: 7: expected a name"),
-    "listed": (
-        "defaults:\n  - {model: [7]}\n",
-        "mine/listed.yaml:2: defaults: {'model': [7]}: expected a name",
-    ),
+    "listed": ("defaults:\n  - {model: [7]}\n", "mine/listed.yaml:2: defaults: {'model': [7]}: expected a"),
     "list": ("- 1\n", "mine/list.yaml:1: expected lines of key: value"),
     "empty": ("", "mine/empty.yaml:1: expected lines of key: value"),
     "folderless": ("seed: 1\n", "output_root=None: expected a folder; a recipe that builds on baseline"),
     "unset": (f"{TOP}output_root: ${{oc.env:NO_SUCH_VARIABLE}}\n", "'NO_SUCH_VARIABLE' not found"),
     "infinite": (f"{TOP}seed: ${{seed}}\n", "seed: Recursive interpolation detected"),
     "long": (f"defaults: [{'a' * 5000}]\n", "File name too long"),
+    "no_recipe": (
+        "defaults: [baselin, _self_]\n",
+        "mine/no_recipe.yaml:1: baselin: no such recipe; did you mean 'baseline'?",
+    ),
+    "no_option": (
+        "defaults:\n  - lm\n  - override precision: atuo\n",
+        "mine/no_option.yaml:3: precision=atuo: no such option; did you mean 'auto'?",
+    ),
+    "two_recipes": ("defaults: [lm, baseline]\n", "leave one of them out, or write `override"),
+    "two_options": ("defaults:\n  - baseline\n  - data: text\n", "data is set more than once"),
+    "unread": (f"{TOP}x: {{a: 1}}\n", "x={'a': 1}: expected a known key"),
 }
 """A recipe's content, and what is said about it."""
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(empty_folder: Path) -> None:
     """Work in a folder with the hostile recipes in `mine`."""
-    monkeypatch.chdir(tmp_path)
     mine = Path("mine")
     (mine / "logger").mkdir(parents=True)
     for name, (content, _) in HOSTILE.items():
@@ -66,7 +64,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (mine / "other.yaml").write_text("defaults:\n  - circle\n")
     (mine / "logger" / "circle.yaml").write_text("defaults: [circle]\n")
     (mine / "logger" / "broken.yaml").write_text("name: x\n\ty: 1\n")
-    return tmp_path
 
 
 def check_refused(answer: tuple[int, str, str], text: str) -> None:
@@ -83,29 +80,25 @@ def check_refused(answer: tuple[int, str, str], text: str) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_recipe_that_cannot_be_read_is_refused_by_file_and_line(name: str, command: Command) -> None:
-    check_refused(command("train", name, "--config-dir", "mine"), HOSTILE[name][1])
+    answer = command("train", name, "--config-dir", "mine")
+    check_refused(answer, HOSTILE[name][1])
+    assert "[one,other]" not in answer[2], "the remedy of an override"
 
 
-@pytest.mark.parametrize("verb", ["plan", "compare"])
-def test_every_verb_of_recipes_refuses_them(verb: str, command: Command) -> None:
-    check_refused(command(verb, "tab", "--config-dir", "mine"), HOSTILE["tab"][1])
-
-
-def test_an_option_that_an_override_chooses_is_read_too(command: Command) -> None:
-    answer = command("plan", "lm", "logger=broken", "--config-dir", "mine")
-    check_refused(answer, "mine/logger/broken.yaml:2: found character '\\t'")
-
-
-def test_a_recipe_as_deep_as_is_allowed_is_hydras_to_judge(command: Command) -> None:
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("plan", "tab"), HOSTILE["tab"][1]),
+        (("compare", "tab"), HOSTILE["tab"][1]),
+        (("plan", "lm", "logger=broken"), "mine/logger/broken.yaml:2: found character '\\t'"),
+        (("plan", "deep"), "expected a parameter of Trainer"),  # as deep as is allowed: Hydra's to judge
+    ],
+)
+def test_every_verb_refuses_them_and_options_that_an_override_chooses(
+    words: tuple[str, ...], text: str, command: Command
+) -> None:
     Path("mine/deep.yaml").write_text(f"{TOP}trainer:\n  x: {'[' * 48}{']' * 48}\n")
-    check_refused(command("plan", "deep", "--config-dir", "mine"), "expected a parameter of Trainer")
-
-
-def test_a_recipe_with_a_date_is_none_of_these(command: Command) -> None:
-    Path("mine/good.yaml").write_text(f"{TOP}output_root: 2026-01-01\n")
-    code, out, err = command("train", "good", "--config-dir", "mine", "--cfg", "job")
-    assert code == 0, err
-    assert "output_root: '2026-01-01'" in out
+    check_refused(command(*words, "--config-dir", "mine"), text)
 
 
 OVERRIDES: dict[str, str] = {
@@ -154,36 +147,6 @@ def test_a_path_that_no_file_can_have_is_refused_by_its_key(key: str, command: C
     assert len(answer[2][answer[2].index("error: ") :]) < 500
 
 
-DEFAULTS: dict[str, tuple[str, str]] = {
-    "a recipe that is not there": (
-        "defaults: [baselin, _self_]\n",
-        "mine/own.yaml:1: baselin: no such recipe; did you mean 'baseline'?",
-    ),
-    "an option that is not there": (
-        "defaults:\n  - lm\n  - override precision: atuo\n",
-        "mine/own.yaml:3: precision=atuo: no such option; did you mean 'auto'?",
-    ),
-    "two recipes that choose": (
-        "defaults: [lm, baseline]\n",
-        "precision is set more than once, and takes one option: leave one of them out, or write `override",
-    ),
-    "two options of a group of one": (
-        "defaults:\n  - baseline\n  - data: text\n",
-        "data is set more than once, and takes one option: leave one of them out, or write `override data:",
-    ),
-    "a mapping that nothing reads": (f"{TOP}x: {{a: 1}}\n", "x={'a': 1}: expected a known key"),
-}
-
-
-@pytest.mark.parametrize("what", DEFAULTS)
-def test_a_list_of_defaults_that_does_not_fit_is_told_with_what_helps(what: str, command: Command) -> None:
-    content, text = DEFAULTS[what]
-    Path("mine/own.yaml").write_text(content)
-    answer = command("train", "own", "--config-dir", "mine")
-    check_refused(answer, text)
-    assert "[one,other]" not in answer[2]
-
-
 def test_a_key_that_a_recipe_does_not_have_is_not_advised_as_it_was_typed(command: Command) -> None:
     Path("mine/own.yaml").write_text("output_root: outputs\n")
     for key, value in (("seed", "3"), ("precision", "fp32")):
@@ -208,10 +171,12 @@ def test_a_package_on_the_search_path_is_not_imported(
         )
 
 
-def test_several_folders_of_ones_own_are_searched(command: Command) -> None:
+def test_several_folders_of_ones_own_are_searched_and_a_date_is_a_text(command: Command) -> None:
     Path("a folder/logger").mkdir(parents=True)
     Path("a folder/logger/slow.yaml").write_text((ROOT / "conf" / "logger" / "csv.yaml").read_text())
-    Path("mine/own.yaml").write_text("defaults:\n  - lm\n  - override logger: slow\n")
+    Path("mine/own.yaml").write_text(
+        "defaults: [lm, override logger: slow, _self_]\noutput_root: 2026-01-01\n"
+    )
     folders = ["--config-dir", "a folder", "--config-dir", "mine"]
-    code, _, err = command("train", "own", *folders, "--cfg", "job")
-    assert code == 0, err
+    out = command("train", "own", *folders, "--cfg", "job", code=0)[1]
+    assert "output_root: '2026-01-01'" in out

@@ -36,7 +36,6 @@ MARKED_TEMPLATE = (
     "{% generation %}{{m.content}}</s>{% endgeneration %}{% else %}{{m.content}}{% endif %}{% endfor %}"
 )
 Prepare = Callable[..., Text]
-Write = Callable[[Path], Path]
 
 
 @pytest.fixture
@@ -187,26 +186,6 @@ def test_grouped_batches_are_alike_in_length_and_keep_to_their_tokens(prepare: P
     assert sorted(kept[:12]) == sorted(kept[12:])
 
 
-def test_a_packed_batch_trains_as_its_documents_do_alone(
-    prepare: Prepare, tiny_llama: Path, folder: Path
-) -> None:
-    # The token-weighted mean over documents; a crossing of any kind is wrong by more than 1e-5.
-    torch.manual_seed(0)
-    model = HFCausalLM(name=str(tiny_llama), dtype="float64")
-    model.configure_model()
-    means = []
-    for packing in (True, False, "grouped"):
-        data = prepare(folder, packing=packing, context_length=32)
-        steps = [model._batch_loss(batch) for batch in batches(data)]
-        total = sum(int(count) for _, count in steps)
-        means.append(sum(loss.detach() * count for loss, count in steps) / total)
-        assert total == sum(index + 3 for index in range(12))
-    torch.testing.assert_close(means[0], means[1], rtol=1e-10, atol=0.0)
-    torch.testing.assert_close(means[0], means[2], rtol=1e-10, atol=0.0)
-    across = [model._batch_loss(batch)[0].item() for batch in batches(prepare(folder, packing="across"))]
-    assert abs(sum(across) / len(across) - means[0].item()) > 1e-5
-
-
 def test_text_json_lines_and_parquet_are_equal(prepare: Prepare, tmp_path: Path) -> None:
     texts = ["eins\nzwei", "grün 数🙂", "x" * 40]
     write_texts(tmp_path, *texts)
@@ -231,11 +210,8 @@ def test_a_dataset_on_the_hub_is_read_by_its_commit(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = f"hf://datasets/owner/name@{'a' * 40}"
-    assert (
-        rows_of(prepare(source))
-        == rows_of(prepare(source))
-        == rows_of(prepare(write_texts(tmp_path, "abc", "de")))
-    )
+    expected = rows_of(prepare(write_texts(tmp_path, "abc", "de")))
+    assert rows_of(prepare(source)) == rows_of(prepare(source)) == expected
     assert asked == [("owner/name", "a" * 40, "train")], "the second time its tokens are in the cache"
 
 
@@ -350,21 +326,18 @@ def test_ranks_have_shares_of_equal_length(prepare: Prepare, folder: Path, *, is
 )
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    tiny_llama: Path, folder: Path, tmp_path: Path, *, is_stream: bool
+    prepare: Prepare, tiny_llama: Path, folder: Path, tmp_path: Path, *, is_stream: bool
 ) -> None:
+    keywords = {"cache_dir": None} if is_stream else {}
+
     def run(name: str, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
         seen: list[list[int]] = []
-        model = HFCausalLM(name=str(tiny_llama))
-        step = model.training_step
-        model.training_step = lambda batch, batch_idx: (
-            seen.append(batch["input_ids"][:, 0].tolist()), step(batch, batch_idx))[1]  # fmt: skip
+        model: Any = HFCausalLM(name=str(tiny_llama))
+        model.on_train_batch_start = lambda batch, _: seen.append(batch["input_ids"][:, 0].tolist())
         model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = Text(
-            paths=str(folder), packing=False, context_length=16, batch_size=2, val_fraction=0.0,
-            cache_dir=None if is_stream else str(tmp_path / "cache"),
-        )  # fmt: skip
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(max_steps=12, callbacks=[saver, ExactResume()], enable_checkpointing=True)
+        data = prepare(folder, packing=False, **keywords)
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return model, seen
 
@@ -441,54 +414,40 @@ def test_bytes_are_decoded_to_the_text() -> None:
     assert data.vocab_size == 257
 
 
-def text_file(name: str, content: str | bytes) -> Write:
-    def write(folder: Path) -> Path:
-        data = content if isinstance(content, bytes) else content.encode()
-        (folder / name).write_bytes(data)
-        return folder / name
-
-    return write
-
-
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("name", "content", "message"),
     [
         (
-            text_file("a.jsonl", '{"text": "x"}\n{"txt": "y", "id": 1}'),
+            *("a.jsonl", '{"text": "x"}\n{"txt": "y", "id": 1}'),
             r"data.field='text': .*a.jsonl:2; .*: id, txt\n  try: data.field=id\n  try: data.field=txt",
         ),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": ', r"a.jsonl:3: invalid JSON: Expecting value at column 10"),
+        ("a.jsonl", "[1]", r"a.jsonl:1: expected an object .*, not list"),
+        ("a.jsonl", '{"text": 5}', r"a.jsonl:1: 'text' is neither a text nor a list of .*'5'"),
+        ("a.jsonl", '{"text": [{"role": "user"}]}', r"a.jsonl:1: 'text' is neither a text nor"),
         (
-            text_file("a.jsonl", '{"text": "x"}\n\n{"text": '),
-            r"a.jsonl:3: invalid JSON: Expecting value at column 10",
-        ),
-        (text_file("a.jsonl", "[1]"), r"a.jsonl:1: expected an object .*, not list"),
-        (text_file("a.jsonl", '{"text": 5}'), r"a.jsonl:1: 'text' is neither a text nor a list of .*'5'"),
-        (text_file("a.jsonl", '{"text": [{"role": "user"}]}'), r"a.jsonl:1: 'text' is neither a text nor"),
-        (
-            text_file("a.jsonl", '{"text": "x"}\n{"text": [{"role": "user", "content": "x"}]}'),
+            *("a.jsonl", '{"text": "x"}\n{"text": [{"role": "user", "content": "x"}]}'),
             r"a.jsonl:2: no turn of the role 'assistant' has content, .* roles: \['user'\]",
         ),
-        (
-            text_file("a.jsonl", '{"text": "x"}\n{"text": [{"role": "assistant", "content": "\\udc00"}]}'),
-            r"a.jsonl:2: .*surrogate",
-        ),
-        (text_file("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"), "nested too deeply"),
-        (text_file("a.jsonl", ""), r"a.jsonl'\] contain no document"),
-        (text_file("a.txt", b"ab\xff"), r"a.txt: byte 2 is not UTF-8"),
-        (text_file("a.txt", ""), r"no document has a target in its first 16 tokens, see .*a.txt"),
-        (text_file("a.parquet", b"PAR1 and so on"), r"a.parquet: cannot be read after 0 rows: .*[Pp]arquet"),
-        (
-            lambda f: write_rows(f / "b.parquet", ["x"], "body"),
-            r"data.field='text': .*b.parquet:1; there are: body, id\n  try: data.field=body",
-        ),
-        (lambda f: write_rows(f / "b.parquet", ["x", None]), r"b.parquet:2: 'text' is neither a text nor"),
+        ("a.jsonl", '\n{"text": [{"role": "assistant", "content": "\\udc00"}]}', r"a.jsonl:2: .*surrogate"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ("a.jsonl", "", r"a.jsonl'\] contain no document"),
+        ("a.txt", b"ab\xff", r"a.txt: byte 2 is not UTF-8"),
+        ("a.txt", "", r"no document has a target in its first 16 tokens, see .*a.txt"),
+        ("a.parquet", b"PAR1 and so on", r"a.parquet: cannot be read after 0 rows: .*[Pp]arquet"),
+        ("b.parquet", (["x"], "body"), r"'text': .*b.parquet:1; there are: body, id\n  try: data.field=body"),
+        ("b.parquet", (["x", None],), r"b.parquet:2: 'text' is neither a text nor"),
     ],
 )
 def test_files_that_cannot_be_used_name_file_and_line(
-    prepare: Prepare, tmp_path: Path, write: Write, message: str
+    prepare: Prepare, tmp_path: Path, name: str, content: Any, message: str
 ) -> None:
+    if isinstance(content, tuple):
+        write_rows(tmp_path / name, *content)
+    else:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
-        prepare(write(tmp_path))
+        prepare(tmp_path / name)
 
 
 def test_one_document_cannot_be_split(prepare: Prepare, tmp_path: Path) -> None:
@@ -514,19 +473,18 @@ def test_values_out_of_range_are_named(keywords: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("path", "message"),
     [
-        (lambda f: f / "none.txt", FileNotFoundError, "matches no file, folder or pattern"),
-        (lambda f: f / "*.md", FileNotFoundError, "matches no file, folder or pattern"),
-        (lambda f: f, FileNotFoundError, "has no file that ends in .txt"),
-        (text_file("model.bin", b"x"), ValueError, "is neither text nor .jsonl nor .parquet"),
+        ("none.txt", "matches no file, folder or pattern"),
+        ("*.md", "matches no file, folder or pattern"),
+        (".", "has no file that ends in .txt"),
+        ("model.bin", "is neither text nor .jsonl nor .parquet"),
     ],
 )
-def test_paths_that_mean_nothing_are_refused_at_once(
-    tmp_path: Path, make: Write, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Text(paths=str(make(tmp_path)))
+def test_paths_that_mean_nothing_are_refused_at_once(tmp_path: Path, path: str, message: str) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        Text(paths=str(tmp_path / path))
 
 
 @pytest.mark.parametrize("package", ["transformers", "pyarrow", "datasets"])

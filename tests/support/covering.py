@@ -6,7 +6,6 @@ adapters, whose first values are drawn by the same generator.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -21,7 +20,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery
 from lightning_eff.precision.auto import AutoPrecision
-from tests.support.language import LanguageModel, token_rows, window_batches
+from tests.support.language import LanguageModel, token_rows, train_windows
 from tests.support.models import make_trainer
 
 STEPS, NUM_BATCHES, BATCH = 9, 7, 8  # two epochs or more, the last window of which is cut short
@@ -145,15 +144,5 @@ def expected(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model_surgery.apply(model, adapter().changes())
         draw(model)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    x, y = token_rows(NUM_BATCHES * BATCH * 2)
-    (optimizer,), (schedule,) = model.configure_optimizers()
-    for batches in itertools.islice(window_batches(case.window, NUM_BATCHES), STEPS):
-        rows = [row for b in batches for row in range(b * BATCH * 2, (b + 1) * BATCH * 2)]
-        loss, _ = model.loss((x[rows], y[rows]))
-        optimizer.zero_grad()
-        loss.backward()
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        optimizer.step()
-        schedule["scheduler"].step()
+    train_windows(model, BATCH * 2, case.window, case.clip, STEPS, NUM_BATCHES)
     return start, model.state_dict()

@@ -33,11 +33,7 @@ FORMATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 class Case:
-    """One GEMM, drawn from a seed.
-
-    Args:
-        seed: What it is drawn from.
-    """
+    """One GEMM, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)

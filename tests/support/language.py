@@ -71,25 +71,30 @@ def window_batches(window: int, num_batches: int) -> Iterator[list[int]]:
             yield list(range(first, min(first + window, num_batches)))
 
 
-def train_reference(
-    weighted: bool, window: int, clip: float | None, num_steps: int, num_batches: int, ranks: int = 1
-) -> LanguageModel:
-    """Train on each window as one batch, without accumulation, weights or division."""
-    model = language_model(weighted)
-    x, y = token_rows(num_batches * BATCH_SIZE * ranks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+def train_windows(
+    model: LanguageModel, size: int, window: int, clip: float | None, num_steps: int, num_batches: int
+) -> None:
+    """Train on each window of batches of so many rows as one batch: no accumulation, weights or division."""
+    x, y = token_rows(num_batches * size)
+    (optimizer,), (schedule,) = model.configure_optimizers()
     for batches in itertools.islice(window_batches(window, num_batches), num_steps):
         # With several ranks, sample i of a rank is sample i * ranks + rank of the data.
-        rows = [row for b in batches for row in range(b * BATCH_SIZE * ranks, (b + 1) * BATCH_SIZE * ranks)]
+        rows = [row for b in batches for row in range(b * size, (b + 1) * size)]
         loss, _ = model.loss((x[rows], y[rows]))
         optimizer.zero_grad()
         loss.backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        model.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.on_before_optimizer_step(optimizer)
         optimizer.step()
-        schedule.step()
+        schedule["scheduler"].step()
+
+
+def train_reference(
+    weighted: bool, window: int, clip: float | None, num_steps: int, num_batches: int, ranks: int = 1
+) -> LanguageModel:
+    model = language_model(weighted)
+    train_windows(model, BATCH_SIZE * ranks, window, clip, num_steps, num_batches)
     return model
 
 
