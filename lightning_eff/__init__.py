@@ -42,6 +42,7 @@ PUBLIC = {
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
     "register": "lightning_eff.config.composition",
     "release": "lightning_eff.callbacks.empty_cache",
+    "resumable": "lightning_eff.callbacks.exact_resume",
     "step_context": "lightning_eff.precision.auto",
     "swap": "lightning_eff.callbacks.triton_gemm",
 }

@@ -4,6 +4,7 @@ from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
 from lightning_eff.callbacks.empty_cache import release as release
 from lightning_eff.callbacks.exact_resume import ExactResume as ExactResume
+from lightning_eff.callbacks.exact_resume import resumable as resumable
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing as GradientCheckpointing
 from lightning_eff.callbacks.gradient_checkpointing import recompute as recompute

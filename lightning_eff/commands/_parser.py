@@ -85,6 +85,7 @@ EXAMPLES = {
   lightning-eff train lm 'callbacks=[]'                          without callbacks
   lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
   lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
+  lightning-eff train lm ckpt_path=auto                          resume if this command has run before
   lightning-eff train images model._target_=my_project.Net       your own model, from the current folder
 """,
     "plan": """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ class IndexStream:
             self.first_states = self.first_states or current
             self.restore(self.first_states)
             # A sampler draws its order with its first index: if none is skipped, with the one that is used.
-            taken = list(itertools.islice(indices, num_skipped or 1))
+            taken = deque(itertools.islice(indices, num_skipped or 1), maxlen=1)
             self.restore(current)
             yield from () if num_skipped else taken
         else:
