@@ -65,7 +65,7 @@ def added_per_step(num_rounds: int) -> dict[str, float]:
 
 
 def time_to_skip(num_samples: int, batch_size: int) -> dict[str, float]:
-    """Return the seconds to the first batch of a resumed pass and of a plain one, and what the former loaded."""
+    """Return the seconds to the first batch of a resumed and of a plain pass, and what the former skipped."""
     data = Counted(2 * num_samples)
     loader = resumable(DataLoader(data, batch_size=batch_size, shuffle=True))
     next(iter(loader))
