@@ -137,8 +137,8 @@ FAULTS = {
     ),
     "find: a size that failed": (
         SEARCH,
-        "    return sizes[low]\n",
-        "    return sizes[high]\n",
+        "    return low\n",
+        "    return high\n",
         "tests/microbatching/test_micro_batch_size.py",
     ),
     "find: the state stays": (

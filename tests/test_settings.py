@@ -59,7 +59,6 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (MicroBatch, {"micro_batch_size": "largest"}, "micro_batch_size='largest'"),
     (MicroBatch, {"find": "largest"}, "find='largest': expected true or false"),
     (MicroBatch, {"headroom": 1.0}, "headroom=1.0: expected a fraction"),
-    (MicroBatch, {"multiple_of": 0}, "multiple_of=0: expected 'auto', or a whole number"),
     (MicroBatch, {"splitter": 3}, "splitter=3: expected a function"),
     (MicroBatch, {"micro_batch_size": 4, "find": True}, "false with micro_batch_size=4"),
     (OptimizerChoice, {"optimizer": PLAIN}, "a class, or functools"),

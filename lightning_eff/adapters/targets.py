@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import check_module_names, tied_parameters
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels.linear import TritonLinear
 
 
 def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
@@ -44,13 +43,8 @@ def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module
     except re.error as error:
         raise peft_rejects(error, "target_modules", fields.target_modules) from error
     for name, layer in layers.items():
-        allowed = ""
-        if isinstance(layer, TritonLinear) and layer.activation is not None:
-            # PEFT adds the adapter's output to the layer's, which is behind the activation
-            allowed = f"linear maps: {name} has {layer.activation} inside; options.exclude_modules=[{name}]"
-        elif any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
+        if any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
             allowed = f"layers with a known size: {name} is lazy; run one batch through it in configure_model"
-        if allowed:
             raise ConfigError(key="target_modules", value=name, allowed=allowed)
     return layers
 

@@ -34,12 +34,11 @@ from typing_extensions import override
 
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
-from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.splitting import Splitter
 
 FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
@@ -53,8 +52,6 @@ class MicroBatch(Managed):
         find: Search for the largest size that fits before the first step, with `auto`.
         headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
             it.
-        multiple_of: Sizes above it that `auto` and `find` choose are its multiples; its own `auto` is
-            that of the device's tensor cores in the run's precision (8 in 16 bits), and 1 on a CPU.
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
@@ -77,13 +74,11 @@ class MicroBatch(Managed):
         micro_batch_size: Literal["auto"] | Count = "auto",
         find: bool = False,
         headroom: BelowOne = 0.1,
-        multiple_of: Literal["auto"] | Count = 1,
         splitter: Splitter | None = None,
     ) -> None:
         self.micro_batch_size = micro_batch_size
         self.find = find
         self.headroom = headroom
-        self.multiple_of = multiple_of
         self.splitter = splitter
         if micro_batch_size != "auto" and find:
             allowed = f"false with micro_batch_size={micro_batch_size}, which is fixed"
@@ -135,13 +130,10 @@ class MicroBatch(Managed):
             return
         super().setup(trainer, pl_module, stage)
         self._initial_size = self.current_size if self.is_auto else None  # of an earlier fit or a checkpoint
-        device = trainer.strategy.root_device
-        dtype = matmul_dtype(str(trainer.precision_plugin.precision), device.type)
         self._size = MicroBatchSize(
             self.micro_batch_size if isinstance(self.micro_batch_size, int) else None,
             is_auto=self.is_auto,
             splitter=self.splitter,
-            multiple_of=resolve_multiple(self.multiple_of, device, dtype),
             headroom=self.headroom,
         )
         self._loop = lightning_loop.install(trainer)
@@ -193,8 +185,6 @@ class MicroBatch(Managed):
             "full batches" if size.current is None else f"micro-batches of {size.current}",
             f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
         ]
-        if self.multiple_of == "auto":
-            parts.append(f"sizes in multiples of {size.multiple_of}")
         if size.halvings:
             often = "once" if len(size.halvings) == 1 else f"{len(size.halvings)} times"
             sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]
@@ -207,7 +197,6 @@ class MicroBatch(Managed):
             effective=bool(size.num_split or size.halvings or size.tried),
             numbers={
                 "micro_batch_size": size.current,
-                "multiple_of": size.multiple_of,
                 "batches_cut": size.num_split,
                 "out_of_memory": [[h.before, h.after, h.reason] for h in size.halvings],
                 "trials": [[tried, fits] for tried, fits in size.tried.items()],

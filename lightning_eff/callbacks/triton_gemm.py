@@ -202,21 +202,14 @@ class TritonGemm(Managed):
         may_add = may_add and not isinstance(trainer.strategy, lightning_loop.ScalesGradients)
         return self._accumulation.open() if may_add else nullcontext()
 
-    def gemms(self) -> dict[str, Shape]:
-        """Return the forward GEMM of each converted layer that has run, by name."""
-        found: dict[str, Shape] = {}
+    def outcome(self) -> Outcome:
+        """Report how many layers were converted, who computes them, and how many gradients were added."""
+        backends: dict[str, str] = {}
         for name, rows in self._rows.items():
             weight = self._swapped[name].weight
             n, k = full_shape(weight)
-            found[name] = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
-        return found
-
-    def outcome(self) -> Outcome:
-        """Report how many layers were converted, who computes them, and how many gradients were added."""
-        backends = {
-            name: dispatch.describe_backend(shape, self._device, self.backend)
-            for name, shape in self.gemms().items()
-        }
+            shape = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
+            backends[name] = dispatch.describe_backend(shape, self._device, self.backend)
         counts = {backend: list(backends.values()).count(backend) for backend in backends.values()}
         added = self._accumulation.num_added
         by = "; ".join(f"{count} by {backend}" for backend, count in counts.items())

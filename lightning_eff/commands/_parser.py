@@ -89,11 +89,10 @@ EXAMPLES = {
   lightning-eff train images model._target_=my_project.Net       your own model, from the current folder
 """,
     "plan": """
-  lightning-eff plan lm                                     what is on, who set it, and the memory of a step
-  lightning-eff plan lm device=rtx4090                      on another device: h100, h200, a100, b200, cpu
-  lightning-eff plan lm +callbacks=triton_gemm device=h200  which linear layers the Triton kernel takes there
+  lightning-eff plan lm                 what is on, who set it, and the memory of a step
+  lightning-eff plan lm device=rtx4090  on another device: h100, h200, a100, b200, cpu
   lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu
-                                                            and the memory of each of 1 to 1,024 devices
+                                        and the memory of each of 1 to 1,024 devices
 
 Exit code 5 when a combination is refused, 3 when this machine lacks something; both with a remedy.
 """,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_eff.planner.advice import Compose
-    from lightning_eff.planner.prediction import Prediction
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
@@ -91,7 +90,7 @@ def main(options: argparse.Namespace) -> int:
 def _predict(
     values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None
 ) -> tuple[list[str], dict[str, Any], Exception | None]:
-    """Predict memory, kernels and, with `compose`, the savings of further techniques.
+    """Predict memory and, with `compose`, the savings of further techniques.
 
     Returns:
         The sections of the report, the same as plain values, and why the step could not be predicted.
@@ -104,13 +103,11 @@ def _predict(
     division = sharding_table_of(values, trainer)
     memory = DeviceMemory.of(device, trainer.strategy.root_device)
     prediction = dry_run(values, is_cuda=memory.is_cuda)
-    layers, layers_text = _layers(trainer, prediction)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     sections = [str(expected)]
     content: dict[str, Any] = {
-        "layers": layers,
         "division": division.rows(),
         "division_about": division.about,
         "division_assumed": division.assumed,
@@ -123,28 +120,10 @@ def _predict(
             advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, memory))
         sections.append(str(advice))
         content["advice"] = asdict(advice)
-    sections += [text for text in (layers_text, str(division)) if text]
+    sections += [str(division)] if division.about else []
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
     return sections, content, prediction.error
-
-
-def _layers(trainer: pl.Trainer, prediction: Prediction) -> tuple[list[dict[str, Any]], str]:
-    """Return the linear layers that a technique replaces, as rows and as text."""
-    from lightning_eff.core.rules import trainer_components
-    from lightning_eff.core.technique import name_of
-    from lightning_eff.planner.linear_layers import ReplacesLinearLayers, layer_rows
-
-    takers = [each for each in trainer_components(trainer) if isinstance(each, ReplacesLinearLayers)]
-    if not takers or prediction.peak is None:
-        return [], ""
-    name = name_of(takers[0])
-    rows = layer_rows(prediction.gemms)
-    if not rows:
-        return [], f"{name} replaces no linear layer of this model"
-    cells = [[str(r["num_layers"]), r["example"], "{M} x {N} x {K} {dtype}".format(**r)] for r in rows]
-    table = text_table(["layers", "for example", "M x N x K, forward"], cells, width=WIDTH)
-    return rows, f"linear layers of {name}\n{table}"
 
 
 def _judge(

@@ -1,6 +1,6 @@
 """A linear layer that computes by our GEMM: `nn.Linear` with another class, the same parameters and state.
 
-    y = activation(x @ weight.T + bias)
+    y = x @ weight.T + bias
 
 The three GEMMs of a layer, for T rows of x, need no transposed copy:
 
@@ -35,8 +35,7 @@ from typing_extensions import override
 
 from lightning_eff.kernels import dispatch, matmul, operator
 from lightning_eff.kernels.dispatch import Decision
-from lightning_eff.kernels.operands import check_activation, check_operands
-from lightning_eff.kernels.reference import ACTIVATION_GRADIENTS, ACTIVATIONS
+from lightning_eff.kernels.operands import check_operands
 
 
 @dataclass(eq=False)
@@ -85,19 +84,7 @@ class Accumulation:
 
 
 class TritonLinear(nn.Linear):
-    """A linear layer by our GEMM; assigning it to `__class__` converts an `nn.Linear`.
-
-    Args:
-        in_features: Size of the last axis of the input.
-        out_features: Size of the last axis of the output.
-        bias: Add a bias.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        activation: `relu`, `silu`, `gelu_tanh`, or None; our kernels compute it in the GEMM's epilogue.
-        backend: As in `matmul.gemm`.
-
-    Raises:
-        ValueError: An unknown activation or backend.
+    """A linear layer by our GEMM, made as `nn.Linear` is; assigning it to `__class__` converts one.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -108,39 +95,14 @@ class TritonLinear(nn.Linear):
         (True, True)
     """
 
-    activation: str | None = None
     backend: str = "auto"
+    """As in `matmul.gemm`."""
     accumulation: Accumulation | None = None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,  # noqa: FBT001, FBT002 - as nn.Linear has it
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        activation: str | None = None,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        check_activation(activation)
-        dispatch.check_backend(backend)
-        self.activation, self.backend = activation, backend
 
     @override
     def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """Compute the layer."""
-        return linear(
-            input, self.weight, self.bias, activation=self.activation, backend=self.backend,
-            accumulation=self.accumulation,
-        )  # fmt: skip
-
-    @override
-    def extra_repr(self) -> str:
-        """Show sizes, and what is not the default."""
-        own = {"activation": self.activation, "backend": self.backend if self.backend != "auto" else None}
-        return ", ".join([super().extra_repr(), *(f"{key}={value}" for key, value in own.items() if value)])
+        return linear(input, self.weight, self.bias, backend=self.backend, accumulation=self.accumulation)
 
 
 def linear(
@@ -148,17 +110,15 @@ def linear(
     weight: Float[Tensor, "n k"],
     bias: Float[Tensor, " n"] | None = None,
     *,
-    activation: str | None = None,
     backend: str = "auto",
     accumulation: Accumulation | None = None,
 ) -> Float[Tensor, "*batch n"]:
-    """Compute `activation(x @ weight.T + bias)`.
+    """Compute `x @ weight.T + bias`.
 
     Args:
         x: Activations; any number of leading batch axes, `k` input features last.
         weight: As `nn.Linear` stores it, `n` output features first.
         bias: One value per output feature, or None.
-        activation: One of `reference.ACTIVATIONS`, or None.
         backend: As in `matmul.gemm`.
         accumulation: Allows the weight's gradient to be added in place.
 
@@ -166,32 +126,28 @@ def linear(
         Activations with `n` features, in the dtype of `x`, or in autocast's.
 
     Raises:
-        ValueError: An unknown activation or backend.
+        ValueError: An unknown backend.
         RuntimeError: In a second derivative, where a gradient is accumulated or our kernels run.
     """
-    check_activation(activation)
     dispatch.check_backend(backend)
     is_dense = x.layout == torch.strided and not x.is_nested
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or operator.in_transform()  # pyright: ignore[reportPrivateImportUsage]
     is_eager = is_dense and not is_traced
     may_be_ours = is_eager and dispatch.may_use_triton(backend, x.device, x.dtype)
     if backend == "triton" and not may_be_ours:  # traced: the operator; else this raises why it cannot run
-        return matmul.gemm(x, weight.T, bias=bias, activation=activation, backend=backend)
+        return matmul.gemm(x, weight.T, bias=bias, backend=backend)
     accumulates = is_eager and accumulation is not None and torch.is_grad_enabled()
     if may_be_ours or accumulates:
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim != 2 else x
-        decision = _decide(rows, weight, bias, activation, backend) if may_be_ours else None
+        decision = _decide(rows, weight, bias, backend) if may_be_ours else None
         if decision is not None or accumulates:
             backend = "torch" if decision is None else backend
-            y = _Linear.apply(rows, weight, bias, activation, backend, accumulation, decision)
+            y = _Linear.apply(rows, weight, bias, backend, accumulation, decision)
             return y.reshape(*x.shape[:-1], y.shape[-1]) if x.ndim != 2 else y
-    y = F.linear(x, weight, bias)
-    return ACTIVATIONS[activation](y) if activation else y
+    return F.linear(x, weight, bias)
 
 
-def _decide(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str
-) -> Decision | None:
+def _decide(rows: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Decision | None:
     """Decide who computes the forward pass, by the operands that it is then computed with.
 
     Without gradients: `_Linear` has the casts in its own backward pass.
@@ -199,7 +155,7 @@ def _decide(
     with torch.no_grad():
         a, b = matmul.autocast(rows, weight.T)
         low_bias = bias.to(a.dtype) if bias is not None else None
-        return dispatch.decide(check_operands(a, b, None, bias=low_bias, activation=activation), backend)
+        return dispatch.decide(check_operands(a, b, None, bias=low_bias), backend)
 
 
 class _Linear(torch.autograd.Function):
@@ -207,21 +163,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str,
         accumulation: Accumulation | None, decision: Decision | None,
     ) -> Tensor:  # fmt: skip
         if decision is not None:  # its operands are x [T, K] and weight.T [K, N], cast by autocast
             rows, low_weight = decision.operands.a, decision.operands.b.T
-            y, pre = operator.compute_with_pre(decision, saves_pre=activation is not None)
+            y = operator.compute(decision)
         else:
             rows, low_weight = matmul.autocast(x, weight)
             y = F.linear(rows, low_weight, bias.to(rows.dtype) if bias is not None else None)
-            y, pre = (ACTIVATIONS[activation](y), y) if activation else (y, y)
-        ctx.save_for_backward(rows, low_weight.detach(), pre if activation else None)
+        ctx.save_for_backward(rows, low_weight.detach())
         ctx.weight = weight  # receives the gradient; a saved tensor need not be the same object
         ctx.bias_dtype = bias.dtype if bias is not None else None
         ctx.x_dtype = x.dtype
-        ctx.activation, ctx.backend, ctx.accumulation = activation, backend, accumulation
+        ctx.backend, ctx.accumulation = backend, accumulation
         return y
 
     @staticmethod
@@ -232,11 +187,8 @@ class _Linear(torch.autograd.Function):
                 "keep this layer an nn.Linear, or set its backend to 'torch' and its accumulation to None"
             )
             raise RuntimeError(text)
-        rows, low_weight, pre = ctx.saved_tensors
-        grad = grads[0]  # [T, N]
-        if ctx.activation is not None:
-            grad = ACTIVATION_GRADIENTS[ctx.activation](grad, pre)
-        grad = grad.to(rows.dtype)
+        rows, low_weight = ctx.saved_tensors
+        grad = grads[0].to(rows.dtype)  # [T, N]
         weight, total, accumulation = ctx.weight, ctx.weight.grad, ctx.accumulation
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
@@ -255,4 +207,4 @@ class _Linear(torch.autograd.Function):
         if needs_bias:  # db [N] = dY summed over T
             wide = torch.promote_types(grad.dtype, ctx.bias_dtype) if is_ours else grad.dtype
             grad_bias = grad.sum(0, dtype=wide).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None

@@ -43,20 +43,15 @@ def compute(decision: Decision) -> Tensor:
         raise RuntimeError(text)
     if out is None:
         saves_pre = operands.needs_gradient and operands.activation is not None
-        return compute_with_pre(decision, saves_pre=saves_pre)[0]
+        if can_bypass_dispatcher(operands):
+            return _allocate_and_launch(decision, saves_pre)[0]
+        return _operator(*_arguments(operands), saves_pre)[0]
     if not can_bypass_dispatcher(operands) or type(out) not in PLAIN_TENSORS:
         _operator_into(out, *_arguments(operands))
     elif out.numel():
         launch(operands, decision.config(out), out)
         torch.autograd.graph.increment_version(out)
     return out
-
-
-def compute_with_pre(decision: Decision, *, saves_pre: bool) -> tuple[Tensor, Tensor]:
-    """Compute the same into a new tensor, and return the activation's input too; without it, an empty one."""
-    if can_bypass_dispatcher(decision.operands):
-        return _allocate_and_launch(decision, saves_pre)
-    return _operator(*_arguments(decision.operands), saves_pre)
 
 
 def can_bypass_dispatcher(operands: Operands) -> bool:

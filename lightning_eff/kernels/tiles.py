@@ -212,24 +212,6 @@ def explain_tiles(
     )
 
 
-def size_multiple(dtype: torch.dtype, device: str | Device) -> int:
-    """Return what the sizes of a GEMM should be multiples of, in elements: 16 bytes on tensor cores.
-
-    NVIDIA recommends 8 elements of 16 bits, 16 of float8, 4 of float32 (as TF32). A CPU, or a GPU without
-    tensor cores (before Volta), has no such preference.
-
-    Args:
-        dtype: Of the operands.
-        device: As in `explain_tiles`.
-
-    Example:
-        >>> size_multiple(torch.bfloat16, "h200"), size_multiple(torch.bfloat16, "cpu")
-        (8, 1)
-    """
-    device = devices.named(device) if isinstance(device, str) else device
-    return max(1, TMA_BYTES // dtype.itemsize) if device.capability >= 70 else 1
-
-
 def _fitting_m(cost: Cost) -> tuple[int, ...]:
     """Return M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
     # With less than one wave, another M gains nothing.

@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_eff.core.arguments import Count, check_arguments
-from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.merging import mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, resolve_multiple
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.oom_retry import OomRetry
 from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
@@ -42,8 +41,6 @@ class ExactGradient:
         fabric: Runs the backward passes, with its precision's scaling; None for plain PyTorch.
         micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for full
             batches.
-        multiple_of: Sizes above it that `auto` chooses are its multiples; its own `auto` is that of the
-            device's tensor cores, for Fabric's precision, without Fabric for the weights' dtype.
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
@@ -66,7 +63,6 @@ class ExactGradient:
         *,
         fabric: Fabric | None = None,
         micro_batch_size: Literal["auto"] | Count | None = None,
-        multiple_of: Literal["auto"] | Count = 1,
         splitter: Splitter | None = None,
     ) -> None:
         weight = next(model.parameters(), None)
@@ -80,13 +76,10 @@ class ExactGradient:
         original: Any = model
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
-        precision = str(fabric.strategy.precision.precision) if fabric is not None else ""
-        dtype = matmul_dtype(precision, self._device.type) if precision else weight.dtype
         self.size = MicroBatchSize(
             micro_batch_size if isinstance(micro_batch_size, int) else None,
             is_auto=micro_batch_size == "auto",
             splitter=splitter,
-            multiple_of=resolve_multiple(multiple_of, self._device, dtype),
         )
         num_ranks = dist.get_world_size() if replicas else 1
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_eff.core import allocator
-from lightning_eff.kernels import devices, tiles
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 
@@ -30,7 +29,6 @@ class MicroBatchSize:
     current: int | None  # None for the full batch until it does not fit
     is_auto: bool  # halve it when memory runs out; else the error is raised unchanged
     splitter: Splitter | None = None  # splits batches in place of `splitting.split`'s own rules
-    multiple_of: int = 1  # sizes above it are its multiples
     headroom: float = 0.1  # fraction of the device's memory that a size must leave free to be found
     halvings: list[Halving] = field(default_factory=list[Halving])
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # whether a size fits, of the last search
@@ -74,19 +72,8 @@ class MicroBatchSize:
             error.add_note("a micro-batch of one sample does not fit, and there is nothing smaller")
             raise error
         line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        self.current = halved(tried, self.multiple_of)
+        self.current = tried // 2
         self.halvings.append(Halving(tried, self.current, line))
-
-
-def halved(size: int, multiple_of: int = 1) -> int:
-    """Return half a size, rounded down to a multiple if it is larger than that.
-
-    Example:
-        >>> halved(100), halved(100, 8), halved(9, 8), halved(3)
-        (50, 48, 4, 1)
-    """
-    half = max(1, size // 2)
-    return half if half < multiple_of else half // multiple_of * multiple_of
 
 
 def free_memory(device: torch.device) -> None:
@@ -94,8 +81,3 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if allocator.has_cache(device):
         allocator.empty_cache(device)
-
-
-def resolve_multiple(multiple_of: int | str, device: torch.device, dtype: torch.dtype) -> int:
-    """Return what sizes are multiples of: the number, or for `auto` that of the device's tensor cores."""
-    return multiple_of if isinstance(multiple_of, int) else tiles.size_multiple(dtype, devices.of(device))

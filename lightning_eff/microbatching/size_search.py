@@ -33,13 +33,12 @@ TOO_FEW = "Expected more than 1 value per channel"
 """The error of a batch norm for a single sample, after which a size, or its remainder, does not fit."""
 
 
-def find_size(fits: Callable[[int], bool], *, max_size: int, multiple_of: int = 1) -> int:
+def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
     """Find the largest micro-batch size that fits, by bisection; one that was tried.
 
     Args:
         fits: Runs a size, without a trace.
         max_size: Samples of the batch that is split.
-        multiple_of: Sizes above it are its multiples, or `max_size`; those below it powers of two.
 
     Raises:
         MemoryError: Not even one sample fits.
@@ -51,17 +50,15 @@ def find_size(fits: Callable[[int], bool], *, max_size: int, multiple_of: int = 
     """
     if fits(max_size):
         return max_size
-    small = [2**power for power in range(multiple_of.bit_length()) if 2**power < min(multiple_of, max_size)]
     # Memory grows with the size: where one fits, smaller ones do, and larger ones fail where one fails.
-    sizes = [*small, *range(multiple_of, max_size, multiple_of), max_size]
-    low, high = -1, len(sizes) - 1  # the last that fits, the first that does not
+    low, high = 0, max_size  # the last that fits, the first that does not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(sizes[middle]) else (low, middle)
-    if low < 0:
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if not low:
         text = "not even a micro-batch of one sample fits"
         raise MemoryError(text)
-    return sizes[low]
+    return low
 
 
 @dataclass
@@ -96,7 +93,7 @@ class SizeTrials:
         if not count:
             raise ConfigError(key="find", value=True, allowed="false, or a batch with countable samples")
         size.tried.clear()
-        size.current = find_size(self._fits, max_size=count, multiple_of=size.multiple_of)
+        size.current = find_size(self._fits, max_size=count)
 
     def _fits(self, micro_batch_size: int) -> bool:
         """Run one size; return whether it fits and leaves the headroom, on all ranks."""

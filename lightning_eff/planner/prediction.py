@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
-from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.planner.fakes import FakeLoader, Fakes
-from lightning_eff.planner.linear_layers import ReplacesLinearLayers
 from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
@@ -55,7 +53,6 @@ class Prediction:
         assumed: Values that were assumed.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
-        gemms: Forward GEMMs of the linear layers that a technique replaced, by layer.
         error: Exception that ended the prediction.
     """
 
@@ -64,7 +61,6 @@ class Prediction:
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
     flops: int = 0
-    gemms: dict[str, Shape] = field(default_factory=dict[str, Shape])
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 
@@ -114,11 +110,7 @@ def predict(
             _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
             return module
 
-        found = _predicted(run, fakes)
-        for callback in made.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, ReplacesLinearLayers):
-                found.gemms.update(callback.gemms())
-        return found
+        return _predicted(run, fakes)
 
 
 def _check_one_cpu(trainer: pl.Trainer) -> None:

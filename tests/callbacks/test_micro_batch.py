@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.core.errors import ConfigError, ConflictWarning
-from lightning_eff.kernels.devices import DEVICES
 from tests.support.faults import (
     BATCH,
     Fault,
@@ -73,7 +72,7 @@ def test_running_out_in_the_update_leaves_no_trace(at: int) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_window_of_several_batches_is_computed_again(phase: str, at: int) -> None:
     """Two batches a step, four micro-batches; those of the first batch are run again and logged once."""
-    callbacks = [GradientAccumulation(global_batch_size=2 * BATCH), auto := MicroBatch(multiple_of=3)]
+    callbacks = [GradientAccumulation(global_batch_size=2 * BATCH), auto := MicroBatch()]
     auto.load_state_dict({"micro_batch_size": 6})
     fault = Fault(phase, at=at)
     ours = trained(callbacks, fault, max_steps=4)
@@ -251,30 +250,6 @@ def test_find_takes_no_frozen_parameter_of_the_optimizer_for_a_change_of_the_ste
     auto = MicroBatch(find=True)
     fit(Frozen(), auto, max_steps=1)
     assert auto.current_size == 4
-
-
-@pytest.mark.parametrize("find", [False, True])
-def test_on_a_cpu_any_size_suits_to_the_bit(find: bool) -> None:
-    """Of twelve samples five fit: halving tries six and three, a search finds five."""
-    auto = MicroBatch(find=find, multiple_of="auto")
-    ours = trained(auto, Fault("forward", limit=5))
-    assert auto.current_size == (5 if find else 3)
-    assert auto.outcome().numbers["multiple_of"] == 1
-    assert "sizes in multiples of 1" in auto.outcome().did
-    plain = MicroBatch(find=find)
-    assert is_equal(ours, trained(plain, Fault("forward", limit=5)))
-    assert "multiples" not in plain.outcome().did
-
-
-def test_on_tensor_cores_sizes_are_whole_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of twelve are six; as a multiple of four, for float32, they are four. Eight of eleven fit."""
-    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
-    found = MicroBatch(find=True, multiple_of="auto")
-    train(found, Fault("forward", limit=11), max_steps=1)
-    assert found.current_size == 8
-    auto = MicroBatch(multiple_of="auto")
-    train(auto, Fault("forward", limit=6), max_steps=1)
-    assert auto.current_size == auto.outcome().numbers["multiple_of"] == 4
 
 
 @pytest.mark.parametrize("limit", [1, 5, 12])

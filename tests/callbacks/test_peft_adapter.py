@@ -21,7 +21,6 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
-from lightning_eff.kernels import linear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.adapters import METHODS, Exact
@@ -180,13 +179,8 @@ def test_what_a_model_does_not_have_is_refused_by_name(wrong: dict[str, Any], te
 
 
 def test_layers_that_cannot_have_an_adapter_are_refused() -> None:
-    """An adapter would be added behind a layer's own activation, and merged in front of it."""
     with pytest.raises(ConfigError, match="layers with a known size: 0 is lazy"):
         adapt(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
-    model = nn.Sequential(linear.TritonLinear(4, 4, activation="silu"), linear.TritonLinear(4, 2))
-    with pytest.raises(ConfigError, match="0 has silu inside; options"):
-        adapt(model)
-    assert list(adapt(model, options={"exclude_modules": ["0"]})) == ["1"]
     with torch.device("meta"):
         model = Deep()
     with pytest.raises(ConfigError, match=r"a model with values: first.weight is on the meta device"):

@@ -225,26 +225,11 @@ def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Comman
     assert any("cuBLAS" in each for each in found["assumed"])
 
 
-def test_linear_layers_are_those_of_the_predicted_peak(command: Command) -> None:
-    words = ["lm", TILED, *SMALL, WINDOW, "trainer.accelerator=cpu"]
-    found = json.loads(command("plan", *words, "device=h200", "--json")[1])["layers"]
-    assert [(row["num_layers"], row["example"], row["M"], row["N"], row["K"]) for row in found] == [
-        (4, "blocks.0.attention.qkv", 64, 576, 192),
-        (4, "blocks.0.attention.out", 64, 192, 192),
-        (4, "blocks.0.mlp.up", 64, 768, 192),
-        (4, "blocks.0.mlp.down", 64, 192, 768),
-        (1, "head", 64, 2048, 192),
-    ]
-    assert {row["dtype"] for row in found} == {"bfloat16"}
-    out = command("plan", *words, "callbacks.triton_gemm.blocks=['blocks.*.mlp']")[1]
-    assert "linear layers of callbacks/triton_gemm\n layers  for example" in out
-    assert "blocks.0.mlp.up    64 x 768 x 192" in out
-    assert "blocks.0.attention.qkv" not in out
+def test_blocks_that_the_model_of_the_predicted_peak_lacks_are_rejected(command: Command) -> None:
+    words = ["lm", TILED, *SMALL, "trainer.accelerator=cpu"]
     err = command("plan", *words, "callbacks.triton_gemm.blocks=TransformerBlok", code=2)[2]
     assert "callbacks.triton_gemm.blocks='TransformerBlok'" in err
     assert "did you mean 'TransformerBlock'?" in err
-    out = command("plan", *words, "callbacks.triton_gemm.min_features=9999")[1]
-    assert "callbacks/triton_gemm replaces no linear layer of this model" in out
 
 
 def test_a_peak_is_in_the_format_of_the_device_and_may_not_fit(command: Command) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape, TileConfig
-from lightning_eff.kernels.tiles import Cost, explain_tiles, fits, rank_configs, size_multiple
+from lightning_eff.kernels.tiles import Cost, explain_tiles, fits, rank_configs
 
 H200 = DEVICES["h200"]
 LARGE = TileConfig("tma", 128, 256, 128, 8, 3)
@@ -147,13 +147,3 @@ def test_wrong_sizes_and_devices_are_rejected() -> None:
         explain_tiles(1, 1, 1, device="h300")
     with pytest.raises(ValueError, match="expected a dtype that the kernels multiply"):
         explain_tiles(1, 1, 1, torch.float64)
-
-
-def test_tensor_cores_like_whole_16_bytes() -> None:
-    """16 bytes are 8 elements of 2 bytes, 4 of 4, 16 of 1; a GPU before Volta likes any number."""
-    likes = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4, torch.float8_e4m3fn: 16}
-    for device, expected in (
-        *((name, likes) for name in DEVICES),
-        *((device, dict.fromkeys(likes, 1)) for device in ("cpu", replace(H200, capability=61))),
-    ):
-        assert {dtype: size_multiple(dtype, device) for dtype in likes} == expected

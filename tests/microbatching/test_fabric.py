@@ -11,7 +11,6 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.microbatching.fabric import ExactGradient
 from tests.support.faults import Fault, out_of_memory, stateful_model
 from tests.support.language import (
@@ -111,24 +110,10 @@ def test_running_out_of_memory_leaves_no_trace(phase: str, at: int, size: Size) 
     assert is_equal(ours, theirs)
 
 
-def test_rounding_goes_by_the_device_and_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = torch.nn.Linear(2, 1)
-    assert ExactGradient(layer, multiple_of="auto").size.multiple_of == 1, "a CPU"
-    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
-    assert ExactGradient(layer, multiple_of="auto").size.multiple_of == 4
-    assert ExactGradient(layer, multiple_of=3).size.multiple_of == 3
-    assert ExactGradient(layer.half(), multiple_of="auto").size.multiple_of == 8
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    wrapped = fabric.setup(torch.nn.Linear(2, 1))
-    assert ExactGradient(wrapped, fabric=fabric, multiple_of="auto").size.multiple_of == 8
-
-
 def test_bad_input_is_rejected() -> None:
     layer = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="micro_batch_size=0: expected 'auto', or a whole number"):
         ExactGradient(layer, micro_batch_size=0)
-    with pytest.raises(ConfigError, match="multiple_of='8': expected 'auto', or a whole number"):
-        ExactGradient(layer, multiple_of="8")
     with pytest.raises(TypeError, match="the step returned float: expected a loss"):
         ExactGradient(layer).backward(lambda _: 1.0, torch.ones(2, 2))
     with pytest.raises(torch.OutOfMemoryError):

@@ -11,13 +11,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.recompute import HostOffload
-from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
@@ -66,17 +64,6 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
 def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
     make, extra = CASES[name]
     assert_predicted_is_measured(make, extra, tmp_path)
-
-
-@pytest.mark.parametrize("size", [4, 2])
-def test_the_rows_of_linear_layers_are_those_of_a_micro_batch(size: int) -> None:
-    def trainer() -> pl.Trainer:
-        window, parts = GradientAccumulation(global_batch_size=8), MicroBatch(micro_batch_size=size)
-        return trainer_of({"callbacks": [TritonGemm(min_features=16), window, parts]})
-
-    found = predict(GPT_OF, next(iter(loader_for(GPT_OF))), trainer=trainer, num_batches=10).gemms
-    assert {shape.M for shape in found.values()} == {size * 16}
-    assert found["blocks.0.mlp.up"] == Shape.packed(size * 16, 128, 32, torch.float32)
 
 
 def test_a_model_is_copied_and_not_changed() -> None:
