@@ -20,6 +20,7 @@ import warnings
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -32,6 +33,7 @@ from lightning_eff.callbacks._exact_resume.standalone_loader import StandaloneLo
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 
@@ -181,6 +183,16 @@ class ExactResume(Managed):
                 loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
                 loop._combined_loader_states_to_load = []  # noqa: SLF001
             iter(loop._data_fetcher)  # noqa: SLF001
+        if run.refusal:
+            self._refuse(trainer, run.refusal)
+        inner = loop.epoch_loop
+        if (
+            loop.restarted_mid_epoch
+            and inner.restarted_on_train_batch_end
+            and inner.batch_progress.is_last_batch
+        ):
+            # Lightning neither counts the epoch that begins nor calls `on_train_epoch_start`.
+            loop.reset_restart_stage()
         is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
         if is_reloaded and run.pending is not None and run.pending.is_over:
             run.inexact.append("loaders that are made anew for an epoch draw another order")
@@ -193,11 +205,20 @@ class ExactResume(Managed):
         if self._resumed_step is not None:
             rank_zero_info(self.outcome().did)
 
+    def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
+        for saver in trainer.checkpoint_callbacks:
+            if isinstance(saver, ModelCheckpoint):
+                saver.save_on_exception = False  # nothing was trained: it would be newer than the right one
+        remedies = ["callbacks.exact_resume.changed_data=continue"]
+        raise ConfigError(key="ckpt_path", value=str(trainer.ckpt_path), allowed=allowed, remedies=remedies)
+
     def outcome(self) -> Outcome:
         """Return whether the run was resumed, and what of it is not as saved."""
         times = "once" if self._num_saves == 1 else f"{self._num_saves} times"
         texts = [f"order and random states saved {times}"] if self._num_saves else []
-        if self._resumed_step is not None:
+        if self._run.refusal:
+            texts = ["rejected: other data"]
+        elif self._resumed_step is not None:
             differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
             did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
             texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did), *texts]

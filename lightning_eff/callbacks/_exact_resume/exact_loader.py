@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
+from lightning_eff.callbacks._exact_resume.index_stream import LATE_DRAWS, IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing, has_global
 from lightning_eff.core.dataloaders import LoaderWrapper, is_stateful
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ExactLoader(LoaderWrapper):
         run: What the loaders of this rank share.
     """
 
-    OWN = ("loader", "run", "num_batches", "is_over", "is_shared", "_start", "_begun", "_states")
+    OWN = ("loader", "run", "num_batches", "is_over", "is_shared", "_start", "_begun", "_first", "_states")
 
     def __init__(self, loader: Any, run: ResumableRun) -> None:
         super().__init__(loader)
@@ -49,6 +49,7 @@ class ExactLoader(LoaderWrapper):
         """Whether this pass is the rest of an epoch that another number of ranks had begun."""
         self._start: RandomStates | None = None
         self._begun: RandomStates | None = None
+        self._first: RandomStates | None = None
         self._states: tuple[Any, Any] = (None, None)
 
     @property
@@ -62,11 +63,12 @@ class ExactLoader(LoaderWrapper):
         position = run.begin(self)
         self.is_over = False
         self._start = run.capture() if position is None else position.start
+        self._first = None if position is None else position.first
         self.num_batches = num_dropped = 0 if position is None else position.num_batches
         if is_stateful(self.loader):
             num_dropped = 0
         if stream is not None:
-            stream.first_states = None if position is None else position.first
+            stream.first_states, stream.is_asked = self._first, False
             # Before its first batch a sampler had drawn nothing, and draws in the resumed run.
             stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else run.remaining(self, position)
@@ -77,18 +79,23 @@ class ExactLoader(LoaderWrapper):
             num_dropped -= stream.num_skipped
         iterator = iter(self.loader)
         is_lazy = stream is not None and stream.first_states is None  # without workers
-        self._begun = run.capture() if is_lazy else None
-        if stream is not None and position is not None and is_lazy:
-            stream.first_states = self._begun
-        run.begun()
-        return self._batches(iterator, num_dropped)
-
-    def _batches(self, iterator: Iterator[Any], num_dropped: int) -> Iterator[Any]:
+        self._begun = run.capture() if is_lazy or stream is None else None
+        if stream is not None and position is not None:
+            if is_lazy:
+                stream.first_states = self._begun
+            if not stream.is_asked:
+                run.inexact.append("the loader begins a pass with its first batch: samples are seen again")
         if num_dropped:
             self._drop(iterator, num_dropped)
+        run.begun()
+        return self._batches(iterator, is_begun=num_dropped > 0)
+
+    def _batches(self, iterator: Iterator[Any], *, is_begun: bool) -> Iterator[Any]:
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         while True:
             self.run.before_batch(self)
+            if self.stream is None and not is_begun:
+                self._first, is_begun = self.run.capture(), True
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -102,20 +109,33 @@ class ExactLoader(LoaderWrapper):
     def _drop(self, iterator: Iterator[Any], num_dropped: int) -> None:
         """Load batches that were trained on, and drop them."""
         start = time.perf_counter()
-        next(iterator, None)
+        if self.stream is None:
+            if self._first is not None:
+                self.run.restore(self._first)
+            next(iterator, None)  # a stream may draw its order with it
+            num_dropped -= 1
         states = self.run.capture()
-        for _ in range(num_dropped - 1):
+        for _ in range(num_dropped):
             next(iterator, None)
+        num_dropped += self.stream is None
         self.run.did.append(f"loaded {num_dropped} batches again in {time.perf_counter() - start:.1f} s")
-        if self.stream is None and differing(self.run.capture(), states):
+        changed = differing(self.run.capture(), states)
+        if self.stream is None and changed:
             self.run.inexact.append("samples without indices draw random numbers in this process")
+        elif has_global(changed):
+            self.run.inexact.append(LATE_DRAWS)
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a pass was ever asked for."""
+        return self._start is not None
 
     def position(self, num_ahead: int) -> Position:
         """Return the position, `num_ahead` batches before what was handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
         # Mostly the states after the pass began, which a resumed run meets again: then they are left out.
-        first = None if self.stream is None or self._begun is None else self.stream.first_states
-        is_needed = first is not None and self._begun is not None and differing(first, self._begun)
+        first = self._first if self.stream is None else self.stream.first_states
+        is_needed = first is not None and (self._begun is None or differing(first, self._begun))
         return Position(
             num_batches=max(0, self.num_batches - num_ahead),
             start=self.run.capture() if self._start is None else self._start,
@@ -125,6 +145,8 @@ class ExactLoader(LoaderWrapper):
             epoch=int(getattr(sampler, "epoch", 0)),
             num_samples=len(dataset) if isinstance(dataset, Sized) else -1,
             batch_size=getattr(self.loader, "batch_size", None) or -1,
+            length=-1 if (length := sized_len(self.loader)) is None else length,
+            num_workers=getattr(self.loader, "num_workers", 0),
         )
 
     def own_state(self) -> dict[str, Any]:

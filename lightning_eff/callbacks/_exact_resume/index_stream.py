@@ -9,7 +9,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates
+from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing, has_global
+
+LATE_DRAWS = "the sampler draws random numbers while it is read: samples may be seen again"
 
 
 class IndexStream:
@@ -22,24 +24,31 @@ class IndexStream:
         sampler: The loader's batch sampler, or its sampler where it does not batch.
         capture: Returns the random states.
         restore: Sets them.
+        inexact: Takes what cannot be repeated.
     """
 
     def __init__(
-        self, sampler: Any, capture: Callable[[], RandomStates], restore: Callable[[RandomStates], None]
+        self,
+        sampler: Any,
+        capture: Callable[[], RandomStates],
+        restore: Callable[[RandomStates], None],
+        inexact: list[str],
     ) -> None:
-        self.sampler = sampler
+        self.sampler, self.inexact = sampler, inexact
         self.capture, self.restore = capture, restore
         self.is_resumed = False
         """Whether the next pass begins with the states in `first_states`."""
         self.num_skipped = 0
         """Batches of indices that a resumed pass leaves out."""
+        self.is_asked = False
+        """Whether the loader has asked for the indices of its current pass."""
         self.remaining: list[Any] | None = None
         """All batches of indices of the next pass, in place of the sampler's."""
         self.first_states: RandomStates | None = None
         """The random states when the current pass was asked for its first indices."""
 
     def __iter__(self) -> Iterator[Any]:
-        remaining, self.remaining = self.remaining, None
+        remaining, self.remaining, self.is_asked = self.remaining, None, True
         return self._pass(iter(self.sampler)) if remaining is None else iter(remaining)
 
     def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -50,8 +59,13 @@ class IndexStream:
             self.first_states = self.first_states or current
             self.restore(self.first_states)
             # A sampler draws its order with its first index: if none is skipped, with the one that is used.
-            taken = deque(itertools.islice(indices, num_skipped or 1), maxlen=1)
-            self.restore(current)
+            taken = list(itertools.islice(indices, 1))
+            first = self.capture()
+            deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
+            if has_global(differing(self.capture(), first)):
+                self.inexact.append(LATE_DRAWS)
+            # Workers are asked for more at once: then a sampler's own generator is where it is to be.
+            self.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
             self.first_states = current

@@ -28,6 +28,8 @@ class Position:
         epoch: Of a sampler that has one.
         num_samples: Length of the dataset; -1 where it has none.
         batch_size: Samples in a batch; -1 where the loader has none.
+        length: Batches in a pass; -1 where it is not known.
+        num_workers: Of the loader.
     """
 
     num_batches: int
@@ -38,6 +40,8 @@ class Position:
     epoch: int
     num_samples: int
     batch_size: int
+    length: int
+    num_workers: int
 
 
 @dataclass

@@ -78,6 +78,11 @@ def differing(states: RandomStates, others: RandomStates) -> RandomStates:
     }
 
 
+def has_global(states: RandomStates) -> bool:
+    """Return whether there are states among these that more than a loader's own sampler draws from."""
+    return any("." not in name for name in states)
+
+
 def _bytes(words: Any, gauss: float | None) -> Tensor:
     """Return unsigned words, and the second normal number of a pair if it is still to be drawn, as bytes."""
     tail = b"" if gauss is None else np.float64(gauss).tobytes()

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
@@ -50,7 +58,7 @@ class ResumableRun:
         self.device, self.replays, self.refuses_changes = device, replays, refuses_changes
         self.rank, self.num_ranks = rank, num_ranks
         self.loaders: list[ExactLoader] = []
-        self.num_ahead: Callable[[], int] = lambda: 0
+        self.num_ahead: Callable[[], int] = int  # none
         """Returns how many batches were handed out that are not trained on yet."""
         self.pending: RankPosition | None = None
         """The position to resume, until its first batch is asked for."""
@@ -62,8 +70,8 @@ class ResumableRun:
         self.did: list[str] = []
         self.inexact: list[str] = []
         """What will differ from the run that was saved."""
-        self.refusal: ConfigError | None = None
-        """The data has changed: raised with the first batch; Lightning hides errors of `iter(loader)`."""
+        self.refusal = ""
+        """How the data has changed: raised after `iter(loader)`, whose errors Lightning hides."""
         self.isolated: RandomStates | None = None
         """States to which training returns after the validation that runs now."""
         self._after_start: RandomStates = {}
@@ -76,8 +84,9 @@ class ResumableRun:
         if has_indices and not is_stateful(loader):
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             sampler = getattr(loader, name)
+            sampler = sampler.sampler if isinstance(sampler, IndexStream) else sampler
             # DataLoader.__setattr__ forbids it once it is made
-            object.__setattr__(loader, name, IndexStream(sampler, self.capture, self.restore))
+            object.__setattr__(loader, name, IndexStream(sampler, self.capture, self.restore, self.inexact))
             self._undo.callback(object.__setattr__, loader, name, sampler)
         return loader
 
@@ -109,6 +118,9 @@ class ResumableRun:
             is_in_step: Whether the last batch is still trained on: a resumed run begins with it.
             notes: What of the save a resumed run cannot repeat.
         """
+        if self.pending is not None:  # nothing was trained on since
+            changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks went on"]
+            return replace(self.pending, notes=[*self.pending.notes, *changed])
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
         now = self.capture() if self.isolated is None else self.isolated
@@ -126,8 +138,9 @@ class ResumableRun:
         """
         self.num_saved_ranks = len(positions)
         self.pending = positions[min(self.rank, len(positions) - 1)]
-        self.is_begun, self.refusal = False, None
-        self.did, self.inexact, self.num_remaining = [], [*self.pending.notes], []
+        self.is_begun, self.refusal = False, ""
+        self.did, self.num_remaining = [], []
+        self.inexact[:] = self.pending.notes  # the loaders' streams share the list
         if self.num_ranks == len(positions):
             return
         self.inexact.append(f"saved on {len(positions)} ranks, now {self.num_ranks}: other random numbers")
@@ -154,7 +167,9 @@ class ResumableRun:
                 self.restore(self.pending.now)
             return None
         position = self.pending.loaders[index]
-        self._compare(position, loader.position(0))
+        self._compare(
+            position, loader.position(0), num_loaders=(len(self.pending.loaders), len(self.loaders))
+        )
         sampler = sampler_of(loader.loader)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(position.epoch)
@@ -174,9 +189,9 @@ class ResumableRun:
         Raises:
             ConfigError: The dataset or the batch size has changed in the middle of an epoch.
         """
-        if self.refusal is not None:
-            raise self.refusal
-        if self.pending is None or loader is not self.loaders[0]:
+        if self.refusal:
+            raise ConfigError(key="state_dict", value="in mid-epoch", allowed=self.refusal)
+        if self.pending is None or not self.is_begun or loader is not self.loaders[0]:
             return
         self._num_requests += 1
         if self._num_requests > (0 if self.pending.is_over else self.num_pending_ahead):
@@ -227,35 +242,48 @@ class ResumableRun:
         self.restore(current)
         return order
 
-    def _compare(self, saved: Position, current: Position) -> None:
+    def _compare(self, saved: Position, current: Position, *, num_loaders: tuple[int, int]) -> None:
         """Find what has changed since the save: refused before the first batch, or not exact."""
-        for name, text in (("num_samples", "samples"), ("batch_size", "samples in a batch")):
-            before, now = getattr(saved, name), getattr(current, name)
-            if before != now and self.refuses_changes:
-                allowed = f"{before} {text}, as in the epoch in which the checkpoint was saved, and not {now}"
-                remedies = ["callbacks.exact_resume.changed_data=continue"]
-                self.refusal = ConfigError("ckpt_path", "in mid-epoch", allowed=allowed, remedies=remedies)
-            elif before != now:
-                self.inexact.append(f"{before} {text} are now {now}")
-        if saved.order != current.order and self.num_saved_ranks == self.num_ranks:
-            self.inexact.append(f"the sampler was {saved.order} and is {current.order}")
+        changes = [(*num_loaders, "loaders")]
+        changes += [(saved.num_samples, current.num_samples, "samples")]
+        changes += [(saved.batch_size, current.batch_size, "samples in a batch")]
+        if self.num_saved_ranks == self.num_ranks:
+            changes += [(saved.length, current.length, "batches in an epoch")]
+            if saved.order != current.order:
+                self.inexact.append(f"the sampler was {saved.order} and is {current.order}")
+            if saved.num_workers != current.num_workers:
+                counts = f"{saved.num_workers} workers are now {current.num_workers}"
+                self.inexact.append(f"{counts}: samples draw other random numbers")
+        before, now, text = next((change for change in changes if change[0] != change[1]), (0, 0, ""))
+        if text and self.refuses_changes:
+            epoch = "as in the epoch in which the checkpoint was saved"
+            self.refusal = f"{before} {text}, {epoch}, and not {now}"
+        elif text:
+            self.inexact.append(f"{before} {text} are now {now}")
 
     def _generators(self) -> dict[str, torch.Generator | np.random.Generator]:
         """Return the generators that users gave their loaders, samplers and datasets, each once."""
         found: dict[int, Any] = {}
         for loader in self.loaders:
-            samplers = [getattr(loader.loader, "batch_sampler", None), sampler_of(loader.loader)]
             values = [getattr(loader.loader, "generator", None)]
-            for sampler in samplers:
-                held = list(getattr(sampler, "__dict__", {}).values())
-                samplers += [value for value in held if isinstance(value, Sampler) and value not in samplers]
-                values += held
-            generators = [value for value in values if isinstance(value, KINDS)]
-            found |= {id(value): value for value in generators}
+            for sampler in (getattr(loader.loader, "batch_sampler", None), sampler_of(loader.loader)):
+                values += _held(sampler)
+            found |= {id(value): value for value in values if isinstance(value, KINDS)}
         named = {f"generator.{index}": value for index, value in enumerate(found.values())}
         datasets = [getattr(loader.loader, "dataset", None) for loader in self.loaders]
-        for dataset in datasets:
-            for key, value in getattr(dataset, "__dict__", {}).items():
-                if isinstance(value, KINDS) and id(value) not in found:
-                    named[f"dataset.{key}"] = value
-        return named
+        own = {id(value): value for each in datasets for value in _held(each) if isinstance(value, KINDS)}
+        return named | {f"dataset.{i}": own[key] for i, key in enumerate(own) if key not in found}
+
+
+def _held(owner: Any) -> list[Any]:
+    """Return the attributes of an object, and of the samplers and datasets among them."""
+    values: list[Any] = []
+    owners, seen = [owner], set[int]()
+    while owners:
+        owner = owners.pop()
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            held = list(getattr(owner, "__dict__", {}).values())
+            values += held
+            owners += [value for value in held if isinstance(value, (Sampler, Dataset))]
+    return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume import position
 from lightning_eff.callbacks._exact_resume.exact_loader import ExactLoader, sampler_of
-from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 
 
@@ -51,12 +50,14 @@ class StandaloneLoader(ExactLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of each rank, and the loader's own state; all ranks call it."""
-        packed = position.pack(self.run.position(is_over=self.is_over))
-        return {"positions": position.of_all_ranks(packed), "own": self.own_state()}
+        is_between = self.is_over or not self.has_begun
+        packed = position.pack(self.run.position(is_over=is_between))
+        positions = position.of_all_ranks(packed)
+        num_passes = self.num_passes - (not is_between)
+        return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass begin there."""
         self.restore_own_state(state_dict["own"])
         self.run.resume([position.unpack(row) for row in state_dict["positions"]])
-        pending = cast(RankPosition, self.run.pending)
-        self.num_passes = pending.loaders[0].epoch + pending.is_over
+        self.num_passes = state_dict["num_passes"]
