@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
@@ -60,8 +61,9 @@ class Run:
     @keep_overrides()
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
-        if self.is_finished:
-            return {}
+        if self.is_finished and self.ckpt_path is not None:
+            report = self.ckpt_path.parent.parent / "efficiency.json"
+            return json.loads(report.read_text()) if report.is_file() else {}
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):
                 for path in remove_leftovers(folder):

@@ -91,7 +91,9 @@ class ExactResume(Managed):
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
         )
         self.cleanup.callback(dataloaders.add_loader_transform(trainer, run.wrap, position=1))
-        self._isolate(loop.epoch_loop.val_loop)
+        # The second makes loaders and iterators in a resumed run.
+        for name in ("run", "increment_progress_to_evaluation_end"):
+            self._isolate(loop.epoch_loop.val_loop, name)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
         combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
@@ -100,20 +102,20 @@ class ExactResume(Managed):
             self._previous = combined
         return self._run.observe(loader)
 
-    def _isolate(self, validation: Any) -> None:
-        """Let validation during training leave the random states as it finds them."""
-        validate = validation.run
+    def _isolate(self, validation: Any, name: str) -> None:
+        """Let a method of the validation during training leave the random states as it finds them."""
+        method = getattr(validation, name)
 
-        def run() -> Any:
+        def isolated() -> Any:
             self._run.isolated = self._run.capture()
             try:
-                return validate()
+                return method()
             finally:
                 self._run.restore(self._run.isolated)
                 self._run.isolated = None
 
-        validation.run = run
-        self.cleanup.callback(delattr, validation, "run")
+        setattr(validation, name, isolated)
+        self.cleanup.callback(delattr, validation, name)
 
     @override
     def on_save_checkpoint(
@@ -185,14 +187,7 @@ class ExactResume(Managed):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
             self._refuse(trainer, run.refusal)
-        inner = loop.epoch_loop
-        if (
-            loop.restarted_mid_epoch
-            and inner.restarted_on_train_batch_end
-            and inner.batch_progress.is_last_batch
-        ):
-            # Lightning neither counts the epoch that begins nor calls `on_train_epoch_start`.
-            loop.reset_restart_stage()
+        _begin_next_epoch(loop)
         is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
         if is_reloaded and run.pending is not None and run.pending.is_over:
             run.inexact.append("loaders that are made anew for an epoch draw another order")
@@ -243,3 +238,15 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
         True
     """
     return StandaloneLoader(loader, replays=workers == "replay")
+
+
+def _begin_next_epoch(loop: Any) -> None:
+    """Let a run that was saved after an epoch's last batch count the next epoch as Lightning 2.6 does not."""
+    inner = loop.epoch_loop
+    progress = inner.batch_progress
+    if not (loop.restarted_mid_epoch and inner.restarted_on_train_batch_end and progress.is_last_batch):
+        return
+    loop.reset_restart_stage()  # else the epoch is not counted, nor `on_train_epoch_start` called
+    if loop.max_batches == float("inf"):  # else its batches are counted on from the last epoch's
+        progress.current.reset()
+        progress.current.completed = -1  # Lightning is about to count the last batch as completed

@@ -141,7 +141,7 @@ class _Job:
                 raise
             raise explained from None
         if self._prepared.is_finished:
-            self.reports.append({})
+            self.reports.append(self._prepared.fit())
         try:  # here a disk that refuses is an error of the setting, not of the run
             run_dir.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -154,6 +154,8 @@ class _Job:
         """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it."""
         from hydra.core.hydra_config import HydraConfig
 
+        if any(exit_code(failure) in STOPPED for failure in self.failures):
+            return  # the rest of a sweep that was stopped
         hydra = HydraConfig.get()
         is_remote = os.getpid() != self._home_pid
         if is_remote:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -79,11 +78,21 @@ def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
     return _settings(saved) == _settings(values)
 
 
-def _settings(values: Mapping[str, Any]) -> str:
-    """Return as text what does not differ between two runs of one command."""
-    kept = {key: value for key, value in values.items() if key not in ("ckpt_path", "run_dir")}
-    run_dir = json.dumps(str(values["run_dir"]))[:-1]  # paths in it begin so
-    return json.dumps(kept, sort_keys=True).replace(run_dir, '"')
+def _settings(values: Mapping[str, Any]) -> Any:
+    """Return what does not differ between two runs of one command, wherever their folders are mounted."""
+    folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first lies in the second
+
+    def portable(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: portable(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [portable(each) for each in value]
+        inside = (f for f in folders if isinstance(value, str) and Path(value).is_relative_to(f))
+        folder = next(inside, None)
+        return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
+
+    own = ("ckpt_path", "run_dir", "output_root")
+    return {key: portable(value) for key, value in values.items() if key not in own}
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:

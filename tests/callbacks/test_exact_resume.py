@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -23,6 +23,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -38,6 +39,7 @@ from lightning_eff.core.errors import CheckpointError, ConfigError
 from tests.support.models import make_trainer
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from", "ignore:Your `IterableDataset` has"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs save nothing
     pytest.mark.filterwarnings(
@@ -100,6 +102,48 @@ class OwnGenerator(Sampler[int]):
 
     def __len__(self) -> int:
         return NUM_SAMPLES
+
+
+class Sized(Stream):
+    """A stream that knows its length: Lightning does not fetch ahead."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Late(Sampler[int]):
+    """A sampler without replacement that draws for each index."""
+
+    def __iter__(self) -> Iterator[int]:
+        rest = list(range(NUM_SAMPLES))
+        while rest:
+            yield rest.pop(int(torch.randint(len(rest), ())))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class LateLoader(DataLoader[Tensor]):
+    """A loader that begins a pass with its first batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield from super().__iter__()
+
+
+class Noisy(Samples):
+    """Samples that draw from a generator of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(8)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.rand((), generator=self.generator)])
+
+
+def twice_as_many(**keywords: Any) -> DataLoader[Tensor]:
+    drawn = RandomSampler(Samples(), num_samples=24, generator=torch.Generator().manual_seed(5))
+    return shuffled(shuffle=None, sampler=drawn, **keywords)
 
 
 class Dropping(pl.LightningModule):
@@ -182,6 +226,20 @@ CASES: dict[str, Case] = {
     ),
     "list of loaders": (lambda: [shuffled(), shuffled(Samples(8))], {}),
     "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
+    "stream behind a loader": (lambda: [shuffled(), DataLoader(Stream(), batch_size=2)], {}),
+    "sized stream behind a loader": (lambda: [shuffled(), DataLoader(Sized(), batch_size=2)], {}),
+    "stream, validation": (
+        lambda: DataLoader(Stream(), batch_size=2), {"validation": VALIDATION, "val_check_interval": 2}
+    ),
+    "stream, accumulation": (
+        lambda: DataLoader(Stream(), batch_size=2), {"accumulate_grad_batches": 4, "limit_train_batches": 6}
+    ),
+    "list of loaders that draw": (
+        lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], {}
+    ),
+    "sampler that draws twice": (twice_as_many, {}),
+    "sampler that draws twice, workers": (functools.partial(twice_as_many, num_workers=1), {}),
+    "subset": (lambda: shuffled(Subset(Noisy(), range(10))), {}),
     "stateful": (lambda: StatefulDataLoader(Samples(), batch_size=2, shuffle=True), {}),
     "validation": (shuffled, {"validation": VALIDATION}),
     "validation in the epoch": (shuffled, {"validation": VALIDATION, "val_check_interval": 2}),
@@ -189,7 +247,7 @@ CASES: dict[str, Case] = {
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
-SLOW = ("workers", "workers that draw")
+SLOW = ("workers", "workers that draw", "sampler that draws twice, workers")
 
 
 def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
@@ -220,6 +278,77 @@ def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
     points = bit_equal_points(make, tmp_path, keywords | limit)
     assert len(points) >= 4
     assert all(points), points
+
+
+@pytest.mark.parametrize("first", [2, 6, 8])
+@pytest.mark.parametrize("name", ["plain", "generator", "list of loaders that draw", "stream"])
+def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> None:
+    make, _ = CASES[name]
+    whole = fit(make(), ExactResume(), save_in(tmp_path / "whole"))
+    fit(make(), ExactResume(), save_in(tmp_path / "second"), ckpt=tmp_path / "whole" / f"step={first}.ckpt")
+    second = checkpoints(tmp_path / "second")
+    assert len(second) == 18 - first
+    for step, path in enumerate(second, start=first + 1):
+        resumed = fit(make(), ExactResume(), ckpt=path)
+        assert whole.seen[step:] == resumed.seen
+        assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+@pytest.mark.parametrize("first", [4, 6])
+def test_a_run_that_fails_before_its_first_batch_saves_the_position_that_it_was_to_resume(
+    first: int, tmp_path: Path
+) -> None:
+    whole = fit(shuffled(), ExactResume(), save_in(tmp_path / "whole"))
+    saver = ModelCheckpoint(tmp_path / "failed", filename="failed", save_on_exception=True)
+    path = tmp_path / "whole" / f"step={first}.ckpt"
+    with pytest.raises(ZeroDivisionError):
+        fit(shuffled(), ExactResume(), saver, LambdaCallback(on_train_start=lambda *_: 1 // 0), ckpt=path)
+    resumed = fit(shuffled(), ExactResume(), ckpt=tmp_path / "failed" / "failed.ckpt")
+    assert whole.seen[first:] == resumed.seen
+    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (functools.partial(shuffled, shuffle=None, sampler=Late()), "the sampler draws random numbers"),
+        (
+            lambda: LateLoader(Samples(), batch_size=2, shuffle=True),
+            "the loader begins a pass with",
+        ),
+    ],
+)
+def test_what_cannot_be_repeated_is_said(make: Callable[[], Any], said: str, tmp_path: Path) -> None:
+    fit(make(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    resume = ExactResume()
+    fit(make(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
+    assert f"not exact: {said}" in resume.outcome().did
+
+
+def numbers(batches: Any) -> list[list[float]]:
+    return [[*batch[:, 0].tolist(), float(torch.rand(()))] for batch in batches]
+
+
+def test_a_state_of_a_loader_before_its_first_batch() -> None:
+    torch.manual_seed(0)
+    loader = resumable(shuffled())
+    unused = loader.state_dict()
+    whole = numbers(loader)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    torch.manual_seed(9)
+    other = resumable(shuffled())
+    other.load_state_dict(unused)
+    assert numbers(other) == whole
+    other.load_state_dict(state)
+    again = resumable(shuffled())
+    again.load_state_dict(other.state_dict())  # before a batch of the resumed pass
+    rest = numbers(again)
+    loader.load_state_dict(state)
+    next(iterator)  # the old pass goes on, and takes nothing from the new one
+    assert len(rest) == 4
+    assert numbers(loader) == rest
 
 
 def test_one_resume_point_with_workers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,12 @@ def test_the_same_command_again_goes_on_to_the_bit(
     assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
 
     num_runs = len(list(Path("outputs/lm").iterdir()))
-    ended, out, err = command(*words, "--json")
-    assert (ended, out.strip()) == (0, "{}"), err
+    Path("outputs").rename("moved")  # as to another machine
+    ended, out, err = command(*words, "--json", f"output_root={Path('moved').resolve()}")
+    assert ended == 0, err
     assert "nothing is left to train" in err
-    assert len(list(Path("outputs/lm").iterdir())) == num_runs
+    assert json.loads(out)["status"] == "finished"
+    assert len(list(Path("moved/lm").iterdir())) == num_runs
 
 
 def test_auto_takes_a_checkpoint_of_the_same_settings_only(tiny: list[str], command: Command) -> None:
@@ -85,3 +88,29 @@ def test_auto_takes_a_checkpoint_of_the_same_settings_only(tiny: list[str], comm
     Path("outputs/lora/checkpoints").mkdir()
     Path("outputs/lora/checkpoints/odd.ckpt").write_bytes(content)
     assert "begins at step 0" in command(*words)[2], "not in a run's folder"
+    Path("outputs/lora/resolved.yaml").write_text("a: 1\n1: 2\n")
+    assert "begins at step 0" in command(*words, "seed=4")[2], "another tool's"
+
+
+def test_a_run_with_other_data_is_refused_each_time_and_saves_nothing(
+    tiny: list[str], command: Command
+) -> None:
+    assert command("train", "lm", *tiny)[0] == 0
+    for _ in range(2):
+        ended, _, err = command(
+            "train", "lm", *tiny, "data.batch_size=1", "trainer.max_steps=4", "ckpt_path=last"
+        )
+        assert ended == 2, err
+        assert "/step-2.ckpt': expected 2 samples in a batch, as in the epoch" in err
+        assert "try: callbacks.exact_resume.changed_data=continue" in err
+        assert "states as saved" not in err
+        assert len([*saved("outputs")]) == 1
+
+
+def test_a_sweep_that_is_interrupted_starts_no_further_run(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOP_BY", "SIGINT")
+    Path("my_stopped.py").write_text(STOPPED)
+    assert command("train", "lm", *tiny, *MORE, "-m", "seed=1,2")[0] == 130
+    assert len([*Path("outputs").rglob("efficiency.json")]) == 1

@@ -148,7 +148,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
     assert sum("Stopped after" in line for line in lines) == 1, lines
     if launcher == "own":
-        assert lines[-1] == "stopped; ckpt_path=last resumes from the newest checkpoint"
+        assert lines[-1] == "stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"
 
 
 @SLOW
@@ -164,7 +164,7 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
         return
     assert process.returncode == 128 + number, lines
     assert len(list(Path("outputs/baseline").glob("*/checkpoints/*.ckpt"))) == 1
-    assert lines[-1] == "stopped; ckpt_path=last resumes from the newest checkpoint"
+    assert lines[-1] == "stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"
 
 
 @SLOW
