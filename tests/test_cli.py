@@ -227,7 +227,7 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
         rest = process.stderr.read()
     assert rest.count("Efficiency report") == 1, "every message is printed once"
     assert "Stopped after" in rest
-    assert "ckpt_path=last resumes" in rest
+    assert "with ckpt_path=auto the same command goes on" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 
