@@ -83,12 +83,17 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
     if failure is not None:
         raise failure
     if any(codes):
-        code = next(code for code in STOPPED if code in codes)
-        stopped = KeyboardInterrupt() if code == EXIT_INTERRUPTED else SystemExit(code)
-        stopped.__dict__["is_reported"] = codes[0] in STOPPED and not first  # by rank 0
-        raise stopped
+        raise _stopped(codes, is_reported=codes[0] in STOPPED and not first)  # by rank 0
     report = folder / "efficiency.json"
     return json.loads(report.read_text()) if report.is_file() else {}
+
+
+def _stopped(codes: Sequence[int | None], *, is_reported: bool) -> BaseException:
+    """Return what ends the command with the code of its ranks."""
+    code = next(code for code in STOPPED if code in codes)
+    stopped = KeyboardInterrupt() if code == EXIT_INTERRUPTED else SystemExit(code)
+    stopped.__dict__["is_reported"] = is_reported
+    return stopped
 
 
 @contextmanager
