@@ -53,18 +53,45 @@ def allow_new_keys(
         ['++trainer.max_time=00:01:00:00', '+callbacks=[a]']
     """
     lines: list[str] = []
-    for item in overrides:
+    for item in _merge_choices(overrides):
         line = str(item.input_line)
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif group in MULTI_CHOICE_GROUPS and not item.is_delete():
-            if isinstance(item.value(), str):  # Hydra replaces several lists by one, and not by one option
-                line = line.replace("=", "=[", 1) + "]"
-            if group not in listed:
-                line = "+" + line.lstrip("+")
+        elif group in MULTI_CHOICE_GROUPS and group not in listed and not item.is_delete():
+            line = "+" + line.lstrip("+")
         lines.append(line)
     return lines
+
+
+def _merge_choices(overrides: Sequence[Override]) -> list[Override]:
+    """Return overrides with one list for each group of several options, to which `+` adds.
+
+    Hydra 1.3 replaces the lists of several recipes by a list and not by one option, and drops what `+` adds
+    to a list that replaces. Of two that replace the first is left to be reported.
+    """
+    choices = [item for item in overrides if _options_of(item)]
+    merged = [item for item in overrides if item not in choices]
+    for group in dict.fromkeys(str(item.key_or_group) for item in choices):
+        own = [item for item in choices if str(item.key_or_group) == group]
+        replacing = [item for item in own if not item.is_add()]
+        if len(replacing) > 1:
+            merged += own
+            continue
+        added = [item for item in own if item.is_add()]
+        names = [name for item in (*replacing, *added) for name in _options_of(item)]
+        merged += parse_overrides([f"{'' if replacing else '+'}{group}=[{','.join(names)}]"])
+    return merged
+
+
+def _options_of(item: Override) -> list[str]:
+    """Return the options that an override chooses in a group of several; empty for any other override."""
+    is_choice = str(item.key_or_group) in MULTI_CHOICE_GROUPS
+    if not is_choice or item.is_delete() or item.is_sweep_override():
+        return []
+    value = item.value()
+    names = value if isinstance(value, list) else [value]
+    return [str(name) for name in names] if all(isinstance(name, str) for name in names) else []
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:

@@ -44,9 +44,10 @@ def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
         ("baseline", ["+callbacks=empty_cache"], ["exact_resume", "empty_cache"]),
         (
             "baseline",
-            ["+callbacks=data_preload", "+callbacks=empty_cache"],
-            ["exact_resume", "data_preload", "empty_cache"],
+            ["+callbacks=micro_batch", "+callbacks=empty_cache"],
+            ["exact_resume", "micro_batch", "empty_cache"],
         ),
+        ("lm", ["+callbacks=empty_cache", "callbacks=[micro_batch]"], ["micro_batch", "empty_cache"]),
     ],
 )
 def test_forms_of_choosing_callbacks(
@@ -100,7 +101,7 @@ CONFIG_ERRORS = [
     (["+optimzer.lr=3"], "optimzer", "did you mean 'optimizer'"),
     (["+callbacks/empty_cach=default"], "callbacks/empty_cach", "a known key"),
     (["+callbacks.optimizer_choice.scheduler=null"], "callbacks.optimizer_choice", "an option in the list"),
-    (["callbacks=[empty_cache]", "+callbacks=optimizer_choice"], "callbacks", "Hydra dropped"),
+    (["callbacks=[empty_cache]", "callbacks=optimizer_choice"], "callbacks", "Hydra dropped"),
     (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
     # Types.
     (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
