@@ -75,12 +75,11 @@ def _merge_choices(overrides: Sequence[Override]) -> list[Override]:
     for group in dict.fromkeys(str(item.key_or_group) for item in choices):
         own = [item for item in choices if str(item.key_or_group) == group]
         replacing = [item for item in own if not item.is_add()]
-        if len(replacing) > 1:
-            merged += own
-            continue
-        added = [item for item in own if item.is_add()]
-        names = [name for item in (*replacing, *added) for name in _options_of(item)]
-        merged += parse_overrides([f"{'' if replacing else '+'}{group}=[{','.join(names)}]"])
+        last = [*replacing[-1:], *(item for item in own if item.is_add())]
+        lists = [_options_of(item) for item in replacing[:-1]]
+        lists.append([name for item in last for name in _options_of(item)])
+        sign = "" if replacing else "+"
+        merged += parse_overrides([f"{sign}{group}=[{','.join(names)}]" for names in lists])
     return merged
 
 
