@@ -22,6 +22,8 @@ class Stopped(GPT):
     def training_step(self, batch, batch_idx):
         if batch_idx == 4 and not Path("stopped").exists():  # the first batch of the third step of two
             Path("stopped").write_text("")
+            if os.environ["STOP_BY"] == "SIGINT":  # which a run in the background ignores
+                raise KeyboardInterrupt
             os.kill(os.getpid(), signal.Signals[os.environ["STOP_BY"]])
         return super().training_step(batch, batch_idx)
 """
