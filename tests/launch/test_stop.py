@@ -133,6 +133,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(launcher: str, strategy:
     ("launcher", "strategy", "fault", "code"),
     [
         ("own", "ddp", "SIGTERM:1:step", 143),
+        pytest.param("own", "ddp", "SIGUSR1:1:step", 138, marks=SLOW),
         pytest.param("own", "deepspeed_zero", "SIGTERM:0:step", 143, marks=SLOW),
         pytest.param("own", "fsdp2", "SIGINT:1:step", 130, marks=SLOW),
         pytest.param("torchrun", "fsdp2", "SIGTERM:1:step", 1, marks=SLOW),  # torchrun has a code of its own
