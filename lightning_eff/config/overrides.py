@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -70,8 +71,8 @@ def _merge_choices(overrides: Sequence[Override]) -> list[Override]:
     Hydra 1.3 replaces the lists of several recipes by a list and not by one option, and drops what `+` adds
     to a list that replaces. Of two that replace the first is left to be reported.
     """
-    choices = [item for item in overrides if _options_of(item)]
-    merged = [item for item in overrides if item not in choices]
+    choices = [item for item in overrides if _is_choice(item)]
+    merged = [item for item in overrides if not _is_choice(item)]
     for group in dict.fromkeys(str(item.key_or_group) for item in choices):
         own = [item for item in choices if str(item.key_or_group) == group]
         replacing = [item for item in own if not item.is_add()]
@@ -83,14 +84,17 @@ def _merge_choices(overrides: Sequence[Override]) -> list[Override]:
     return merged
 
 
-def _options_of(item: Override) -> list[str]:
-    """Return the options that an override chooses in a group of several; empty for any other override."""
-    is_choice = str(item.key_or_group) in MULTI_CHOICE_GROUPS
-    if not is_choice or item.is_delete() or item.is_sweep_override():
-        return []
+def _is_choice(item: Override) -> bool:
+    """Return whether an override chooses options in a group of several."""
+    is_in_group = str(item.key_or_group) in MULTI_CHOICE_GROUPS
+    if not is_in_group or item.is_delete() or item.is_sweep_override():
+        return False
+    return all(isinstance(name, str) for name in _options_of(item))
+
+
+def _options_of(item: Override) -> list[Any]:
     value = item.value()
-    names = value if isinstance(value, list) else [value]
-    return [str(name) for name in names] if all(isinstance(name, str) for name in names) else []
+    return value if isinstance(value, list) else [value]
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:

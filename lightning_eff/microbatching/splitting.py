@@ -101,7 +101,7 @@ def _count_samples(batch: Any) -> int:
     """Return the number of samples of a batch, or raise where its tensors and lists disagree."""
     found = list(_counts(batch, "batch"))
     counts = {count for _, count, _ in found}
-    # Lists alone do not tell: they are samples or, as DataLoader collates pairs of texts, fields.
+    # Lists alone are ambiguous: samples or, as DataLoader collates pairs of texts, fields.
     if len(counts) != 1 or all(is_list for _, _, is_list in found):
         shown = [f"{path} has {count}" for path, count, _ in found]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")

@@ -29,6 +29,7 @@ def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
         ("lm", [], ["exact_resume", "gradient_accumulation", "empty_cache"]),
         ("lm", ["callbacks=[]"], []),
         ("lm", ["callbacks=[empty_cache]"], ["empty_cache"]),
+        ("lm", ["callbacks=[]", "+callbacks=empty_cache"], ["empty_cache"]),
         (
             "lm",
             ["+callbacks=data_preload"],

@@ -109,15 +109,14 @@ class ExactLoader(LoaderWrapper):
     def _drop(self, iterator: Iterator[Any], num_dropped: int) -> None:
         """Load batches that were trained on, and drop them."""
         start = time.perf_counter()
-        if self.stream is None:
+        num_first = int(self.stream is None)  # a stream may draw its order with its first batch
+        if num_first:
             if self._first is not None:
                 self.run.restore(self._first)
-            next(iterator, None)  # a stream may draw its order with it
-            num_dropped -= 1
-        states = self.run.capture()
-        for _ in range(num_dropped):
             next(iterator, None)
-        num_dropped += self.stream is None
+        states = self.run.capture()
+        for _ in range(num_dropped - num_first):
+            next(iterator, None)
         self.run.did.append(f"loaded {num_dropped} batches again in {time.perf_counter() - start:.1f} s")
         changed = differing(self.run.capture(), states)
         if self.stream is None and changed:

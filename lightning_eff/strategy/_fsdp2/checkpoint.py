@@ -96,7 +96,7 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
         checkpoint: Of this rank, with DTensors in it; rank 0's is taken for what is not sharded.
         path: The folder; rank 0's is taken.
         ranks: Of the process group.
-        io: Of the run; it is told of the folder.
+        io: Of the run; it is notified of the folder.
 
     Raises:
         CheckpointError: A rank cannot write its files.
