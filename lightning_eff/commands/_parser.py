@@ -60,14 +60,23 @@ def _compare(add: Add) -> None:
 
 
 def _bench(add: Add) -> None:
-    add("--quick", action="store_true", help="a few small shapes")
+    about = "a few small shapes; with --suite the smallest sizes, also without a GPU"
+    add("--quick", action="store_true", help=about)
     about = "measure every config that fits; `gemm` chooses by that from now on"
     add("--tune", action="store_true", help=about)
     about = "your own layers: tokens, output features, input features"
     add("--shapes", type=_layers, default=[], metavar="M,N,K[;...]", help=about)
     about = "operands (bf16)"
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
-    add("--out", type=Path, metavar="DIR", help="write the raw numbers there, after each case: gemm.json")
+    about = "write the raw numbers there, after each case: gemm.json, gpu_suite.json"
+    add("--out", type=Path, metavar="DIR", help=about)
+    add("--suite", choices=["gpu"], help="all that is claimed about a GPU, part by part")
+    about = "end after so many minutes (9)"
+    add("--minutes", type=_at_least(0.1, float), metavar="N", help=about)
+    add("--resume", action="store_true", help="with --suite: continue what --out holds")
+    add("--only", metavar="PART,...", help="with --suite: these parts")
+    about = "with --suite: lengths of the long sequences (131072)"
+    add("--tokens", type=_numbers, default=[], metavar="N,...", help=about)
 
 
 def _export(add: Add) -> None:
@@ -102,6 +111,13 @@ Exit code 5 when a combination is refused, 3 when this machine lacks something; 
   lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
 
 A trial that hangs or fails gets a row with the reason. An interruption prints what was measured.
+""",
+    "bench": """
+  lightning-eff bench                   the default shapes, beside torch's library
+  lightning-eff bench --tune            `gemm` chooses by that from now on
+  lightning-eff bench --suite gpu --minutes 9 --out results
+                                        all that is claimed about a GPU; another call with --resume continues
+  lightning-eff bench --suite gpu --quick --only ceilings,attention
 """,
     "ls": """
   lightning-eff ls memory        what has this word in its name or summary
@@ -217,6 +233,15 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def _numbers(text: str) -> list[int]:
+    """Read `N,N,N`."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        message = f"expected N[,N...], whole numbers of at least 1, not {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return [int(word) for word in words]
 
 
 def _layers(text: str) -> list[tuple[int, ...]]:

@@ -32,6 +32,10 @@ TWO_METHODS = (
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
+    if options.suite:
+        from lightning_eff.commands._bench import gpu_run
+
+        return gpu_run.main(options)
     import torch
 
     from lightning_eff.commands._bench import gemm_timing
@@ -70,6 +74,7 @@ def _measure(
     import torch
 
     from lightning_eff.commands._bench import gemm_problem, gemm_timing
+    from lightning_eff.kernels import dispatch
 
     dtype = getattr(torch, OPERAND_DTYPES[options.dtype])
     layers = options.shapes or (SMALL if options.quick else ())
@@ -80,6 +85,8 @@ def _measure(
         sys.stderr.write(f"{number}/{len(cases)} {case}\n")
         comparisons.append(gemm_timing.compare(case, device, round_ms=round_ms, every_config=options.tune))
         _save(comparisons, environment, options.out)
+        if options.tune:
+            dispatch.save_choices(dispatch.identity(device), gemm_timing.fastest_by_bucket(comparisons))
     return comparisons
 
 

@@ -117,4 +117,5 @@ def test_what_was_measured_before_a_crash_is_kept(
 ) -> None:
     code, _, _ = command("bench", "--tune", "--shapes", "2,13,4", "--out", str(tmp_path))
     layouts = [row["layout"] for row in json.loads((tmp_path / "gemm.json").read_text())["rows"]]
+    assert dispatch.choices.__wrapped__("some-gpu") == {"b": "a config"}, "chosen after each case"
     assert (code, layouts) == (1, ["nt", "nn"])
