@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError, UsageError
 from lightning_eff.core.text import text_table
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ TWO_METHODS = (
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
+    if options.recipe and not options.tune:
+        text = f"bench: a recipe is for --tune\n  try: lightning-eff bench --tune {options.recipe}"
+        raise UsageError(text)
     if options.suite:
         from lightning_eff.commands._bench import gpu_run
 
@@ -54,6 +57,10 @@ def main(options: argparse.Namespace) -> int:
         "triton": machine.package_version("triton"),
         "clocks before": machine.gpu_clocks(device),
     }
+    if options.recipe:
+        from lightning_eff.commands._bench import tune
+
+        return tune.main(options, device, environment)
     comparisons = _measure(options, device, environment)
     environment["clocks after"] = machine.gpu_clocks(device)
     numbers = _save(comparisons, environment, options.out)
