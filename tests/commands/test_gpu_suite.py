@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,8 +176,8 @@ def run(parts: list[Part], folder: Path, raw: Any = None, *, start: Any, minutes
 
 
 def test_a_case_that_dies_loses_only_itself(tmp_path: Path) -> None:
-    parts = [part("mixed", mixed), part("slow", slow, limit_s=6.0, least_s=0.0), part("none", none_here)]
-    found = run([*parts, part("list", no_cases)], tmp_path, start=gpu_suite.run_in_process)
+    parts = [part("mixed", mixed), part("none", none_here), part("list", no_cases)]
+    found = run(parts, tmp_path, start=gpu_suite.run_in_process)
     assert found["mixed"]["cases"] == {
         "first": {"value": 1},
         "broken": {"error": "ValueError: no"},
@@ -188,10 +189,26 @@ def test_a_case_that_dies_loses_only_itself(tmp_path: Path) -> None:
     }
     assert found["mixed"]["state"] == "done"
     assert found["mixed"]["clocks"] == [{"before": "no GPU", "after": "no GPU"}]
-    assert found["slow"]["cases"] == {"first": {"value": 1}}, "what was measured before its time was over"
-    assert found["slow"]["reason"] == "2 of 3 cases: no time left"
     assert (found["none"]["state"], found["none"]["reason"]) == ("skipped", "not on this machine")
     assert (found["list"]["state"], found["list"]["reason"]) == ("failed", "RuntimeError: cannot be listed")
+
+
+def test_what_was_measured_before_the_time_was_over_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    begin = gpu_suite.Progress.begin
+
+    def late(self: Any, name: str) -> None:
+        begin(self, name)
+        clock.now = 1000.0 * (name == "waits")
+
+    monkeypatch.setattr(gpu_suite.Progress, "begin", late)
+    monkeypatch.setattr(gpu_suite, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    found = run([part("slow", slow), part("next", quick)], tmp_path, start=gpu_suite.run_in_process)
+    assert found["slow"]["cases"] == {"first": {"value": 1}}
+    assert (found["slow"]["state"], found["slow"]["reason"]) == ("not finished", "2 of 3 cases: no time left")
+    assert found["next"]["state"] == "not run"
 
 
 def test_what_has_no_time_is_not_run_and_what_is_finished_is_not_run_again(tmp_path: Path) -> None:

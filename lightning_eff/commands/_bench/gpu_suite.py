@@ -150,13 +150,15 @@ def _run_part(part: Part, setting: Setting, end: float, progress: Progress, star
             progress.end(progress.running, {"error": reason})
         if not reason or is_late or len(entry["cases"]) == num_before:
             break
-    missing = [name for name in entry.get("names", []) if name not in entry["cases"]]
+    names = entry.get("names", [])
+    missing = [name for name in names if name not in entry["cases"]]
+    is_complete = bool(names) and not missing
     if "skipped" in entry:
         state, reason = "skipped", entry.pop("skipped")
-    elif missing and is_late:
-        state, reason = "not finished", f"{len(missing)} of {len(entry['names'])} cases: no time left"
+    elif is_late and not is_complete:
+        state, reason = "not finished", f"{len(missing)} of {len(names)} cases: no time left"
     else:
-        state = "failed" if reason and (missing or "names" not in entry) else "done"
+        state = "done" if is_complete or not reason else "failed"
     clocks["after"] = _clocks(setting.device)
     seconds = entry.get("seconds", 0.0) + time.monotonic() - began
     entry |= {"state": state, "reason": reason if state != "done" else "", "seconds": round(seconds, 1)}
