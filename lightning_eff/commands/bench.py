@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
 
     from lightning_eff.commands._bench import gemm_timing
     from lightning_eff.core import machine
-    from lightning_eff.kernels import dispatch
+    from lightning_eff.kernels import choices
 
     reason = gemm_timing.why_no_kernels()
     if reason:
@@ -55,10 +55,12 @@ def main(options: argparse.Namespace) -> int:
     numbers = _save(comparisons, environment, options.out)
     sys.stdout.write(numbers if options.json else _table(comparisons, environment))
     if options.tune:
-        fastest = gemm_timing.fastest_by_bucket(comparisons)
-        path = dispatch.save_choices(dispatch.identity(device), fastest)
-        choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
-        sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
+        fastest = {
+            key: choices.Choice(name) for key, name in gemm_timing.fastest_by_bucket(comparisons).items()
+        }
+        path = choices.save(device, fastest)
+        count = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
+        sys.stderr.write(f"saved {count} in {path}; processes that start now use them\n")
     is_correct = all(result.is_correct for each in comparisons for result in each.results.values())
     return EXIT_OK if is_correct else EXIT_FAILED
 

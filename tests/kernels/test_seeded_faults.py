@@ -71,7 +71,7 @@ FAULTS = {name: ("kernels/gemm_kernels.py", *fault) for name, fault in IN_KERNEL
 FAULTS |= {
     "splits of K in too few rows": (
         "kernels/launch.py",
-        "rows = -(-operands.M // config.block_m) * config.block_m",
+        "rows = -(-operands.M // self.config.block_m) * self.config.block_m",
         "rows = operands.M",
     ),
     "beta = 0 reads C": ("kernels/matmul.py", "c if beta else None,", "c,"),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
-from lightning_eff.kernels import devices, dispatch, tiles
+from lightning_eff.kernels import choices, devices, dispatch, tiles
 from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
 from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.matmul import gemm
@@ -119,12 +119,12 @@ def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bo
     """
     problem = Problem.draw(case, device)
     shape = problem.operands.shape(adds=case.kind == "adds")
-    decision = dispatch.decide(problem.operands, "auto", out=problem.d)
+    config = dispatch.choose(shape, device, "auto")
     runs: dict[str, Run] = {LIBRARY: run_library, DISPATCH: run_gemm}
     ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
     tried = ranked if every_config else ranked[:TOP_CONFIGS]
     runs |= {str(config): run_config(config) for config in tried}
-    by_library = (LIBRARY, DISPATCH) if decision is None else (LIBRARY,)
+    by_library = (LIBRARY, DISPATCH) if config is None else (LIBRARY,)
     results = {name: check(run, problem, rounds_twice=name in by_library) for name, run in runs.items()}
     problems = problem.rotation()
     for method in METHODS:
@@ -132,8 +132,8 @@ def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bo
             for name in [name for name, result in results.items() if result.is_correct]:
                 seconds = seconds_per_call(runs[name], problems, method, round_ms)
                 results[name].seconds.setdefault(method, []).append(seconds)
-    computed_by = dispatch.LIBRARY if decision is None else str(decision.config(problem.d))
-    return Comparison(case=case, results=results, bucket=dispatch.bucket(shape), computed_by=computed_by)
+    computed_by = choices.LIBRARY if config is None else str(config)
+    return Comparison(case=case, results=results, bucket=choices.bucket(shape), computed_by=computed_by)
 
 
 def run_config(config: TileConfig) -> Run:
@@ -204,5 +204,5 @@ def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
             ratios = [member.ratio(name) or 0.0 for member in members]
             if min(ratios) >= 1.0:
                 gains[name] = geometric_mean(ratios)
-        fastest[bucket] = max(gains, key=lambda name: gains[name], default=dispatch.LIBRARY)
+        fastest[bucket] = max(gains, key=lambda name: gains[name], default=choices.LIBRARY)
     return fastest
