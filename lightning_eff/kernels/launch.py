@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.gemm_kernels import INTERPRETED, gemm_pointers, gemm_tma, reduce_split_k, triton
 from lightning_eff.kernels.operands import Operands, float32_precision
-from lightning_eff.kernels.tile_configs import TileConfig
+from lightning_eff.kernels.tile_configs import TMA_BYTES, TileConfig
 
 GROUP_M = 8
 """Rows of tiles in a band (`_tile_of` in gemm_kernels.py)."""
@@ -47,6 +47,7 @@ def launch(operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | N
             partials, c, operands.bias, pre, target, operands.M, operands.N, *partials.stride()[:2],
             *_strides(c), *_strides(target), operands.alpha, operands.beta,
             BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
+            WIDE=_is_wide(partials, c, pre, target),
         )  # fmt: skip
     else:
         _launch_gemm(operands, config, target, pre)
@@ -69,20 +70,23 @@ def _launch_gemm(operands: Operands, config: TileConfig, d: Tensor, pre: Tensor 
         a, b, c = (_one_batch_axis(tensor, operands.batch) for tensor in (operands.a, operands.b, operands.c))
         gemm_pointers[(num_tiles * a.shape[0],)](
             a, b, c, operands.bias, pre, d, *sizes, *a.stride(), *b.stride(), *_strides(c), *_strides(d),
-            operands.alpha, operands.beta, **constants,
+            operands.alpha, operands.beta, WIDE=_is_wide(a, b, c, pre, d), **constants,
         )  # fmt: skip
         return
     a, b = operands.a, operands.b
     c = None if config.adds else operands.c  # a config that adds never reads C: it is d
     a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
-    c_strides = (0, 0) if c is None else c.stride()
-    strides = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1), *c_strides, d.stride(-2))
+    if c is not None and not _is_like_d(c, d):
+        c = c.clone(memory_format=torch.contiguous_format)
+    stride_cm = 0 if c is None else c.stride(0)
+    strides = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1), stride_cm, d.stride(-2))
     device, num_sms = d.device, devices.of(d.device).num_sms
     # A kernel that makes tensor descriptors needs scratch memory; the allocator holds for this thread.
     triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
     gemm_tma[(min(num_sms, num_tiles),)](
         a, b, c, operands.bias, pre, d, *sizes, *strides, operands.alpha, operands.beta,
-        NUM_SMS=num_sms, A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows, **config.constants, **constants,
+        NUM_SMS=num_sms, A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows, SUBTILES=config.subtiles,
+        ADDS=config.adds, WIDE=_is_wide(c), **constants,
     )  # fmt: skip
 
 
@@ -92,6 +96,16 @@ def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
         return None
     matrix = tensor.shape[-2:]
     return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
+
+
+def _is_like_d(c: Tensor, d: Tensor) -> bool:
+    """Return whether C is as contiguous and aligned as TMA requires of D, so that it is read in vectors."""
+    return c.stride(1) == 1 and not (c.stride(0) * d.element_size() % TMA_BYTES or c.data_ptr() % TMA_BYTES)
+
+
+def _is_wide(*tensors: Tensor | None) -> bool:
+    """Return whether offsets inside a tile, of at most 128 rows and 256 columns, may not fit in 32 bits."""
+    return any(max(tensor.stride()[-2:]) >= 2**23 for tensor in tensors if tensor is not None)
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:
