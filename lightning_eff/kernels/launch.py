@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.gemm_kernels import INTERPRETED, gemm_pointers, gemm_tma, reduce_split_k, triton
 from lightning_eff.kernels.operands import Operands, float32_precision
-from lightning_eff.kernels.tile_configs import TileConfig
+from lightning_eff.kernels.tile_configs import TMA_BYTES, TileConfig
 
 GROUP_M = 8
 """Rows of tiles in a band (`_tile_of` in gemm_kernels.py)."""
@@ -50,7 +50,6 @@ class Launch:
         self.config = config
         self._gemm: Callable[[Matrices, float, float], None] | None = None
         self._sum: Callable[[Matrices, float, float], None] | None = None
-        self._partials = (0, 0, 0)
 
     def __call__(self, operands: Operands, d: Tensor, pre: Tensor | None = None) -> Tensor:
         """Compute into `d`, and return it.
@@ -70,11 +69,11 @@ class Launch:
         a, b, target = (_one_batch_axis(tensor, batch) for tensor in (operands.a, operands.b, d))
         # A config that adds never reads C: it is d.
         c = None if self.config.adds else _one_batch_axis(operands.c, batch)
-        if (
-            self.config.kernel == "tma"
-        ):  # tensor descriptors need scratch memory; the allocator is this thread's
+        if self.config.kernel == "tma":  # descriptors need scratch memory, from this thread's allocator
             triton.set_allocator(partial(_scratch_memory, d.device))
         if self.config.split_k == 1:
+            if self.config.kernel == "tma" and c is not None and not _is_like_d(c, d):
+                c = c.clone(memory_format=torch.contiguous_format)
             tensors = (a, b, c, bias, pre, target)
             self._gemm = self._gemm or self._bind_gemm(operands, tensors)
             self._gemm(tensors, operands.alpha, operands.beta)
@@ -106,17 +105,16 @@ class Launch:
         }  # fmt: skip
         if config.kernel == "pointers":
             strides = (*_strides(a), *_strides(b), *_strides(c), *_strides(d))
-            grid = num_tiles * math.prod(operands.batch)
+            grid, constants["WIDE"] = num_tiles * math.prod(operands.batch), _is_wide(*tensors)
             return _bind(gemm_pointers, grid, tensors, (*sizes, *strides), constants, config)
         a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
-        strides = (
-            a.stride(0 if a_by_rows else 1),
-            b.stride(0 if b_by_rows else 1),
-            *_strides(c)[1:],
-            d.stride(-2),
-        )
+        near = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1))
+        strides = (*near, 0 if c is None else c.stride(0), d.stride(-2))
         num_sms = devices.of(d.device).num_sms
-        constants |= {"NUM_SMS": num_sms, "A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows} | config.constants
+        constants |= {
+            "NUM_SMS": num_sms, "A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows,
+            "SUBTILES": config.subtiles, "ADDS": config.adds, "WIDE": _is_wide(c),
+        }  # fmt: skip
         return _bind(gemm_tma, min(num_sms, num_tiles), tensors, (*sizes, *strides), constants, config)
 
     def _bind_sum(self, operands: Operands, tensors: Matrices) -> Callable[[Matrices, float, float], None]:
@@ -125,7 +123,7 @@ class Launch:
         sizes = (operands.M, operands.N, *partials.stride()[:2], *_strides(c), *_strides(d))
         constants = {
             "BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "SPLIT_K": self.config.split_k,
-            "ACTIVATION": operands.activation,
+            "ACTIVATION": operands.activation, "WIDE": _is_wide(*tensors),
         }  # fmt: skip
         return _bind(reduce_split_k, num_tiles, tensors, sizes, constants, None)
 
@@ -162,6 +160,16 @@ def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
         return tensor
     matrix = tensor.shape[-2:]
     return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
+
+
+def _is_like_d(c: Tensor, d: Tensor) -> bool:
+    """Return whether C is as contiguous and aligned as TMA requires of D, so that it is read in vectors."""
+    return c.stride(1) == 1 and not (c.stride(0) * d.element_size() % TMA_BYTES or c.data_ptr() % TMA_BYTES)
+
+
+def _is_wide(*tensors: Tensor | None) -> bool:
+    """Return whether offsets inside a tile, of at most 128 rows and 256 columns, may not fit in 32 bits."""
+    return any(max(t.stride()[-2:]) >= 2**23 for t in tensors if t is not None and t.ndim > 1)
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:

@@ -80,19 +80,19 @@ def _has_mode() -> bool:
 
 def _run(operands: Operands, out: Tensor | None, backend: str) -> Tensor:
     """Launch the kernels, or call the library where they cannot be compiled."""
-    launch = dispatch.find(operands, backend, out)
+    is_empty = 0 in operands.size
+    launch = dispatch.find(operands, backend, out) if not is_empty else None
     if launch is None:
         return by_library(operands, out)
     d = _allocate(operands) if out is None else out
-    if d.numel():
-        try:
-            launch(operands, d)
-        except CannotCompileError as error:
-            dispatch.drop(launch.config)
-            size = f"{operands.M} x {operands.N} x {operands.K}"
-            text = f"{error}; torch's library computes {size} in {operands.a.dtype} instead"
-            warnings.warn(text, UserWarning, stacklevel=2)
-            return by_library(operands, out)
+    try:
+        launch(operands, d)
+    except CannotCompileError as error:
+        dispatch.drop(launch.config)
+        size = f"{operands.M} x {operands.N} x {operands.K}"
+        text = f"{error}; torch's library computes {size} in {operands.a.dtype} instead"
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return by_library(operands, out)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return d

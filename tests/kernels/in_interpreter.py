@@ -16,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.commands._bench import gemm_timing
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
-from lightning_eff.kernels.launch import Launch
+from lightning_eff.kernels.launch import Launch, launch
 from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support.linear_layers import Tied, swapped, trained
 
@@ -51,6 +52,16 @@ def test_a_large_stride_along_k() -> None:
     far.copy_(torch.ones(16, 130))
     product = ours(far, torch.ones(130, 16).half(), out_dtype=torch.float32)
     assert torch.equal(product, torch.full((16, 16), 130.0))
+
+
+def test_a_tile_that_reaches_further_than_32_bits_count() -> None:
+    """64 rows of 2^25 + 2^20 elements: the last one begins 2^31 + 3e7 elements after the first."""
+    pitch, tile = 2**25 + 2**20, next(tile for tile in CONFIGS if tile.block_m == 64 == tile.block_n)
+    far = torch.empty(64 * pitch, dtype=torch.float16).as_strided((64, 16), (pitch, 1))  # few pages in use
+    far.copy_(torch.randint(-2, 3, far.shape))
+    d = torch.empty(64, 16)
+    launch(check_operands(far, torch.eye(16).half(), None, out_dtype=torch.float32), tile, d)
+    assert torch.equal(d, far.float())
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
@@ -99,9 +110,9 @@ def test_checkpointing_keeps_a_product(x: Tensor) -> None:
     layer.backend = "triton"
     model = nn.Sequential(nn.Sequential(layer, nn.Tanh()))
     recompute(model, policy="selective", blocks=["0"])
-    with mock.patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as launch:
+    with mock.patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as launched:
         model(x).sum().backward()
-    assert launch.call_count == 3, "forward and two gradients"
+    assert launched.call_count == 3, "forward and two gradients"
 
 
 def test_training_by_the_kernels() -> None:
@@ -126,7 +137,15 @@ def test_training_by_the_kernels() -> None:
     assert distance(Tied(), expected) > 0.01, "nothing was trained"
 
 
-@pytest.mark.parametrize("tile", [CONFIGS[1], CONFIGS[8], CONFIGS[10]], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        next(tile for tile in CONFIGS if tile.subtiles > 1),
+        next(tile for tile in CONFIGS if tile.adds),
+        next(tile for tile in CONFIGS if tile.kernel == "pointers"),
+    ],
+    ids=str,
+)
 def test_candidates_of_bench_are_correct(tile: Any) -> None:
     for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
         for layout in ("nt", "nn", "tn"):
