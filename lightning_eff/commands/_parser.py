@@ -68,6 +68,8 @@ def _bench(add: Add) -> None:
     about = "operands (bf16)"
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
     add("--out", type=Path, metavar="DIR", help="write the raw numbers there, after each case: gemm.json")
+    about = "on the CPU instead: one float32 product by plain loops, by tiles, and by torch's library"
+    add("--blocking", action="store_true", help=about)
 
 
 def _export(add: Add) -> None:

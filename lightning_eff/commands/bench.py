@@ -32,6 +32,10 @@ TWO_METHODS = (
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
+    if options.blocking:
+        from lightning_eff.commands._bench import blocking
+
+        return blocking.main(options)
     import torch
 
     from lightning_eff.commands._bench import gemm_timing
