@@ -71,6 +71,8 @@ def _bench(add: Add) -> None:
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
     about = "write the raw numbers there, after each case: gemm.json, gpu_suite.json"
     add("--out", type=Path, metavar="DIR", help=about)
+    about = "on the CPU instead: one float32 product by plain loops, by tiles, and by torch's library"
+    add("--blocking", action="store_true", help=about)
     add("--suite", choices=["gpu"], help="all that is claimed about a GPU, part by part")
     about = "end after so many minutes (--suite 9, --tune RECIPE 8)"
     add("--minutes", type=_at_least(0.1, float), metavar="N", help=about)

@@ -39,11 +39,15 @@ def main(options: argparse.Namespace) -> int:
         from lightning_eff.commands._bench import gpu_run
 
         return gpu_run.main(options)
+    if options.blocking:
+        from lightning_eff.commands._bench import blocking
+
+        return blocking.main(options)
     import torch
 
     from lightning_eff.commands._bench import gemm_timing
     from lightning_eff.core import machine
-    from lightning_eff.kernels import dispatch
+    from lightning_eff.kernels import choices
 
     reason = gemm_timing.why_no_kernels()
     if reason:
@@ -67,9 +71,9 @@ def main(options: argparse.Namespace) -> int:
     sys.stdout.write(numbers if options.json else _table(comparisons, environment))
     if options.tune:
         fastest = gemm_timing.fastest_by_bucket(comparisons)
-        path = dispatch.save_choices(dispatch.identity(device), fastest)
-        choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
-        sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
+        path = choices.save(device, fastest)
+        count = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
+        sys.stderr.write(f"saved {count} in {path}; processes that start now use them\n")
     is_correct = all(result.is_correct for each in comparisons for result in each.results.values())
     return EXIT_OK if is_correct else EXIT_FAILED
 
@@ -81,7 +85,7 @@ def _measure(
     import torch
 
     from lightning_eff.commands._bench import gemm_problem, gemm_timing
-    from lightning_eff.kernels import dispatch
+    from lightning_eff.kernels import choices
 
     dtype = getattr(torch, OPERAND_DTYPES[options.dtype])
     layers = options.shapes or (SMALL if options.quick else ())
@@ -93,7 +97,7 @@ def _measure(
         comparisons.append(gemm_timing.compare(case, device, round_ms=round_ms, every_config=options.tune))
         _save(comparisons, environment, options.out)
         if options.tune:
-            dispatch.save_choices(dispatch.identity(device), gemm_timing.fastest_by_bucket(comparisons))
+            choices.save(device, gemm_timing.fastest_by_bucket(comparisons))
     return comparisons
 
 

@@ -90,14 +90,26 @@ def _range_of_k(split, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @jit
-def _finish(acc, m, n, M, N, c, stride_cm, stride_cn, bias, alpha, beta):
-    """Return alpha * acc + beta * c + bias [BLOCK_M, WIDTH] at rows m and columns n, in float32."""
+def _first(matrix, row, column, stride_m, stride_n):
+    """Return the address of an element of a matrix, which may have more elements than 32 bits count."""
+    return matrix + tl.cast(row, tl.int64) * stride_m + tl.cast(column, tl.int64) * stride_n
+
+
+@jit
+def _indices(LENGTH: tl.constexpr, WIDE: tl.constexpr):
+    """Return the rows or columns of a tile: 0, 1, ... WIDE: their offsets may not fit in 32 bits."""
+    return tl.arange(0, LENGTH).to(tl.int64 if WIDE else tl.int32)
+
+
+@jit
+def _finish(acc, m, n, inside_m, inside_n, c, stride_cm, stride_cn, bias, alpha, beta):
+    """Return alpha * acc + beta * c + bias [BLOCK_M, WIDTH] in float32; c and bias begin at the tile."""
     acc *= alpha
     if c is not None:
-        c_tile = c + m[:, None] * stride_cm + n[None, :] * stride_cn
-        acc += beta * tl.load(c_tile, mask=(m < M)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+        c_tile = c + (m[:, None] * stride_cm + n[None, :] * stride_cn)
+        acc += beta * tl.load(c_tile, mask=inside_m[:, None] & inside_n[None, :], other=0.0).to(tl.float32)
     if bias is not None:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
     return acc
 
 
@@ -117,21 +129,25 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @jit
 def _write(
-    acc, z, tile_m, tile_n, M, N, c, bias, pre, d,
+    acc, z, first_m, first_n, M, N, c, bias, pre, d,
     stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn,
-    alpha, beta, ACTIVATION: tl.constexpr,
+    alpha, beta, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Finish the tile (tile_m, tile_n) of product z, and store what is inside D [M, N]."""
-    m = tile_m.to(tl.int64) * acc.shape[0] + tl.arange(0, acc.shape[0])
-    n = tile_n.to(tl.int64) * acc.shape[1] + tl.arange(0, acc.shape[1])
-    inside = (m < M)[:, None] & (n < N)[None, :]
+    """Finish the tile of product z that begins at (first_m, first_n), and store what is inside D [M, N]."""
+    m, n = _indices(acc.shape[0], WIDE), _indices(acc.shape[1], WIDE)
+    inside_m, inside_n = m < M - first_m, n < N - first_n
+    inside = inside_m[:, None] & inside_n[None, :]
     if c is not None:
-        c += z * stride_cz
-    x = _finish(acc, m, n, M, N, c, stride_cm, stride_cn, bias, alpha, beta)
+        c = _first(c + z * stride_cz, first_m, first_n, stride_cm, stride_cn)
+    if bias is not None:
+        bias += first_n
+    x = _finish(acc, m, n, inside_m, inside_n, c, stride_cm, stride_cn, bias, alpha, beta)
     if pre is not None:
-        tl.store(pre + z * M * N + m[:, None] * N + n[None, :], x.to(pre.dtype.element_ty), mask=inside)
-    offsets = z * stride_dz + m[:, None] * stride_dm + n[None, :] * stride_dn
-    tl.store(d + offsets, _activate(x, ACTIVATION).to(d.dtype.element_ty), mask=inside)
+        pre = _first(pre + z * M * N, first_m, first_n, N, 1)
+        tl.store(pre + (m[:, None] * N + n[None, :]), x.to(pre.dtype.element_ty), mask=inside)
+    d = _first(d + z * stride_dz, first_m, first_n, stride_dm, stride_dn)
+    d_tile = d + (m[:, None] * stride_dm + n[None, :] * stride_dn)
+    tl.store(d_tile, _activate(x, ACTIVATION).to(d.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -145,7 +161,7 @@ def gemm_pointers(
     alpha, beta,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of D[z] = activation(alpha * a[z] @ b[z] + beta * c[z] + bias).
 
@@ -159,26 +175,28 @@ def gemm_pointers(
     z_split = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     z = z_split // SPLIT_K
     first, last = _range_of_k((z_split % SPLIT_K).to(tl.int32), K, BLOCK_K, SPLIT_K)
-    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = first + tl.arange(0, BLOCK_K)
-    a_tile = a + z * stride_az + m[:, None] * stride_am + k[None, :].to(tl.int64) * stride_ak
-    b_tile = b + z * stride_bz + k[:, None].to(tl.int64) * stride_bk + n[None, :] * stride_bn
+    first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+    m, n, k = _indices(BLOCK_M, WIDE), _indices(BLOCK_N, WIDE), _indices(BLOCK_K, WIDE)
+    # Only the addresses of whole steps move: the offsets inside a step stay, in half of the registers.
+    a = _first(a + z * stride_az, first_m, first, stride_am, stride_ak)
+    b = _first(b + z * stride_bz, first, first_n, stride_bk, stride_bn)
+    a_offsets = m[:, None] * stride_am + k[None, :] * stride_ak
+    b_offsets = k[:, None] * stride_bk + n[None, :] * stride_bn
 
-    step = tl.full((), BLOCK_K, tl.int64)  # a step of a large stride does not fit 32 bits
+    step = tl.full((), BLOCK_K, tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_K):
-        inside = start + tl.arange(0, BLOCK_K) < K
+        inside = k < K - start
         # Shapes: a_block is [BLOCK_M, BLOCK_K], b_block is [BLOCK_K, BLOCK_N].
-        a_block = tl.load(a_tile, mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        b_block = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        a_block = tl.load(a + a_offsets, mask=(m < M - first_m)[:, None] & inside[None, :], other=0.0)
+        b_block = tl.load(b + b_offsets, mask=inside[:, None] & (n < N - first_n)[None, :], other=0.0)
         acc = _multiply(a_block, b_block, acc, PRECISION, INTERPRETED)
-        a_tile += step * stride_ak
-        b_tile += step * stride_bk
+        a += step * stride_ak
+        b += step * stride_bk
 
     _write(
-        acc, z_split, tile_m, tile_n, M, N, c, bias, pre, d,
-        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION,
+        acc, z_split, first_m, first_n, M, N, c, bias, pre, d,
+        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION, WIDE,
     )  # fmt: skip
 
 
@@ -190,7 +208,8 @@ def reduce_split_k(
     stride_cz, stride_cm, stride_cn,
     stride_dz, stride_dm, stride_dn,
     alpha, beta,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of D[z] from the sum over s of partials[z * SPLIT_K + s], always in the same order.
 
@@ -200,16 +219,20 @@ def reduce_split_k(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     z = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     tile_m, tile_n = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, 1)
-    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tile = partials + z * SPLIT_K * stride_p + m[:, None] * stride_pm + n[None, :]
+    first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+    m, n = _indices(BLOCK_M, WIDE), _indices(BLOCK_N, WIDE)
+    tile = _first(partials + z * SPLIT_K * stride_p, first_m, first_n, stride_pm, 1)
+    offsets, inside = (
+        m[:, None] * stride_pm + n[None, :],
+        (m < M - first_m)[:, None] & (n < N - first_n)[None, :],
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(SPLIT_K):
-        acc += tl.load(tile, mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
-        tile += stride_p
+        acc += tl.load(tile + offsets, mask=inside, other=0.0)
+        tile += tl.cast(stride_p, tl.int64)
     _write(
-        acc, z, tile_m, tile_n, M, N, c, bias, pre, d,
-        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION,
+        acc, z, first_m, first_n, M, N, c, bias, pre, d,
+        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION, WIDE,
     )  # fmt: skip
 
 
@@ -217,19 +240,19 @@ def reduce_split_k(
 def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
     a, b, c, bias, pre, d,
     M, N, K,
-    stride_a, stride_b, stride_cm, stride_cn, stride_d,
+    stride_a, stride_b, stride_cm, stride_d,
     alpha, beta,
     NUM_SMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SPLIT_K: tl.constexpr,
-    SUBTILES: tl.constexpr, ADDS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    SUBTILES: tl.constexpr, ADDS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles number program_id, program_id + NUM_SMS, ... of D = activation(alpha * a @ b + ...).
 
-    a [M, K] is contiguous along K (A_BY_ROWS) or along M, b [K, N] along N (B_BY_ROWS) or along K, pre [M, N]
-    along N. A finished tile [BLOCK_M, BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. ADDS: d += tile,
-    in memory.
+    a [M, K] is contiguous along K (A_BY_ROWS) or along M, b [K, N] along N (B_BY_ROWS) or along K, c and pre
+    [M, N] along N; 16 bytes of D have as many elements as divide N and stride_cm. A finished tile [BLOCK_M,
+    BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. ADDS: d += tile, in memory.
     """
     if A_BY_ROWS:
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K])
@@ -239,6 +262,9 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         b_tiles = tl.make_tensor_descriptor(b, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
     else:
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
+    # No change of values: the compiler sees that they are multiples, and reads C in vectors.
+    ALIGNED: tl.constexpr = 128 // d.dtype.element_ty.primitive_bitwidth
+    N, stride_cm = N // ALIGNED * ALIGNED, stride_cm // ALIGNED * ALIGNED
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     WIDTH: tl.constexpr = BLOCK_N // SUBTILES
     rows_d = M if SPLIT_K == 1 else SPLIT_K * tiles_m * BLOCK_M  # each split begins at a whole tile
@@ -246,9 +272,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
     if pre is not None:
         pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, WIDTH])
 
-    for number in tl.range(
-        tl.program_id(0), tiles_m * tiles_n * SPLIT_K, NUM_SMS, flatten=FLATTEN, warp_specialize=SPECIALIZE
-    ):
+    for number in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, NUM_SMS, flatten=True):
         split = number // (tiles_m * tiles_n)
         tile_m, tile_n = _tile_of(number % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -263,12 +287,15 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
             halves = (acc,)
         else:  # left and right half [BLOCK_M, WIDTH]: a smaller tile to store leaves room for one more stage
             halves = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
-        m = first_m.to(tl.int64) + tl.arange(0, BLOCK_M)
+        m, n = _indices(BLOCK_M, WIDE), _indices(WIDTH, WIDE)
         row_d = split * tiles_m * BLOCK_M + first_m
         for i in tl.static_range(SUBTILES):
             column = (tile_n * SUBTILES + i) * WIDTH
-            n = column.to(tl.int64) + tl.arange(0, WIDTH)
-            x = _finish(halves[i], m, n, M, N, c, stride_cm, stride_cn, bias, alpha, beta)
+            c_tile = _first(c, first_m, column, stride_cm, 1) if c is not None else None
+            bias_tile = bias + column if bias is not None else None
+            x = _finish(
+                halves[i], m, n, m < M - first_m, n < N - column, c_tile, stride_cm, 1, bias_tile, alpha, beta
+            )
             if pre is not None:
                 pre_tiles.store([first_m, column], x.to(pre.dtype.element_ty))
             x = _activate(x, ACTIVATION).to(d.dtype.element_ty)

@@ -24,6 +24,8 @@ KERNEL_LAUNCH_S = 5e-6
 """Seconds from the end of one kernel to the start of the next."""
 MIN_WAVE_EFFICIENCY = 0.95
 """Fraction of the SMs' time that a size must use to be recommended: 1 - wave quantization."""
+ALIGNED_SIZE = 64
+"""A recommended N or K is a multiple of it: whole steps of K, and more alignment than TMA requires."""
 MARGIN_BYTES = 2048
 """Shared memory that a kernel uses besides tiles, at most: barriers, and scratch of the epilogue."""
 
@@ -129,14 +131,14 @@ class Explanation:
     Args:
         cost: Of the config that the cost model ranks first.
         fitting_m: The next smaller and the next larger M that fill the device; M itself if it does.
-        aligned_n: The next N whose rows TMA can copy, and the next of whole tiles; N itself if it is aligned.
+        aligned_n: N if TMA can copy its rows, else the next multiple of 64.
         aligned_k: The same for K.
     """
 
     cost: Cost
     fitting_m: tuple[int, ...]
-    aligned_n: tuple[int, ...]
-    aligned_k: tuple[int, ...]
+    aligned_n: int
+    aligned_k: int
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
@@ -149,10 +151,9 @@ class Explanation:
         if not device.capability:
             yield f"{what}torch's library, which blocks a product for the caches"
             return
-        yield (
-            f"{what}tile {cost.config}; expected {cost.peak_fraction:.0%} of the peak, "
-            f"{cost.seconds * 1e6:.0f} us (predicted)"
-        )
+        speed = f"expected {cost.peak_fraction:.0%} of the peak, {cost.seconds * 1e6:.0f} us (predicted)"
+        unknown = "the peak of this device is unknown, and the choice an estimate"
+        yield f"{what}tile {cost.config}; {unknown if device.is_estimate else speed}"
         rows, columns = cost.grid
         splits = f", K in {cost.config.split_k} parts," if cost.config.split_k > 1 else ""
         fitting_m = " or ".join(map(str, self.fitting_m))
@@ -164,12 +165,13 @@ class Explanation:
         )
         yield f"tile quantization {cost.tile_quantization:.1%}: computed beyond the edge"
         for letter, value, better in (("N", shape.N, self.aligned_n), ("K", shape.K, self.aligned_k)):
-            if value not in better:
+            if value != better:
                 yield (
                     f"a row of {letter}={value} is {value * shape.dtype.itemsize} bytes, "
-                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {' or '.join(map(str, better))}"
+                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {better}"
                 )
-        yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory, bound by {cost.bound}"
+        bound = "" if device.is_estimate else f", bound by {cost.bound}"
+        yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory{bound}"
 
 
 def explain_tiles(
@@ -207,8 +209,8 @@ def explain_tiles(
     return Explanation(
         cost=cost,
         fitting_m=_fitting_m(cost),
-        aligned_n=_aligned(N, dtype.itemsize, cost.config.block_n) if uses_tma else (N,),
-        aligned_k=_aligned(K, dtype.itemsize, 64) if uses_tma else (K,),
+        aligned_n=_aligned(N, dtype.itemsize) if uses_tma else N,
+        aligned_k=_aligned(K, dtype.itemsize) if uses_tma else K,
     )
 
 
@@ -229,9 +231,6 @@ def _fitting_m(cost: Cost) -> tuple[int, ...]:
     return tuple(fitting)
 
 
-def _aligned(size: int, itemsize: int, block: int) -> tuple[int, ...]:
-    """Return the next sizes of whole 16 bytes, and of whole blocks."""
-    if not size * itemsize % TMA_BYTES:
-        return (size,)
-    step = TMA_BYTES // itemsize
-    return tuple(dict.fromkeys((-(-size // step) * step, -(-size // block) * block)))
+def _aligned(size: int, itemsize: int) -> int:
+    """Return a size of whole 16 bytes as it is, else the next multiple of 64."""
+    return size if not size * itemsize % TMA_BYTES else -(-size // ALIGNED_SIZE) * ALIGNED_SIZE

@@ -163,7 +163,8 @@ def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
         comparison({}, "no configs"),
     ]
     assert bench.fastest_by_bucket(compared) == {
-        "some": second, "slow": "torch", "fast": second, "no configs": "torch"
+        "some": (second, 1.0 - 1.0 / 1.1), "slow": ("torch", 0.0), "fast": (second, 1.0 - 1.0 / 6.0),
+        "no configs": ("torch", 0.0),
     }  # fmt: skip
     assert [each.best_config for each in compared] == [third, second, first, second, None]
 
@@ -190,12 +191,14 @@ def test_a_config_has_to_save_two_percent_and_what_python_takes(
         name: Result(error=0.5, seconds=seconds(ours_us, 1.0)),
     }
     both = Comparison(case=SMALL, results=results, bucket="b", computed_by="torch")
-    assert bench.fastest_by_bucket([both]) == {"b": name if is_chosen else "torch"}
+    assert bench.fastest_by_bucket([both])["b"].config == (name if is_chosen else "torch")
     swapped = seconds(1.0, ours_us)
     results[name].seconds = swapped
-    assert bench.fastest_by_bucket([both]) == {"b": name if is_chosen else "torch"}, "in both ways"
+    chosen = bench.fastest_by_bucket([both])["b"]
+    assert chosen.config == (name if is_chosen else "torch"), "in both ways"
+    assert chosen.saved_s == pytest.approx(1e-6 * (library_us - ours_us) if is_chosen else 0.0)
     del swapped["graph"]
-    assert bench.fastest_by_bucket([both]) == {"b": "torch"}, "not timed to the end"
+    assert bench.fastest_by_bucket([both]) == {"b": ("torch", 0.0)}, "not timed to the end"
 
 
 def test_a_config_that_begins_slow_is_not_timed_further(monkeypatch: pytest.MonkeyPatch) -> None:

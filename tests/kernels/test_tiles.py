@@ -111,9 +111,9 @@ def test_the_explanation_of_the_design_comes_out() -> None:
     text = str(explain_tiles(4352, 4096, 4096))
     assert "34 x 16 tiles make 4.12 waves of 132 SMs, wave quantization 18%: M=4224 or 5120 fit" in text
     vocabulary = explain_tiles(8192, 50257, 4096)
-    assert "a row of N=50257 is 100514 bytes, no multiple of 16: no TMA; pad N to 50264 or 50304" in str(
-        vocabulary
-    )
+    assert "a row of N=50257 is 100514 bytes, no multiple of 16: no TMA; pad N to 50304\n" in str(vocabulary)
+    assert (vocabulary.aligned_n, vocabulary.aligned_k) == (50304, 4096)
+    assert explain_tiles(8192, 50264, 4096).aligned_n == 50264, "whole 16 bytes: TMA copies its rows"
     assert vocabulary.cost.tile_quantization < 0.01
     assert str(explain_tiles(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
 

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import devices, reference
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.library import reference
 from lightning_eff.kernels.operands import Operands, check_operands, float32_precision
 from lightning_eff.kernels.tile_configs import Shape
 
@@ -177,9 +178,9 @@ class Problem:
         given, last = self.operands, self.operands.M - 1
         rows = torch.linspace(0, last, min(last + 1, MAX_ROWS), device=result.device).round().long()
         a, start = given.a[rows], None if self.start is None else self.start[rows]
-        expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
+        expected = reference(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
         terms = [term.abs() if term is not None else None for term in (start, given.bias)]
-        size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
+        size = reference(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
         info, slope = torch.finfo(given.out_dtype), ACTIVATION_SLOPE if given.activation else 1.0
         allowed = slope * (given.K + 2) * U32 * size + info.eps * expected.abs()
         allowed += info.smallest_normal * info.eps  # the spacing of subnormal numbers

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
-from lightning_eff.kernels import devices, dispatch, tiles
+from lightning_eff.kernels import choices, devices, dispatch, tiles
 from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
 from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.matmul import gemm
@@ -147,13 +147,13 @@ def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bo
     """
     problem = Problem.draw(case, device)
     shape = problem.shape()
-    decision = dispatch.decide(problem.operands, "auto", out=problem.d)
+    config = dispatch.choose(shape, device, "auto")
     runs: dict[str, Run] = {LIBRARY: run_library, DISPATCH: run_gemm}
     ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
     tried = ranked if every_config else ranked[:TOP_CONFIGS]
     tried = tried if device.type == "cuda" or INTERPRETED else []
     runs |= {str(config): run_config(config) for config in tried}
-    by_library = (LIBRARY, DISPATCH) if decision is None else (LIBRARY,)
+    by_library = (LIBRARY, DISPATCH) if config is None else (LIBRARY,)
     results = {name: check(run, problem, rounds_twice=name in by_library) for name, run in runs.items()}
     problems = problem.rotation()
     timed = [name for name, result in results.items() if result.is_correct]
@@ -163,8 +163,8 @@ def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bo
                 seconds = seconds_per_call(runs[name], problems, method, round_ms)
                 results[name].seconds.setdefault(method, []).append(seconds)
             timed = [name for name in timed if not _is_slow(name, results, method)]
-    computed_by = dispatch.LIBRARY if decision is None else str(decision.config(problem.d))
-    return Comparison(case=case, results=results, bucket=dispatch.bucket(shape), computed_by=computed_by)
+    computed_by = choices.LIBRARY if config is None else str(config)
+    return Comparison(case=case, results=results, bucket=choices.bucket(shape), computed_by=computed_by)
 
 
 def _is_slow(name: str, results: dict[str, Result], method: str) -> bool:
@@ -227,8 +227,8 @@ def seconds_per_call(run: Run, problems: Sequence[Problem], method: str, round_m
     return cast("float", ms) * 1e-3
 
 
-def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
-    """Return what dispatch is to choose: a config or `torch`, by bucket.
+def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, choices.Choice]:
+    """Return what dispatch is to choose, by bucket.
 
     Dispatch cannot distinguish the cases of a bucket: a config is chosen only where it is correct and faster
     than the library in each of them, by `MIN_GAIN` and by `HOST_S`; of those the one with the largest mean
@@ -237,11 +237,13 @@ def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
     buckets: defaultdict[str, list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
         buckets[comparison.bucket].append(comparison)
-    fastest: dict[str, str] = {}
+    fastest: dict[str, choices.Choice] = {}
     for bucket, members in buckets.items():
         gains: dict[str, float] = {}
         for name in members[0].configs:
             if all(member.saved_s(name) >= member.least_saved_s for member in members):
                 gains[name] = geometric_mean([member.ratio(name) or 0.0 for member in members])
-        fastest[bucket] = max(gains, key=lambda name: gains[name], default=dispatch.LIBRARY)
+        name = max(gains, key=lambda name: gains[name], default=choices.LIBRARY)
+        saved_s = min(member.saved_s(name) for member in members) if gains else 0.0
+        fastest[bucket] = choices.Choice(name, saved_s)
     return fastest

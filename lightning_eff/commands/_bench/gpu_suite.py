@@ -86,15 +86,16 @@ class Progress:
     save: Callable[[], None]
     running: str = field(default="", init=False)
 
-    def begin(self, name: str) -> None:
-        """Note which case runs."""
-        self.running = name
-
-    def end(self, name: str, result: dict[str, Any]) -> None:
-        """Keep the result of a case."""
-        self.entry["cases"][name] = result
-        self.running = ""
-        self.save()
+    def tell(self, what: str, name: str, value: Any) -> None:
+        """Note that a case begins or ends, or else something about the part."""
+        if what == "begin":
+            self.running = name
+        elif what == "end":
+            self.entry["cases"][name] = value
+            self.running = ""
+            self.save()
+        else:
+            self.entry[what] = value
 
 
 Start = Callable[[Part, Setting, float, Progress], str]
@@ -147,7 +148,7 @@ def _run_part(part: Part, setting: Setting, end: float, progress: Progress, star
         reason = start(part, setting, end, progress)
         is_late = time.monotonic() >= end
         if reason and progress.running and not is_late:
-            progress.end(progress.running, {"error": reason})
+            progress.tell("end", progress.running, {"error": reason})
         if not reason or is_late or len(entry["cases"]) == num_before:
             break
     names = entry.get("names", [])
@@ -171,19 +172,8 @@ def _clocks(device: torch.device) -> str:
 
 def run_here(part: Part, setting: Setting, end: float, progress: Progress) -> str:
     """Run a part in this process."""
-
-    def tell(what: str, name: str, value: Any) -> None:
-        if what == "names":
-            progress.entry["names"] = value
-        elif what == "skipped":
-            progress.entry["skipped"] = value
-        elif what == "begin":
-            progress.begin(name)
-        else:
-            progress.end(name, value)
-
     try:
-        run_cases(part, setting, set(progress.entry["cases"]), end, tell)
+        run_cases(part, setting, set(progress.entry["cases"]), end, progress.tell)
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the part's reason
         return root_cause_line(error)
     return ""
@@ -232,13 +222,7 @@ def run_in_process(part: Part, setting: Setting, end: float, progress: Progress)
     reason = "no time left"
     try:
         while ours.poll(max(0.0, end - time.monotonic())):
-            what, name, value = ours.recv()
-            if what == "begin":
-                progress.begin(name)
-            elif what == "end":
-                progress.end(name, value)
-            else:
-                progress.entry[what] = value
+            progress.tell(*ours.recv())
     except EOFError:
         process.join()
         reason = _ending(process.exitcode, progress)

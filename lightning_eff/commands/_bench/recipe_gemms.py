@@ -87,9 +87,10 @@ def _adds(layer: TritonLinear) -> bool:
 
     Not by calling it: it takes plain tensors alone, and those of this run are fake.
     """
-    weight, accumulation = layer.weight, layer.accumulation
+    weight, accumulation = layer.weight, getattr(layer, "accumulation", None)
     has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-    return accumulation is not None and accumulation.is_open and weight.grad is not None and not has_hooks
+    is_open = accumulation is not None and accumulation._depth > 0  # noqa: SLF001
+    return is_open and weight.grad is not None and not has_hooks
 
 
 def layer_products(

@@ -21,12 +21,19 @@ import torch
 from lightning_eff.commands._bench import compile_ahead, gemm_timing
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.commands._bench.gemm_timing import Comparison, fastest_by_bucket
-from lightning_eff.commands._bench.recipe_gemms import TRITON_GEMM, LayerProduct, case_counts, layer_products
+from lightning_eff.commands._bench.recipe_gemms import (
+    TRITON_GEMM,
+    LayerProduct,
+    case_counts,
+    flops,
+    layer_products,
+)
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK
 from lightning_eff.core.text import text_table
-from lightning_eff.kernels import dispatch
+from lightning_eff.kernels import choices, dispatch
+from lightning_eff.kernels.choices import LIBRARY, Choice
 from lightning_eff.kernels.tile_configs import CONFIGS
 
 FILE = "tune.json"
@@ -36,7 +43,7 @@ COMPILE_SHARE = 0.25
 """Part of the time in which kernels may be compiled ahead."""
 HEADER = ("layers", "product", "M x N x K", "per step", "computed by", "library ms", "gain ms per step")
 Measure = Callable[[Case], Comparison]
-Save = Callable[[Mapping[str, str]], None]
+Save = Callable[[Mapping[str, Choice]], None]
 
 
 @dataclass(kw_only=True)
@@ -45,24 +52,38 @@ class Tuned:
 
     buckets: dict[Case, str]
     """Under which dispatch keeps the choice for each GEMM, that with the most FLOPs in a step first."""
-    choices: dict[str, str]
-    """A config or `torch`, by bucket; also those of earlier calls."""
+    choices: dict[str, Choice]
+    """By bucket; also those of earlier calls."""
     comparisons: dict[Case, Comparison] = field(default_factory=dict[Case, Comparison])
     """What this call has measured."""
 
     @classmethod
-    def of(cls, products: Sequence[LayerProduct], device: torch.device, kept: Mapping[str, str]) -> Tuned:
+    def of(cls, products: Sequence[LayerProduct], device: torch.device, kept: Mapping[str, Choice]) -> Tuned:
         """Return what is known before anything is measured: the choices that were kept."""
         counts = case_counts(products)
-        buckets = {case: dispatch.bucket(Problem.empty(case, device).shape()) for case in counts}
-        known = (dispatch.LIBRARY, *map(str, CONFIGS))
-        choices = {bucket: kept[bucket] for bucket in buckets.values() if kept.get(bucket) in known}
-        return cls(buckets=buckets, choices=choices)
+        buckets = {case: choices.bucket(Problem.empty(case, device).shape()) for case in counts}
+        known = (LIBRARY, *map(str, CONFIGS))
+        wanted = {bucket: kept[bucket] for bucket in buckets.values() if bucket in kept}
+        return cls(
+            buckets=buckets,
+            choices={bucket: choice for bucket, choice in wanted.items() if choice.config in known},
+        )
 
     @property
     def missing(self) -> list[Case]:
-        """GEMMs without a choice."""
-        return [case for case, bucket in self.buckets.items() if bucket not in self.choices]
+        """GEMMs without a choice; those that are always the library's need none."""
+        return [
+            case
+            for case, bucket in self.buckets.items()
+            if bucket not in self.choices and flops(case) >= dispatch.MIN_FLOP
+        ]
+
+    def choice(self, case: Case) -> str:
+        """Return a config or `torch`; empty where nothing was measured."""
+        if flops(case) < dispatch.MIN_FLOP:
+            return LIBRARY
+        choice = self.choices.get(self.buckets[case])
+        return choice.config if choice is not None else ""
 
     def choose(self, measure: Measure, save: Save, end: float) -> None:
         """Measure what is missing until `end` (of `time.monotonic`), and save each choice."""
@@ -79,20 +100,19 @@ class Tuned:
             save(chosen)
 
     def gain_s(self, case: Case) -> float | None:
-        """Return the seconds that a choice saves per call; None where this call has not measured it."""
+        """Return the seconds that a choice saves per call, measured now or earlier; None without one."""
+        name = self.choice(case)
+        if not name or name == LIBRARY:
+            return 0.0 if name else None
         comparison = self.comparisons.get(case)
-        if comparison is None:
-            return None
-        name = self.choices[self.buckets[case]]
-        return 0.0 if name == dispatch.LIBRARY else comparison.saved_s(name)
+        return comparison.saved_s(name) if comparison else self.choices[self.buckets[case]].saved_s
 
 
 def main(options: argparse.Namespace, device: torch.device, environment: dict[str, Any]) -> int:
     """Run `bench --tune RECIPE`."""
     end = time.monotonic() + 60 * (options.minutes or MINUTES)
     products = layer_products(_values(options), is_cuda=device.type == "cuda")
-    name = dispatch.identity(device)
-    tuned = Tuned.of(products, device, {} if options.again else dispatch.choices(name))
+    tuned = Tuned.of(products, device, {} if options.again else choices.of(device))
     jobs = compile_ahead.jobs_of(tuned.missing, device)
     sys.stderr.write(f"compiling {len(jobs)} kernels\n" if jobs else "every GEMM has a choice\n")
     compile_ahead.compile_ahead(jobs, device, limit_s=COMPILE_SHARE * (end - time.monotonic()))
@@ -105,8 +125,8 @@ def main(options: argparse.Namespace, device: torch.device, environment: dict[st
         raw = {"environment": environment, "recipe": options.recipe} | as_dict(products, tuned)
         return json.dumps(raw, indent=1) + "\n"
 
-    def save(chosen: Mapping[str, str]) -> None:
-        dispatch.save_choices(name, chosen)
+    def save(chosen: Mapping[str, Choice]) -> None:
+        choices.save(device, chosen)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / FILE).write_text(content(), encoding="utf-8")
@@ -138,20 +158,22 @@ def table_rows(products: Sequence[LayerProduct], tuned: Tuned) -> list[list[str]
     rows: list[list[str]] = []
     for (kind, product, case), count in counts.items():
         layer = f"{kind} ({len(names[kind])})" if len(names[kind]) > 1 else next(iter(names[kind]))
-        by = tuned.choices.get(tuned.buckets[case], "")
         comparison, gain = tuned.comparisons.get(case), tuned.gain_s(case)
         seconds = comparison.library_s if comparison is not None else None
         rows.append([
-            layer, product, str(case), str(count), _by(by), _ms(seconds),
+            layer, product, str(case), str(count), _by(case, tuned), _ms(seconds),
             _ms(gain * count if gain is not None else None),
         ])  # fmt: skip
     return rows
 
 
-def _by(choice: str) -> str:
+def _by(case: Case, tuned: Tuned) -> str:
+    if flops(case) < dispatch.MIN_FLOP:
+        return f"torch's library: below {dispatch.MIN_FLOP:.0e} FLOP"
+    choice = tuned.choice(case)
     if not choice:
         return "torch's library: not measured, no time left"
-    return "torch's library" if choice == dispatch.LIBRARY else choice
+    return "torch's library" if choice == LIBRARY else choice
 
 
 def _ms(seconds: float | None) -> str:
@@ -159,23 +181,21 @@ def _ms(seconds: float | None) -> str:
 
 
 def gain_ms(products: Sequence[LayerProduct], tuned: Tuned) -> tuple[float, float]:
-    """Return the milliseconds per step that the choices save, and the library's, of what was measured."""
-    saved = library = 0.0
-    for case, count in case_counts(products).items():
-        comparison = tuned.comparisons.get(case)
-        if comparison is not None:
-            saved += 1e3 * count * (tuned.gain_s(case) or 0.0)
-            library += 1e3 * count * comparison.library_s
-    return saved, library
+    """Return the milliseconds per step that choices save, and the library's of what this call measured."""
+    counts = case_counts(products)
+    saved = sum(count * (tuned.gain_s(case) or 0.0) for case, count in counts.items())
+    library = sum(counts[case] * comparison.library_s for case, comparison in tuned.comparisons.items())
+    return 1e3 * saved, 1e3 * library
 
 
 def report(products: Sequence[LayerProduct], tuned: Tuned) -> str:
     """Return the table of layers, and the gain per step."""
     saved, library = gain_ms(products, tuned)
     measured, missing = len(tuned.comparisons), len(tuned.missing)
-    earlier = len(tuned.buckets) - measured - missing
+    earlier = sum(flops(case) >= dispatch.MIN_FLOP for case in tuned.buckets) - measured - missing
     lines = [text_table(HEADER, table_rows(products, tuned)), ""]
-    lines.append(f" {measured} GEMMs measured: the choices save {saved:.2f} of {library:.2f} ms per step")
+    lines.append(f" the choices save {saved:.2f} ms per step")
+    lines.append(f" {measured} GEMMs measured, which take torch's library {library:.2f} ms per step")
     lines += [f" {earlier} chosen by an earlier call: --again measures them too"] if earlier else []
     lines += [f" {missing} not measured: the same command continues"] if missing else []
     return "\n".join(lines) + "\n"
@@ -184,7 +204,7 @@ def report(products: Sequence[LayerProduct], tuned: Tuned) -> str:
 def as_dict(products: Sequence[LayerProduct], tuned: Tuned) -> dict[str, Any]:
     """Return plain types."""
     rows = [
-        asdict(each) | {"case": str(each.case), "computed_by": tuned.choices.get(tuned.buckets[each.case])}
+        asdict(each) | {"case": str(each.case), "computed_by": tuned.choice(each.case) or None}
         for each in products
     ]
     saved, library = gain_ms(products, tuned)
