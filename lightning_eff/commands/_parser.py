@@ -118,7 +118,8 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
     "bench": """
   lightning-eff bench                   the default shapes, beside torch's library
   lightning-eff bench --tune            `gemm` chooses by that from now on
-  lightning-eff bench --tune lm         the GEMMs of this recipe's layers, and what it gains by the choices
+  lightning-eff bench --tune baseline model.d_model=2048 data.context_length=1024
+                                        the GEMMs of a recipe's layers, and what a step gains
   lightning-eff bench --suite gpu --minutes 9 --out results
                                         all that is claimed about a GPU; another call with --resume continues
   lightning-eff bench --suite gpu --quick --only ceilings,attention

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.commands._bench import compile_ahead, gemm_timing, tune
+from lightning_eff.commands._bench import compile_ahead, gemm_timing, recipe_gemms, tune
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.commands._bench.gemm_timing import Comparison, Result
 from lightning_eff.commands._bench.recipe_gemms import LayerProduct, _Watch, case_counts, layer_products
@@ -126,6 +126,17 @@ def test_a_bias_and_hooks_of_the_weight_are_seen() -> None:
     with torch.no_grad():
         layer(torch.ones(1, 8, dtype=torch.bfloat16))
     assert sum(watch._count.values()) == 3
+
+
+def test_the_last_step_counts_that_has_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, later = (("a", "forward", case) for case in (Case(M=1, N=1, K=1), Case(M=2, N=2, K=2)))
+
+    def dry_run(*_: Any, watch: _Watch, **how: Any) -> Any:
+        watch.steps = {0: Counter([first, later]), 1: Counter([later]), 2: Counter()}
+        return SimpleNamespace(error=None)
+
+    monkeypatch.setattr(recipe_gemms, "dry_run", dry_run)
+    assert [each.case for each in layer_products({})] == [later[2]]
 
 
 def test_a_recipe_without_such_layers_is_refused(tiny: list[str]) -> None:
@@ -285,7 +296,7 @@ def test_the_command_measures_a_recipe_and_the_next_call_only_what_is_missing(
     monkeypatch.setattr(choices, "_read_files", {})
     code, out, err = command("bench", *words)
     assert (code, len(measured)) == (0, 15)
-    assert "every GEMM has a choice" in err
+    assert tune.NOTHING in err
     assert " 15 chosen by an earlier call" in out
     code, out, _ = command("bench", *words, "--again", "--json")
     assert (code, len(measured)) == (0, 30)

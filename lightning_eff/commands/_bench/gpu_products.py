@@ -225,7 +225,7 @@ def _normal(rows: int, columns: int, setting: Setting) -> Tensor:
 PARTS = (
     Part(
         name="correctness", about="every config, layout and epilogue against float64", cases=correctness,
-        limit_s=80, needs=("triton",),
+        limit_s=100, needs=("triton",),
     ),
     Part(name="ceilings", about="what torch's library and the memory reach", cases=ceilings, limit_s=20),
     Part(

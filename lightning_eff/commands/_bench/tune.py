@@ -41,6 +41,7 @@ MINUTES = 8.0
 ROUND_MS = 20
 COMPILE_SHARE = 0.25
 """Part of the time in which kernels may be compiled ahead."""
+NOTHING = f"nothing to measure: every GEMM has a choice or is below {dispatch.MIN_FLOP:.0e} FLOP\n"
 HEADER = ("layers", "product", "M x N x K", "per step", "computed by", "library ms", "gain ms per step")
 Measure = Callable[[Case], Comparison]
 Save = Callable[[Mapping[str, Choice]], None]
@@ -114,7 +115,7 @@ def main(options: argparse.Namespace, device: torch.device, environment: dict[st
     products = layer_products(_values(options), is_cuda=device.type == "cuda")
     tuned = Tuned.of(products, device, {} if options.again else choices.of(device))
     jobs = compile_ahead.jobs_of(tuned.missing, device)
-    sys.stderr.write(f"compiling {len(jobs)} kernels\n" if jobs else "every GEMM has a choice\n")
+    sys.stderr.write(f"compiling {len(jobs)} kernels\n" if jobs else NOTHING)
     compile_ahead.compile_ahead(jobs, device, limit_s=COMPILE_SHARE * (end - time.monotonic()))
 
     def measure(case: Case) -> Comparison:
