@@ -82,7 +82,7 @@ def test_numbers_are_written_and_tuning_is_kept_for_dispatch(
     assert devices == [torch.device("cuda", 3)] * 10
     assert "1/10 2x3x4 nt plain\n" in err
     assert "saved 1 choice in " in err
-    assert choices.of(torch.device("cuda")) == {"b": choices.Choice("a config")}
+    assert choices.of(torch.device("cuda")) == {"b": choices.Choice("a config", 0.5)}
     found = json.loads(out)
     assert found == json.loads((tmp_path / "a" / "b" / "gemm.json").read_text())
     assert found["means"] == {"best config": 2.0, "gemm": 0.8}
@@ -118,4 +118,7 @@ def test_what_was_measured_before_a_crash_is_kept(
 ) -> None:
     code, _, _ = command("bench", "--tune", "--shapes", "2,13,4", "--out", str(tmp_path))
     layouts = [row["layout"] for row in json.loads((tmp_path / "gemm.json").read_text())["rows"]]
+    assert choices.of(torch.device("cuda")) == {"b": choices.Choice("a config", 0.5)}, (
+        "chosen after each case"
+    )
     assert (code, layouts) == (1, ["nt", "nn"])
