@@ -174,8 +174,8 @@ class TritonGemm(Managed):
         self._swapped |= new
         if not self._swapped:
             text = (
-                f"TritonGemm had no effect: no linear layer has {self.min_features} or more input and output "
-                f"features; lower min_features={self.min_features}"
+                f"TritonGemm had no effect: no linear layer that is trained has {self.min_features} or more "
+                f"input and output features; lower min_features={self.min_features}"
             )
             warnings.warn(text, NoEffectWarning, stacklevel=2)
         return len(new)

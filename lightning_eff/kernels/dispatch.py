@@ -52,18 +52,19 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
     if backend == "torch":
         return False
     if backend == "auto":
-        is_wide = dtype == torch.float64
-        return device.type == "cuda" and not is_wide and bool(choices.of(device))
-    if not (device.type == "cuda" or INTERPRETED):
-        text = (
-            f"backend=triton on {device}: expected a CUDA device, or Triton's interpreter "
-            "(TRITON_INTERPRET=1 in the environment); use backend=torch here"
-        )
+        return device.type == "cuda" and dtype != torch.float64 and _has_choices(device)
+    reason = devices.why_no_kernels(device)
+    if reason:
+        text = f"backend=triton on {device}: {reason}; use backend=torch here"
         raise RuntimeError(text)
     if dtype == torch.float64:
         text = "backend=triton in float64: the kernels accumulate in float32; use backend=torch"
         raise RuntimeError(text)
     return True
+
+
+def _has_choices(device: torch.device) -> bool:
+    return bool(choices.of(device)) and not devices.why_no_kernels(device)
 
 
 def find(operands: Operands, backend: str, out: Tensor | None = None) -> Launch | None:
@@ -183,13 +184,14 @@ def describe_backend(shape: Shape, device: torch.device, backend: str = "auto") 
     """
     if device.type != "cuda":
         return f"torch's library: the only one on {device.type}"
-    if backend == "torch":
-        return "torch's library: as requested"
-    config = choose(shape, device, backend)
-    if config is not None:
-        return f"{config}: {'as requested' if backend == 'triton' else 'measured to be faster'}"
-    if shape.flop < MIN_FLOP:
-        return f"torch's library: below {MIN_FLOP:.0e} FLOP it is faster"
-    if choices.measured(shape, device) is not None:
-        return "torch's library: measured to be faster"
-    return "torch's library: nothing was measured for this shape (lightning-eff bench --tune)"
+    reason = "as requested" if backend == "torch" else devices.why_no_kernels(device)
+    if not reason:
+        config = choose(shape, device, backend)
+        if config is not None:
+            return f"{config}: {'as requested' if backend == 'triton' else 'measured to be faster'}"
+        reason = "nothing was measured for this shape (lightning-eff bench --tune)"
+        if shape.flop < MIN_FLOP:
+            reason = f"below {MIN_FLOP:.0e} FLOP it is faster"
+        elif choices.measured(shape, device) is not None:
+            reason = "measured to be faster"
+    return f"torch's library: {reason}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from lightning_eff.kernels import devices
 from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape
 
@@ -83,9 +84,8 @@ class Operands:
 
 
 def float32_precision(a: Tensor) -> str:
-    """Return how float32 is multiplied: `tf32` where torch's own switch is on, else `ieee`."""
-    tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    """Return how the kernels multiply what is float32: `tf32` where torch's own switch is on, else `ieee`."""
+    return devices.float32_precision() if a.dtype == torch.float32 and a.is_cuda else "ieee"
 
 
 def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_eff.kernels import choices, dispatch
+from lightning_eff.kernels import choices, devices, dispatch
 from lightning_eff.kernels.choices import Choice
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape
@@ -24,7 +24,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(choices, "identity", lambda device: "some-gpu")
     monkeypatch.setattr(choices, "_read_files", {})
     monkeypatch.setattr(dispatch, "_dropped", set())
-    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
+    monkeypatch.setattr(devices, "of", lambda _: DEVICES["h200"])
+    monkeypatch.setattr(devices, "why_no_kernels", lambda _: "")
     dispatch.forget()
     return tmp_path / "cache" / "gemm-some-gpu.json"
 

@@ -45,7 +45,7 @@ def test_the_sums_of_the_page_are_those_of_the_code() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled() -> None:
     from lightning_eff.kernels import launch
-    from tests.support.assembly import SIZE, Variant, gpu
+    from tests.support.assembly import Variant, gpu
 
     pointers = next(config for config in CONFIGS if config.kernel == "pointers" and config.block_m == 64)
     for device, config, instruction, swizzle in (
@@ -53,7 +53,8 @@ def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled()
         ("a100", pointers, r"mma\.sync\S*\.m16n8k16\.", "swizzled_shared<{vec = 8"),
     ):
         with gpu(device) as compiled:
-            launch.launch(Variant().operands(), config, torch.zeros(SIZE, SIZE, dtype=torch.bfloat16))
+            operands = Variant().operands()
+            launch.launch(operands, config, torch.zeros(operands.size, dtype=torch.bfloat16))
         (kernel,) = compiled
         assert re.search(instruction, kernel.asm["ptx"]), device
         assert swizzle in kernel.asm["ttgir"], device
