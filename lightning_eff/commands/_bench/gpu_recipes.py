@@ -59,14 +59,15 @@ def run_command(words: Sequence[str]) -> dict[str, Any]:
 
 def planner(setting: Setting) -> dict[str, Measurement]:
     """Return a case for each setting of the recipe."""
-    folder = tempfile.mkdtemp(prefix="lightning_eff_suite_")  # its tokens are made once, in the first case
-    names = ["baseline"] if setting.quick else list(SETTINGS)
-    return {name: partial(check_prediction, name, Path(folder), setting) for name in names}
+    return {
+        name: partial(check_prediction, name, setting)
+        for name in (["baseline"] if setting.quick else list(SETTINGS))
+    }
 
 
-def check_prediction(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
+def check_prediction(name: str, setting: Setting) -> dict[str, Any]:
     """Train some steps, and return the peak that was predicted and the one that was measured."""
-    words = [*_recipe(setting), *SETTINGS[name], f"output_root={folder}"]
+    words = [*_recipe(setting), *SETTINGS[name]]
     with ThreadPoolExecutor() as pool:  # each waits for its process
         found = pool.map(run_command, (["train", *words, *TRAIN], ["plan", *words]))
         measured, predicted = (content[key] for content, key in zip(found, ("measured", "peak"), strict=True))
@@ -86,17 +87,16 @@ def compare(setting: Setting) -> dict[str, Measurement]:
 
 def run_compare(setting: Setting) -> dict[str, Any]:
     """Run the verb, one round of each technique, and return its rows."""
-    folder = tempfile.mkdtemp(prefix="lightning_eff_suite_")
     options = ["--rounds", "1", "--limit-s", "60", "--only", COMPARED]
     if setting.quick:
         options = ["--rounds", "1", "--steps", "6", "--only", "triton_gemm"]
-    words = ["compare", *_recipe(setting), f"output_root={folder}", *options]
-    return {"rows": run_command(words)["rows"]}
+    return {"rows": run_command(["compare", *_recipe(setting), *options])["rows"]}
 
 
 def _recipe(setting: Setting) -> list[str]:
-    recipe = TINY if setting.quick else RECIPE
-    return [*recipe, *(["trainer.accelerator=cpu"] if setting.device.type == "cpu" else [])]
+    folder = Path(tempfile.gettempdir()) / "lightning_eff_suite"  # has the tokens, for later calls too
+    recipe = [*(TINY if setting.quick else RECIPE), f"output_root={folder}"]
+    return recipe if setting.device.type == "cuda" else [*recipe, "trainer.accelerator=cpu"]
 
 
 HYDRA = ("hydra", "omegaconf", "beartype")
