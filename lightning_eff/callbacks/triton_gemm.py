@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
+from lightning_eff.callbacks._triton_gemm.mlp import FusedMLP
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
@@ -99,6 +101,8 @@ class TritonGemm(Managed):
         blocks: Class names or patterns of module names (`blocks.*.mlp`), classes, or a predicate: the blocks
             whose layers are converted; None for all.
         accumulate: Add weight gradients in place where a step has several backward passes.
+        fuse_mlps: Compute MLPs of GPT- and Llama-like blocks each as one function, which keeps half as much
+            for the backward pass and computes the activation there again.
         backend: `auto`, `torch` or `triton`.
 
     Raises:
@@ -122,14 +126,17 @@ class TritonGemm(Managed):
         min_features: Count = 128,
         blocks: BlockSelector = None,
         accumulate: bool = True,
+        fuse_mlps: bool = False,
         backend: Literal["auto", "torch", "triton"] = "auto",
     ) -> None:
         self.min_features = min_features
         self.blocks = blocks
         self.accumulate = accumulate
+        self.fuse_mlps = fuse_mlps
         self.backend = backend
         self._accumulation = Accumulation()
         self._swapped: dict[str, TritonLinear] = {}
+        self._fused: dict[str, FusedMLP] = {}
         self._rows: dict[str, int] = {}  # rows of each layer's first input, by name
         self._num_left = 0  # layers that were converted back, since they gain nothing
         self._is_settled = False
@@ -158,27 +165,37 @@ class TritonGemm(Managed):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
-            self._num_left, self._is_settled = 0, False
+            self._fused, self._num_left, self._is_settled = {}, 0, False
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
-            self.cleanup.callback(lambda: [unswap(layer) for layer in self._swapped.values()])
+            self.cleanup.callback(self._restore)
             self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
 
+    def _restore(self) -> None:
+        for layer in self._swapped.values():
+            unswap(layer)
+        for mlp in self._fused.values():
+            mlp.restore()
+
     def _apply(self, model: nn.Module) -> int:
+        accumulation = self._accumulation if self.accumulate else None
+        how: dict[str, Any] = {"min_features": self.min_features, "blocks": self.blocks}
         try:
-            new = swap(
-                model, min_features=self.min_features, blocks=self.blocks, backend=self.backend,
-                accumulation=self._accumulation if self.accumulate else None,
-            )  # fmt: skip
+            fused = fuse_mlps(model, accumulation=accumulation, **how) if self.fuse_mlps else {}
+            new = swap(model, backend=self.backend, accumulation=accumulation, **how)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
+        self._fused |= fused
+        for name, layer in list(new.items()):
+            if any(layer in (mlp.layers.up, mlp.layers.down) for mlp in fused.values()):
+                unswap(new.pop(name))
         self._swapped |= new
-        if not self._swapped:
+        if not self._swapped and not self._fused:
             text = (
                 f"TritonGemm had no effect: no linear layer that is trained has {self.min_features} or more "
                 f"input and output features; lower min_features={self.min_features}"
             )
             warnings.warn(text, NoEffectWarning, stacklevel=2)
-        return len(new)
+        return len(new) + len(fused)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -272,6 +289,11 @@ class TritonGemm(Managed):
         did += f": {'; '.join(by)}" if by else ""
         did += f"; {saved_s * 1e3:.3g} ms less per backward pass, by bench --tune" if saved_s else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
+        num_mlps = sum(mlp.num_fused > 0 for mlp in self._fused.values())
+        did += f"; {num_mlps} MLP{'s' * (num_mlps != 1)} as one function each" if self.fuse_mlps else ""
         ours = any(not backend.startswith("torch's") for backend in all_backends)
-        numbers = {"layers": backends, "added_in_place": added, "saved_s": saved_s, "left": self._num_left}
-        return Outcome(did=did, effective=bool(self._rows) and bool(ours or added), numbers=numbers)
+        numbers: dict[str, Any] = {
+            "layers": backends, "added_in_place": added, "saved_s": saved_s, "left": self._num_left,
+            "mlps": [name for name, mlp in self._fused.items() if mlp.num_fused],
+        }  # fmt: skip
+        return Outcome(did=did, effective=bool(ours or added or num_mlps), numbers=numbers)

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from typing_extensions import override
 
@@ -81,7 +82,8 @@ class Accumulation:
         if not self._depth or weight.grad is None or weight.grad.layout != torch.strided:
             return False
         has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-        if has_hooks or type(weight) not in (nn.Parameter, Tensor) or not weight.is_leaf:
+        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction adds too
+        if has_hooks or not is_plain or not weight.is_leaf:
             return False
         # Only `backward` accumulates into .grad; `autograd.grad` returns the gradient, and raises here.
         try:
@@ -150,7 +152,7 @@ def linear(
         is_ours = dispatch.may_help(num_rows, *weight.shape, dtype, weight.dtype, x.device)
         if not (is_ours or (accumulates and torch.is_grad_enabled())):
             return F.linear(x, weight, bias)
-    copy = None if dtype == weight.dtype else _low_copy(weight, dtype)
+    copy = None if dtype == weight.dtype else low_copy(weight, dtype)
     rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, as autocast's own cast is
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _Linear.apply(rows, weight, bias, copy, backend if is_ours else "torch", accumulation)
@@ -164,7 +166,7 @@ def _is_dense(x: Tensor) -> bool:
 _low_copies: Any = WeakTensorKeyDictionary()
 
 
-def _low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in autocast's dtype: the same copy while a graph holds it, as autocast has it.
 
     A layer that is called a hundred times in a forward pass casts once, and keeps one copy.
@@ -196,7 +198,7 @@ class _Linear(torch.autograd.Function):
         ctx.backend, ctx.accumulation = backend, accumulation
         if backend == "torch":
             return F.linear(x, used, low_bias)
-        return _product(x, used.T, backend, bias=low_bias)
+        return product(x, used.T, backend, bias=low_bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -207,26 +209,41 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:  # dX [T, K] = dY [T, N] @ W [N, K]
-            grad_x = _product(grad, used, backend)
+            grad_x = product(grad, used, backend)
         if needs_weight:
-            is_ours = backend != "torch"
-            # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
-            may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
-            if may_add and accumulation and accumulation.takes(weight, ctx.next_functions[1][0]):
-                # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
-                _product(grad.T, x, backend, total=weight.grad)
-                accumulation.num_added += 1
-            else:  # dW [N, K] = dY.T [N, T] @ X [T, K]; ours in the weight's dtype, without a cast
-                grad_weight = _product(grad.T, x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
-                grad_weight = grad_weight.to(weight.dtype)
-        if needs_bias:  # db [N] = dY summed over T
-            wide = ctx.bias_dtype if backend != "torch" else grad.dtype
-            grad_bias = grad.sum(0) if grad.dtype == wide else grad.sum(0, dtype=wide)
-            grad_bias = grad_bias if grad_bias.dtype == ctx.bias_dtype else grad_bias.to(ctx.bias_dtype)
+            node = ctx.next_functions[1][0]
+            grad_weight = weight_gradient(grad, x, weight, node, backend, accumulation)
+        if needs_bias:
+            grad_bias = bias_gradient(grad, ctx.bias_dtype, backend)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _product(
+def weight_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, node: Any, backend: str, accumulation: Accumulation | None
+) -> Tensor | None:
+    """Return dW [N, K] = dY.T [N, T] @ X [T, K] in the weight's dtype; None if `weight.grad` has it already.
+
+    `node` of the graph accumulates the gradient of the weight.
+    """
+    is_ours = backend != "torch"
+    # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
+    may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
+    if may_add and accumulation is not None and accumulation.takes(weight, node):
+        # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
+        product(grad.T, x, backend, total=weight.grad)
+        accumulation.num_added += 1
+        return None
+    made = product(grad.T, x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
+    return made if made.dtype == weight.dtype else made.to(weight.dtype)
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """Return db [N], dY summed over T; by ours in the bias' dtype, by torch's library in that of dY."""
+    total = grad.sum(0) if backend == "torch" or grad.dtype == dtype else grad.sum(0, dtype=dtype)
+    return total if total.dtype == dtype else total.to(dtype)
+
+
+def product(
     a: Tensor, b: Tensor, backend: str, *, bias: Tensor | None = None, total: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip

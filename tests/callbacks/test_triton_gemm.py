@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm, swap, unswap
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.kernels import dispatch, linear
+from lightning_eff.models.gpt import GPT
 from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
-from tests.support.models import Net, fit
+from tests.support.models import Net, fit, seeded
+from tests.support.prediction import GPT_OF, choice, loader_for, trainer_of
 from tests.support.ranks import is_equal
 
 
@@ -105,7 +108,13 @@ def test_accumulation_can_be_left_out() -> None:
     assert outcome.did == f"1 linear layer converted back, since nothing was gained: 3 products by {by}"
     assert not outcome.effective
     products = dict.fromkeys(["forward", "input gradient", "weight gradient"], by)
-    assert outcome.numbers == {"layers": {"out": products}, "added_in_place": 0, "saved_s": 0.0, "left": 1}
+    assert outcome.numbers == {
+        "layers": {"out": products},
+        "added_in_place": 0,
+        "saved_s": 0.0,
+        "left": 1,
+        "mlps": [],
+    }
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -119,6 +128,29 @@ def test_who_computes_is_asked_for_the_format_of_the_run(
     dtype = {"bf16-mixed": "torch.bfloat16", "32-true": "torch.float32"}[precision]
     layers = technique.outcome().numbers["layers"].values()
     assert {backend for products in layers for backend in products.values()} == {f"{dtype} cpu torch"}
+
+
+def test_mlps_as_one_function_train_the_same_model() -> None:
+    """To the bit, and in micro-batches with gradients that are added in place to T2."""
+    make = functools.partial(
+        seeded, GPT, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2
+    )  # fmt: skip
+    loader = loader_for(GPT_OF)
+    for parts, tolerance in ((False, 0.0), (True, 1e-5)):
+        ours, plain, technique = make(), make(), TritonGemm(min_features=1, fuse_mlps=True)
+        for model, callbacks in ((ours, [technique]), (plain, [])):
+            others = [MicroBatch(micro_batch_size=2)] if parts else []
+            extra = {"callbacks": [choice(torch.optim.SGD), *callbacks, *others], "max_steps": 5}
+            trainer_of(extra).fit(model, loader)
+        found = dict(ours.named_parameters()), dict(plain.named_parameters())
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+        outcome = technique.outcome()
+        assert outcome.numbers["mlps"] == ["blocks.0.mlp", "blocks.1.mlp"]
+        assert "; 2 MLPs as one function each" in outcome.did
+        assert outcome.effective
+        assert "blocks.0.mlp.up" not in outcome.numbers["layers"]
+        assert "forward" not in vars(ours.blocks[0].mlp)
+        assert outcome.numbers["added_in_place"] == (5 * (2 * 4 + 1) if parts else 0)
 
 
 def test_an_exception_takes_it_back() -> None:

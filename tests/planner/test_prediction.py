@@ -37,6 +37,14 @@ def eight_bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
+    "gradients added in place": (
+        GPT_OF,
+        lambda: {"callbacks": [MicroBatch(micro_batch_size=2), TritonGemm(min_features=1)]},
+    ),
+    "MLPs as one function": (
+        GPT_OF,
+        lambda: {"callbacks": [TritonGemm(min_features=1, fuse_mlps=True)], "precision": "bf16-mixed"},
+    ),
     "micro-batches by need": (GPT_OF, lambda: {"callbacks": [MicroBatch()]}),
     "16-mixed": (
         GPT_OF,

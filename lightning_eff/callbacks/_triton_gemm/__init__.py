@@ -1,0 +1,1 @@
+"""Parts of `callbacks/triton_gemm`: MLPs as one function, and how they are recognized."""

@@ -1,0 +1,170 @@
+"""An MLP as one function that keeps half of what autograd keeps of it.
+
+    H [T, F] = X [T, K] @ W1.T + b1        A = act(H), or act(G) * H with a gate G [T, F]
+    Y [T, N] = A @ W2.T + b2
+
+Autograd keeps H and A, with a gate also G and act(G). Here H is kept, and G, and the backward pass computes A
+again from them: a pass over tensors, without a GEMM. The GEMMs are those of `kernels/linear.py`: casts of
+autocast, gradients that are added in place, and who computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_eff.core.shards import is_sharded
+from lightning_eff.kernels import matmul, operator
+from lightning_eff.kernels.linear import Accumulation, bias_gradient, low_copy, product, weight_gradient
+from lightning_eff.kernels.operands import DTYPES
+
+aten: Any = torch.ops.aten
+ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "relu": (F.relu, partial(aten.threshold_backward, threshold=0)),
+    "silu": (F.silu, aten.silu_backward),
+    "gelu": (F.gelu, partial(aten.gelu_backward, approximate="none")),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
+}
+"""Functions, and from the gradient of a result and the input the gradient of the input."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The linear layers of an MLP, and its activation, one of `ACTIVATIONS`."""
+
+    up: nn.Linear
+    down: nn.Linear
+    gate: nn.Linear | None = None
+    activation: str
+
+    @property
+    def all(self) -> list[nn.Linear]:
+        """Those that there are."""
+        return [layer for layer in (self.up, self.down, self.gate) if layer is not None]
+
+
+class FusedMLP:
+    """Replaces the forward of an MLP: it is assigned to the attribute `forward` of the module.
+
+    Args:
+        module: The MLP, in the mode (`training`) in which it was recognized.
+        layers: Its layers.
+        accumulation: Allows the weights' gradients to be added in place.
+    """
+
+    def __init__(self, module: nn.Module, layers: Layers, accumulation: Accumulation | None) -> None:
+        self.module, self.layers, self.accumulation = module, layers, accumulation
+        self.num_fused = 0
+        self._training = module.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the MLP; by its own forward where somebody listens to a layer or no gradient is needed."""
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not self._applies(x):
+            return type(self.module).forward(self.module, *args, **kwargs)
+        up, down, gate = self.layers.up, self.layers.down, self.layers.gate
+        dtype = matmul.autocast_dtype(x.device.type, x.dtype, up.weight.dtype) or x.dtype
+        rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        copies = [None if w.dtype == dtype else low_copy(w, dtype) for w in (up.weight, down.weight)]
+        y = _MLP.apply(
+            rows, up.weight, down.weight, gate(rows) if gate is not None else None, up.bias, down.bias,
+            *copies, self.layers.activation, self.accumulation,
+        )  # fmt: skip
+        self.num_fused += 1
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def restore(self) -> None:
+        """Give the MLP its own forward back; a second call does nothing."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+
+    def _applies(self, x: Tensor) -> bool:
+        if not torch.is_grad_enabled() or operator.is_traced() or operator.in_forward_mode():
+            return False
+        if x.dtype not in DTYPES or x.is_nested or self.module.training != self._training:
+            return False
+        weights = [layer.weight for layer in self.layers.all]
+        if any(weight.dtype != weights[0].dtype or is_sharded(weight) for weight in weights):
+            return False
+        # The gate is called; the other two are not, and whoever waits for that would wait in vain.
+        return not any(
+            getattr(layer, hooks) for layer in (self.layers.up, self.layers.down) for hooks in HOOKS
+        )
+
+
+class _MLP(torch.autograd.Function):
+    """Two linear layers with an activation between them, and a gate if there is one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight1: Tensor, weight2: Tensor, gate: Tensor | None, bias1: Tensor | None,
+        bias2: Tensor | None, copy1: Tensor | None, copy2: Tensor | None, activation: str,
+        accumulation: Accumulation | None,
+    ) -> Tensor:  # fmt: skip
+        used1, used2 = (
+            weight.detach() if copy is None else copy for weight, copy in ((weight1, copy1), (weight2, copy2))
+        )
+        ctx.dtypes = tuple(None if bias is None else bias.dtype for bias in (bias1, bias2))
+        bias1, bias2 = (None if bias is None else bias.to(x.dtype) for bias in (bias1, bias2))
+        h = F.linear(x, used1, bias1)
+        needs_x, needs_weight1, _, needs_gate, needs_bias1 = ctx.needs_input_grad[:5]
+        ctx.needs_hidden = needs_x or needs_gate or needs_weight1 or needs_bias1
+        ctx.save_for_backward(
+            x if needs_weight1 else None, gate, h, used1 if needs_x else None,
+            used2 if ctx.needs_hidden else None,
+        )  # fmt: skip
+        ctx.weights, ctx.activation, ctx.accumulation = (weight1, weight2), activation, accumulation
+        return F.linear(_activated(h, gate, activation), used2, bias2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            text = "an MLP as one function has no second derivative: callbacks.triton_gemm.fuse_mlps=false"
+            raise RuntimeError(text)
+        grad, accumulation = grads[0], ctx.accumulation
+        x, gate, h, used1, used2 = ctx.saved_tensors
+        _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
+        weight1, weight2 = ctx.weights
+        (_, _), (node1, _), (node2, _), *_ = ctx.next_functions  # of x and both weights
+        grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
+        if needs_weight2:  # of which A [T, F] is computed again
+            a = _activated(h, gate, ctx.activation)
+            grad_weight2 = weight_gradient(grad, a, weight2, node2, "torch", accumulation)
+            del a
+        if needs_bias2:
+            grad_bias2 = bias_gradient(grad, ctx.dtypes[1], "torch")
+        if ctx.needs_hidden:
+            grad_a = product(grad, used2, "torch")
+            grad_h, grad_gate = _input_gradients(grad_a, h, gate, ctx.activation)
+            if needs_weight1:
+                grad_weight1 = weight_gradient(grad_h, x, weight1, node1, "torch", accumulation)
+            if needs_bias1:
+                grad_bias1 = bias_gradient(grad_h, ctx.dtypes[0], "torch")
+            grad_x = product(grad_h, used1, "torch") if used1 is not None else None
+        gradients = (grad_x, grad_weight1, grad_weight2, grad_gate, grad_bias1, grad_bias2)
+        return (*gradients, None, None, None, None)
+
+
+def _activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """Return A [T, F]."""
+    activate = ACTIVATIONS[activation][0]
+    return activate(h) if gate is None else activate(gate).mul_(h)
+
+
+def _input_gradients(
+    grad_a: Tensor, h: Tensor, gate: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of H and of the gate from that of A, all [T, F]; `grad_a` may be overwritten."""
+    activate, differentiate = ACTIVATIONS[activation]
+    if gate is None:
+        return differentiate(grad_a, h), None
+    grad_gate = differentiate(grad_a * h, gate)
+    return grad_a.mul_(activate(gate)), grad_gate

@@ -1,0 +1,206 @@
+"""MLPs as one function: which are recognized, half the memory, the same gradients to the bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps, layers_of
+from lightning_eff.kernels.linear import Accumulation
+from lightning_eff.models import gpt
+from tests.support.ranks import is_equal
+
+K, HIDDEN, T = 8, 24, 10
+
+
+class Gated(nn.Module):
+    """Two products of x, one through an activation, times each other."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = F.silu, *, swapped: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(K, HIDDEN), nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, K)
+        self.act, self.swapped = act, swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.act(self.w1(x)), self.w3(x)
+        return self.w2(other * one if self.swapped else one * other)
+
+
+def sequential(*between: nn.Module, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(K, HIDDEN, bias=bias), *between, nn.Linear(HIDDEN, K))
+
+
+def llama() -> Any:
+    return LlamaMLP(LlamaConfig(hidden_size=K, intermediate_size=HIDDEN, num_attention_heads=2))
+
+
+MLPS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+    "GPT": (lambda: gpt.MLP(K), "gelu_tanh", False),
+    "Llama": (llama, "silu", True),
+    "GeGLU": (lambda: Gated(F.gelu, swapped=True), "gelu", True),
+    "Sequential": (lambda: sequential(nn.GELU(), nn.Dropout(0.0)), "gelu", False),
+    "without a bias": (lambda: sequential(nn.ReLU(), bias=False), "relu", False),
+    "SiLU": (lambda: sequential(nn.SiLU(inplace=True)), "silu", False),
+}
+
+
+class Other(nn.Module):
+    """A forward that is nearly one."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.compute = nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, K), compute
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self, x)
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: sequential(nn.GELU(), nn.Dropout(0.1)),
+    "softmax": lambda: sequential(nn.Softmax(-1)),
+    "three layers": lambda: nn.Sequential(*sequential(nn.ReLU()), nn.Linear(K, K)),
+    "a norm": lambda: sequential(nn.LayerNorm(HIDDEN), nn.GELU()),
+    "a residual": lambda: Other(lambda m, x: x + m.down(F.gelu(m.up(x)))),
+    "a second result": lambda: Other(lambda m, x: (m.down(F.gelu(m.up(x))), x)),
+    "a branch by values": lambda: Other(lambda m, x: m.down(F.gelu(m.up(x))) if x.sum() > 0 else x),
+    "a gate of its own": lambda: Other(lambda m, x: m.down((h := m.up(x)) * F.silu(h))),
+    "a factor": lambda: Other(lambda m, x: m.down(2.0 * F.gelu(m.up(x)))),
+    "another input": lambda: Other(lambda m, x: m.down(F.gelu(m.up(x + 1.0)))),
+    "a layer twice": lambda: Other(lambda m, x: m.down(F.gelu(m.up(m.down(F.gelu(m.up(x))))))),
+    "a subclass": lambda: parametrizations.weight_norm(gpt.MLP(K).up),
+    "one layer": lambda: nn.Linear(K, K),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_an_mlp_is_recognized(name: str) -> None:
+    make, activation, is_gated = MLPS[name]
+    layers = layers_of(make())
+    assert layers is not None
+    assert (layers.activation, layers.gate is not None) == (activation, is_gated)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_only_nearly_an_mlp_is_left_alone(name: str) -> None:
+    module = OTHERS[name]()
+    assert layers_of(module) is None
+    assert fuse_mlps(nn.ModuleDict({"a": module}), min_features=1) == {}
+
+
+def steps(model: Any, accumulation: Accumulation | None = None, *, autocast: bool = False) -> list[Tensor]:
+    """Run two backward passes, and return results and gradients."""
+    found: list[Tensor] = []
+    torch.manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(2, T // 2, K, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = model(x)
+        with nullcontext() if accumulation is None else accumulation:
+            y.float().square().sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", MLPS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_results_and_gradients_are_equal_to_the_bit(name: str, autocast: bool) -> None:
+    plain = MLPS[name][0]()
+    model = copy.deepcopy(plain)
+    (mlp,) = fuse_mlps(model, min_features=1).values()
+    assert is_equal(steps(model, autocast=autocast), steps(plain, autocast=autocast))
+    assert mlp.num_fused == 2
+    mlp.restore()
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("frozen", ["up", "down", "biases"])
+def test_frozen_parts_have_no_gradient(frozen: str) -> None:
+    plain = sequential(nn.GELU())
+    parts: dict[str, list[Any]] = {
+        "up": [plain[0]], "down": [plain[2]], "biases": [plain[0].bias, plain[2].bias]
+    }  # fmt: skip
+    for each in parts[frozen]:
+        each.requires_grad_(requires_grad=False)
+    model = copy.deepcopy(plain)
+    fuse_mlps(model, min_features=1)
+    found, expected = steps(model), steps(plain)
+    assert len(found) == 4 + 2
+    assert is_equal(found, expected)
+
+
+def test_gradients_are_added_in_place() -> None:
+    """T2: the sum of two micro-batches is rounded in another order."""
+    plain, accumulation = llama(), Accumulation()
+    model = copy.deepcopy(plain)
+    fuse_mlps(model, min_features=1, accumulation=accumulation)
+    torch.testing.assert_close(steps(model, accumulation), steps(plain), rtol=1e-5, atol=1e-6)
+    assert accumulation.num_added == 2, "up and down; the gate is a layer of its own"
+
+
+@pytest.mark.parametrize(("name", "kept"), [("Llama", (4, 2)), ("GPT", (2, 1))])
+def test_half_is_kept_for_the_backward_pass(name: str, kept: tuple[int, int]) -> None:
+    """Wide tensors: with a gate G, act(G), H and A, of which G and H stay; else H and A, and H."""
+    found, model = list[int](), MLPS[name][0]()
+    for _ in range(2):
+        seen: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor, seen: dict[int, Tensor] = seen) -> Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = model(torch.randn(T, K, requires_grad=True))
+        found.append(sum(tuple(t.shape) in ((T, HIDDEN), (T, 4 * K)) for t in seen.values()))
+        del y
+        fuse_mlps(model, min_features=1)
+    assert tuple(found) == kept
+
+
+def test_where_somebody_listens_its_own_forward_computes() -> None:
+    model = sequential(nn.GELU())
+    (mlp,) = fuse_mlps(model, min_features=1).values()
+    x, heard = torch.randn(T, K), list[int]()
+    handle = model[2].register_forward_hook(lambda *_: heard.append(1))
+    model(x)
+    handle.remove()
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    model(x)
+    model.train()
+    model(input=x)
+    torch.func.vmap(model)(x)
+    assert (len(heard), mlp.num_fused) == (1, 0)
+    model(x)
+    assert mlp.num_fused == 1
+
+
+def test_it_is_copied_and_pickled() -> None:
+    model = nn.Sequential(llama())
+    fuse_mlps(model, min_features=1)
+    x, file = torch.randn(T, K), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), model(x))
+        assert other[0].forward.layers.up is other[0].up_proj is not model[0].up_proj
+
+
+def test_a_second_derivative_is_refused_with_the_remedy() -> None:
+    model = llama()
+    fuse_mlps(model, min_features=1)
+    x = torch.randn(T, K, requires_grad=True)
+    with pytest.raises(RuntimeError, match="fuse_mlps=false"):
+        torch.autograd.grad(model(x).sum(), [x], create_graph=True)
