@@ -44,10 +44,11 @@ def launch(operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | N
         c = _one_batch_axis(operands.c, operands.batch)
         num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
         reduce_split_k[(batch * num_tiles,)](
-            partials, c, operands.bias, pre, target, operands.M, operands.N, *partials.stride()[:2],
-            *_strides(c), *_strides(target), operands.alpha, operands.beta,
+            partials, c, operands.bias, None, None, pre, None, target,
+            operands.M, operands.N, *partials.stride()[:2], *_strides(c), *_strides(target),
+            operands.alpha, operands.beta,
             BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
-            WIDE=_is_wide(partials, c, pre, target),
+            GRADIENT=False, WIDE=_is_wide(partials, c, pre, target),
         )  # fmt: skip
     else:
         _launch_gemm(operands, config, target, pre)
@@ -62,14 +63,15 @@ def _launch_gemm(operands: Operands, config: TileConfig, d: Tensor, pre: Tensor 
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
-        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": operands.activation,
+        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": operands.activation, "GRADIENT": False,
         "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     if config.kernel == "pointers":
         a, b, c = (_one_batch_axis(tensor, operands.batch) for tensor in (operands.a, operands.b, operands.c))
         gemm_pointers[(num_tiles * a.shape[0],)](
-            a, b, c, operands.bias, pre, d, *sizes, *a.stride(), *b.stride(), *_strides(c), *_strides(d),
+            a, b, c, operands.bias, None, None, pre, None, d,
+            *sizes, *a.stride(), *b.stride(), *_strides(c), *_strides(d),
             operands.alpha, operands.beta, WIDE=_is_wide(a, b, c, pre, d), **constants,
         )  # fmt: skip
         return
@@ -84,7 +86,7 @@ def _launch_gemm(operands: Operands, config: TileConfig, d: Tensor, pre: Tensor 
     # A kernel that makes tensor descriptors needs scratch memory; the allocator holds for this thread.
     triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
     gemm_tma[(min(num_sms, num_tiles),)](
-        a, b, c, operands.bias, pre, d, *sizes, *strides, operands.alpha, operands.beta,
+        a, b, c, operands.bias, None, None, pre, None, d, *sizes, *strides, operands.alpha, operands.beta,
         NUM_SMS=num_sms, A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows, SUBTILES=config.subtiles,
         ADDS=config.adds, WIDE=_is_wide(c), **constants,
     )  # fmt: skip
