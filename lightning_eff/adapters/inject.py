@@ -24,6 +24,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_eff.adapters.lora_linear import add_in_place
 from lightning_eff.adapters.methods import FOR_QUANTIZED, method_error, name_of_method, settings_of
 from lightning_eff.adapters.module_tree import outermost
 from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
@@ -99,6 +100,7 @@ def inject_adapters(
     if outside:  # no optimizer and no checkpoint would include them
         raise method_error(config, f"a method whose tensors are all in layers, unlike {outside[0]}")
     _replace_all_names(model)
+    add_in_place(model)
     if upcast:
         cast_adapter_dtype(model, ADAPTER_NAME)
     model.__dict__[TUNER] = tuner

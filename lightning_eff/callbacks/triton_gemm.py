@@ -1,23 +1,25 @@
 """Compute linear layers by our tiled GEMM, and add weight gradients in place while a step is accumulated.
 
-Every `nn.Linear` that is large enough gets another class: parameters, names and checkpoints stay the same. On
-a CUDA GPU, each GEMM is then computed by the config of our kernels that was measured to be faster than
-torch's library (`lightning-eff bench --tune`), and by the library where none was. Where GradientAccumulation
-or MicroBatch runs several backward passes per step, the GEMM adds the gradient of a weight to `weight.grad`
-directly, and no second gradient of its size is allocated.
+Every `nn.Linear` that is large enough and is trained gets another class: parameters, names and checkpoints
+stay the same. On a CUDA GPU, each of its three GEMMs is then computed by the config of our kernels that was
+measured to be faster than torch's library (`lightning-eff bench --tune RECIPE`), and by the library where
+none was, or where the GEMM is below 1e11 FLOP. Where GradientAccumulation or MicroBatch runs several backward
+passes per step, the GEMM adds the gradient of a weight to `weight.grad` directly, and no second gradient of
+its size is allocated. After the first batch, layers that gain neither are converted back.
 
 Costs: nothing where torch's library computes; some microseconds of Python per layer where our kernels do.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
-    `nn.Linear` are left as they are. Second derivatives (a gradient penalty) raise an error.
+    `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
 Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -34,10 +36,10 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
-from lightning_eff.kernels import dispatch
+from lightning_eff.kernels import choices, dispatch
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
-from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tile_configs import Shape, TileConfig
 from lightning_eff.microbatching import lightning_loop
 
 
@@ -70,7 +72,10 @@ def swap(
     swapped: dict[str, TritonLinear] = {}
     for prefix, block in selected.items():
         for name, module in block.named_modules(prefix=prefix):
-            if type(module) is nn.Linear and min(module.in_features, module.out_features) >= min_features:
+            is_large = (
+                type(module) is nn.Linear and min(module.in_features, module.out_features) >= min_features
+            )
+            if is_large and module.weight.requires_grad:
                 module.__class__ = TritonLinear
                 layer: TritonLinear = module  # pyright: ignore[reportAssignmentType]
                 layer.backend, layer.accumulation = backend, accumulation
@@ -126,6 +131,9 @@ class TritonGemm(Managed):
         self._accumulation = Accumulation()
         self._swapped: dict[str, TritonLinear] = {}
         self._rows: dict[str, int] = {}  # rows of each layer's first input, by name
+        self._num_left = 0  # layers that were converted back, since they gain nothing
+        self._is_settled = False
+        self._step: lightning_loop.ExactStep | None = None
         self._device = torch.device("cpu")
         self._dtype = torch.float32
 
@@ -150,6 +158,7 @@ class TritonGemm(Managed):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
+            self._num_left, self._is_settled = 0, False
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(lambda: [unswap(layer) for layer in self._swapped.values()])
             self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
@@ -165,17 +174,20 @@ class TritonGemm(Managed):
         self._swapped |= new
         if not self._swapped:
             text = (
-                f"TritonGemm had no effect: no linear layer has {self.min_features} or more input and output "
-                f"features; lower min_features={self.min_features}"
+                f"TritonGemm had no effect: no linear layer that is trained has {self.min_features} or more "
+                f"input and output features; lower min_features={self.min_features}"
             )
             warnings.warn(text, NoEffectWarning, stacklevel=2)
         return len(new)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the rows of each layer's input for the report, and add weight gradients in place."""
+        """Agree with all ranks on who computes, and add weight gradients in place."""
         self._device = trainer.strategy.root_device
         self._dtype = matmul_dtype(str(trainer.precision_plugin.precision), self._device.type)
+        if trainer.world_size > 1 and self._device.type == "cuda":
+            choices.use(self._device, trainer.strategy.broadcast(dict(choices.of(self._device))))
+            dispatch.forget()
         handles: dict[str, RemovableHandle] = {}
 
         def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -186,8 +198,45 @@ class TritonGemm(Managed):
             handles[name] = layer.register_forward_pre_hook(partial(record, name))
             self.cleanup.callback(handles[name].remove)  # of a layer that never runs
         step = trainer.fit_loop.epoch_loop.automatic_optimization
-        if self.accumulate and isinstance(step, lightning_loop.ExactStep):
-            step.around_backward = lambda: self._adding(trainer)
+        self._step = step if self.accumulate and isinstance(step, lightning_loop.ExactStep) else None
+        if self._step is not None:
+            self._step.around_backward = lambda: self._adding(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Let layers prepare to add only where the step may have several backward passes."""
+        self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the first batch, convert those layers back that gain nothing."""
+        if self._is_settled or self.backend != "auto":
+            return
+        self._is_settled = True
+        if self._step is None:
+            for name in self._rows:
+                if all(config is None for config in self._configs(name).values()):
+                    unswap(self._swapped[name])
+                    self._num_left += 1
+
+    def _configs(self, name: str) -> dict[str, TileConfig | None]:
+        """Return our config of each product of a layer that has run; None is torch's library."""
+        shapes = self._shapes(name).items()
+        if self._device.type != "cuda" or self.backend == "torch":
+            return dict.fromkeys(product for product, _ in shapes)
+        return {product: dispatch.choose(shape, self._device, self.backend) for product, shape in shapes}
+
+    def _shapes(self, name: str) -> dict[str, Shape]:
+        weight = self._swapped[name].weight
+        dtype = layer_matmul_dtype(weight.dtype, self._dtype)
+        outputs, inputs = full_shape(weight)
+        shapes = dispatch.layer_shapes(max(self._rows[name], 1), outputs, inputs, dtype, weight.dtype)
+        del shapes["weight gradient" if self._accumulation.num_added else "weight gradient, added"]
+        return shapes
 
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """Allow gradients to be added in one backward pass.
@@ -200,22 +249,29 @@ class TritonGemm(Managed):
         else:
             may_add = trainer.world_size == 1
         may_add = may_add and not isinstance(trainer.strategy, lightning_loop.ScalesGradients)
-        return self._accumulation.open() if may_add else nullcontext()
+        return self._accumulation if may_add else nullcontext()
 
     def outcome(self) -> Outcome:
-        """Report how many layers were converted, who computes them, and how many gradients were added."""
-        backends: dict[str, str] = {}
-        for name, rows in self._rows.items():
-            weight = self._swapped[name].weight
-            n, k = full_shape(weight)
-            shape = Shape.packed(max(rows, 1), n, k, layer_matmul_dtype(weight.dtype, self._dtype))
-            backends[name] = dispatch.describe_backend(shape, self._device, self.backend)
-        counts = {backend: list(backends.values()).count(backend) for backend in backends.values()}
-        added = self._accumulation.num_added
-        by = "; ".join(f"{count} by {backend}" for backend, count in counts.items())
-        did = f"{len(self._swapped)} linear layer{'s' * (len(self._swapped) != 1)} swapped"
-        did += f": {by}" if by else ""
+        """Report how many layers were converted, who computes them and what it gains, and what was added."""
+        backends: dict[str, dict[str, str]] = {}
+        saved_s = 0.0
+        for name in self._rows:
+            shapes, configs = self._shapes(name), self._configs(name)
+            backends[name] = {
+                product: dispatch.describe_backend(shape, self._device, self.backend)
+                for product, shape in shapes.items()
+            }
+            for product, config in configs.items():
+                measured = choices.measured(shapes[product], self._device) if config is not None else None
+                saved_s += measured.saved_s if measured is not None else 0.0
+        all_backends = [backend for products in backends.values() for backend in products.values()]
+        added, num_layers = self._accumulation.num_added, len(self._swapped)
+        did = f"{num_layers} linear layer{'s' * (num_layers != 1)} "
+        did += "swapped" if self._num_left < num_layers else "converted back, since nothing was gained"
+        by = [f"{count} products by {backend}" for backend, count in Counter(all_backends).most_common()]
+        did += f": {'; '.join(by)}" if by else ""
+        did += f"; {saved_s * 1e3:.3g} ms less per backward pass, by bench --tune" if saved_s else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
-        ours = self.backend == "triton" or any(not backend.startswith("torch's") for backend in counts)
-        numbers = {"layers": backends, "added_in_place": added}
+        ours = any(not backend.startswith("torch's") for backend in all_backends)
+        numbers = {"layers": backends, "added_in_place": added, "saved_s": saved_s, "left": self._num_left}
         return Outcome(did=did, effective=bool(self._rows) and bool(ours or added), numbers=numbers)

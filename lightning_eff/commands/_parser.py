@@ -17,7 +17,7 @@ from lightning_eff import __version__
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 
-RECIPE = "RECIPE [overrides]"
+RECIPE, OPTIONAL_RECIPE = "RECIPE [overrides]", "[RECIPE] [overrides]"
 ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
@@ -60,14 +60,26 @@ def _compare(add: Add) -> None:
 
 
 def _bench(add: Add) -> None:
-    add("--quick", action="store_true", help="a few small shapes")
-    about = "measure every config that fits; `gemm` chooses by that from now on"
+    about = "a few small shapes; with --suite the smallest sizes, also without a GPU"
+    add("--quick", action="store_true", help=about)
+    about = "measure every config that fits, for a recipe's layers; `gemm` chooses by that from now on"
     add("--tune", action="store_true", help=about)
+    add("--again", action="store_true", help="with --tune RECIPE: also what an earlier call has chosen for")
     about = "your own layers: tokens, output features, input features"
     add("--shapes", type=_layers, default=[], metavar="M,N,K[;...]", help=about)
     about = "operands (bf16)"
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
-    add("--out", type=Path, metavar="DIR", help="write the raw numbers there, after each case: gemm.json")
+    about = "write the raw numbers there, after each case: gemm.json, gpu_suite.json"
+    add("--out", type=Path, metavar="DIR", help=about)
+    about = "on the CPU instead: one float32 product by plain loops, by tiles, and by torch's library"
+    add("--blocking", action="store_true", help=about)
+    add("--suite", choices=["gpu"], help="all that is claimed about a GPU, part by part")
+    about = "end after so many minutes (--suite 9, --tune RECIPE 8)"
+    add("--minutes", type=_at_least(0.1, float), metavar="N", help=about)
+    add("--resume", action="store_true", help="with --suite: continue what --out holds")
+    add("--only", metavar="PART,...", help="with --suite: these parts")
+    about = "with --suite: lengths of the long sequences (131072)"
+    add("--tokens", type=_numbers, default=[], metavar="N,...", help=about)
 
 
 def _export(add: Add) -> None:
@@ -103,6 +115,15 @@ Exit code 5 when a combination is refused, 3 when this machine lacks something; 
 
 A trial that hangs or fails gets a row with the reason. An interruption prints what was measured.
 """,
+    "bench": """
+  lightning-eff bench                   the default shapes, beside torch's library
+  lightning-eff bench --tune            `gemm` chooses by that from now on
+  lightning-eff bench --tune baseline model.d_model=2048 data.context_length=1024
+                                        the GEMMs of a recipe's layers, and what a step gains
+  lightning-eff bench --suite gpu --minutes 9 --out results
+                                        all that is claimed about a GPU; another call with --resume continues
+  lightning-eff bench --suite gpu --quick --only ceilings,attention
+""",
     "ls": """
   lightning-eff ls memory        what has this word in its name or summary
   lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
@@ -113,7 +134,10 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
   lightning-eff export lm                                         of a run without adapters: its weights
 """,
 }
-TAKES = {"train": RECIPE, "plan": RECIPE, "compare": RECIPE, "ls": "[WORD]", "export": "RUN"}
+TAKES = {
+    **dict.fromkeys(("train", "plan", "compare"), RECIPE),
+    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN",
+}  # fmt: skip
 """Words besides options; any other verb takes none."""
 OPTIONS = {"train": _train, "plan": _plan, "compare": _compare, "bench": _bench, "export": _export}
 
@@ -155,7 +179,7 @@ def build() -> tuple[_Parser, dict[str, _Parser]]:
         parsers[name] = branches.add_parser(name, prog=prog, usage=usage, **texts, **style)
         if name in OPTIONS:
             OPTIONS[name](parsers[name].add_argument)
-        if takes == RECIPE:
+        if takes in (RECIPE, OPTIONAL_RECIPE):
             about = "a folder of your own with groups and recipes; may be repeated"
             keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
             parsers[name].add_argument("--config-dir", "-cd", **keywords)
@@ -193,10 +217,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options.arguments = list(words)
     options.arguments.remove(options.verb)
     takes = TAKES.get(options.verb)
-    if takes != RECIPE:
+    if takes not in (RECIPE, OPTIONAL_RECIPE):
         for word in rest[1 if takes else 0 :]:
             parser.error(f"unknown argument {word!r}")
         options.word = rest[0] if rest else ""
+        return options
+    if takes == OPTIONAL_RECIPE and not rest:
+        options.recipe, options.overrides = "", []
         return options
     recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:
@@ -217,6 +244,15 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def _numbers(text: str) -> list[int]:
+    """Read `N,N,N`."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        message = f"expected N[,N...], whole numbers of at least 1, not {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return [int(word) for word in words]
 
 
 def _layers(text: str) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError, UsageError
 from lightning_eff.core.text import text_table
 
 if TYPE_CHECKING:
@@ -32,11 +32,22 @@ TWO_METHODS = (
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
+    if options.recipe and not options.tune:
+        text = f"bench: a recipe is for --tune\n  try: lightning-eff bench --tune {options.recipe}"
+        raise UsageError(text)
+    if options.suite:
+        from lightning_eff.commands._bench import gpu_run
+
+        return gpu_run.main(options)
+    if options.blocking:
+        from lightning_eff.commands._bench import blocking
+
+        return blocking.main(options)
     import torch
 
     from lightning_eff.commands._bench import gemm_timing
     from lightning_eff.core import machine
-    from lightning_eff.kernels import dispatch
+    from lightning_eff.kernels import choices
 
     reason = gemm_timing.why_no_kernels()
     if reason:
@@ -50,15 +61,19 @@ def main(options: argparse.Namespace) -> int:
         "triton": machine.package_version("triton"),
         "clocks before": machine.gpu_clocks(device),
     }
+    if options.recipe:
+        from lightning_eff.commands._bench import tune
+
+        return tune.main(options, device, environment)
     comparisons = _measure(options, device, environment)
     environment["clocks after"] = machine.gpu_clocks(device)
     numbers = _save(comparisons, environment, options.out)
     sys.stdout.write(numbers if options.json else _table(comparisons, environment))
     if options.tune:
         fastest = gemm_timing.fastest_by_bucket(comparisons)
-        path = dispatch.save_choices(dispatch.identity(device), fastest)
-        choices = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
-        sys.stderr.write(f"saved {choices} in {path}; processes that start now use them\n")
+        path = choices.save(device, fastest)
+        count = "1 choice" if len(fastest) == 1 else f"{len(fastest)} choices"
+        sys.stderr.write(f"saved {count} in {path}; processes that start now use them\n")
     is_correct = all(result.is_correct for each in comparisons for result in each.results.values())
     return EXIT_OK if is_correct else EXIT_FAILED
 
@@ -70,6 +85,7 @@ def _measure(
     import torch
 
     from lightning_eff.commands._bench import gemm_problem, gemm_timing
+    from lightning_eff.kernels import choices
 
     dtype = getattr(torch, OPERAND_DTYPES[options.dtype])
     layers = options.shapes or (SMALL if options.quick else ())
@@ -80,6 +96,8 @@ def _measure(
         sys.stderr.write(f"{number}/{len(cases)} {case}\n")
         comparisons.append(gemm_timing.compare(case, device, round_ms=round_ms, every_config=options.tune))
         _save(comparisons, environment, options.out)
+        if options.tune:
+            choices.save(device, gemm_timing.fastest_by_bucket(comparisons))
     return comparisons
 
 

@@ -54,8 +54,13 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
          a     1
          long  22
     """
-    from rich.console import Console  # here: `--help` and completion print no table
-    from rich.table import Table
+    try:
+        from rich.console import Console  # here: `--help` and completion print no table
+        from rich.table import Table
+    except ImportError:  # a bare image with torch alone, to measure on
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [map(str.ljust, row, widths) for row in [header, *rows]]
+        return "\n".join(f" {'  '.join(cells)}".rstrip() for cells in lines)
 
     table = Table(box=None, padding=(0, 1))
     for title in header:

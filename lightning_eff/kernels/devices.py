@@ -1,10 +1,17 @@
-"""Describe devices for the cost model, as data: peaks of dense products as vendors state them, and sizes."""
+"""Describe devices for the cost model, as data: peaks of dense products as vendors state them, and sizes.
+
+A GPU of this machine has the sizes that its driver reports. Peaks are known for the names of the table only:
+any other GPU gets an estimate, which ranks configs and is never shown as a peak.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -17,7 +24,7 @@ class Device:
 
     Args:
         name: The vendor's name.
-        capability: Compute capability of a GPU, times ten: 90 for Hopper; 0 for a CPU.
+        capability: Compute capability of an NVIDIA GPU, times ten: 90 for Hopper; 0 for any other device.
         num_sms: Streaming multiprocessors, or cores.
         peak_tflops: 1e12 operations per second, by dtype.
         memory_gbs: Memory bandwidth, 1e9 bytes per second.
@@ -25,6 +32,8 @@ class Device:
         l2_bytes: Size of that cache.
         shared_bytes: Shared memory that one block may have; of a CPU a core's own cache.
         memory_bytes: Memory, as the driver reports it to a process.
+        is_cpu: Whether it is this machine's CPU.
+        is_estimate: Whether peaks and bandwidths are unknown: estimates, whose ratios rank configs.
     """
 
     name: str
@@ -36,6 +45,8 @@ class Device:
     l2_bytes: int
     shared_bytes: int
     memory_bytes: int
+    is_cpu: bool = False
+    is_estimate: bool = False
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Return operations per second in a dtype; float32's where the device has no units for it."""
@@ -98,31 +109,77 @@ def named(name: str) -> Device:
 
 
 def of(device: torch.device) -> Device:
-    """Describe a device of this machine: from the table, else scaled from the most similar one by its SMs."""
+    """Describe a device of this machine; the rates of an unknown GPU are scaled from the most similar one."""
     if device.type != "cuda":
         return this_cpu()
     properties = torch.cuda.get_device_properties(device)
-    model = properties.name.lower().replace(" ", "")
-    for key, device_info in DEVICES.items():
-        same_sms = device_info.num_sms == properties.multi_processor_count
-        if key in model and same_sms and "nvl" not in model:  # NVL boards have as many SMs, at lower clocks
-            return device_info
-    capability = properties.major * 10 + properties.minor
-    like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
-    ratio = properties.multi_processor_count / like.num_sms
-    return replace(
-        like, name=properties.name, capability=capability, num_sms=properties.multi_processor_count,
-        peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
-        memory_gbs=like.memory_gbs * ratio, l2_gbs=like.l2_gbs * ratio, l2_bytes=properties.L2_cache_size,
-        shared_bytes=properties.shared_memory_per_block_optin, memory_bytes=properties.total_memory,
+    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor  # AMD's 9.4 is no 9.0
+    shared_bytes = properties.shared_memory_per_block  # the only one that ROCm has
+    return _gpu(
+        properties.name, capability, properties.multi_processor_count, l2_bytes=properties.L2_cache_size,
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", shared_bytes),
+        memory_bytes=properties.total_memory,
     )  # fmt: skip
+
+
+@functools.cache
+def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
+    """Return what the table says of a GPU that is in it, else an estimate, with the driver's sizes."""
+    # The name is a word of the driver's. NVL boards have as many SMs, at lower clocks.
+    known = (info for info in DEVICES.values() if re.search(rf"\b{info.name}\b", name) and "NVL" not in name)
+    device = next((info for info in known if info.num_sms == num_sms), None)
+    if device is not None:
+        return replace(device, **sizes)
+    like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
+    ratio = num_sms / like.num_sms
+    return replace(
+        like, name=name, capability=capability, num_sms=num_sms, is_estimate=True,
+        peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
+        memory_gbs=like.memory_gbs * ratio, l2_gbs=like.l2_gbs * ratio, **sizes,
+    )  # fmt: skip
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Return why our kernels cannot run on a device of this machine; empty where they can.
+
+    Example:
+        >>> why_no_kernels(torch.device("cpu"))
+        "expected a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1 in the environment)"
+    """
+    from lightning_eff.kernels import gemm_kernels  # imports Triton, which describing a device does not need
+
+    if gemm_kernels.INTERPRETED:
+        return ""
+    if device.type != "cuda":
+        return "expected a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1 in the environment)"
+    if torch.version.hip:
+        return "the kernels are for NVIDIA GPUs, and this is torch for ROCm"
+    if gemm_kernels.triton is None:
+        return "Triton is not installed: pip install triton"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= 8 else f"compute capability {major}.{minor}: expected 8.0 (Ampere) or later"
+
+
+def float32_precision() -> Literal["tf32", "ieee"]:
+    """Return how float32 is multiplied on CUDA, whichever of PyTorch's switches were used.
+
+    `fp32_precision` is what PyTorch's own products follow: it has what any of the switches set, and what it
+    inherits from those above it. The older `allow_tf32` and `get_float32_matmul_precision` raise where the
+    newer switches say something else.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# As torch.compiler.assume_constant_result, without importing the compiler: it cannot trace the switch, but
+# compiles again once the switch has changed.
+float32_precision.__dict__["_dynamo_marked_constant"] = True
 
 
 def this_cpu() -> Device:
     """Describe this machine's CPU; its speed and its caches are a guess, which only ranks sizes."""
     cores = torch.get_num_threads()
     return Device(
-        name="CPU", capability=0, num_sms=cores,
+        name="CPU", capability=0, num_sms=cores, is_cpu=True, is_estimate=True,
         peak_tflops={"float32": 0.1 * cores, "float64": 0.05 * cores},
         memory_gbs=20.0, l2_gbs=100.0, l2_bytes=32 * KIB**2, shared_bytes=KIB**2,
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

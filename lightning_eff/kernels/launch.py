@@ -1,9 +1,17 @@
-"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K."""
+"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K.
+
+A `Launch` binds a config, in its first call, to the sizes, strides and formats of one GEMM. Later calls pass
+addresses and factors to the compiled kernel, past Triton's own look-up, which takes longer than all the rest.
+Whoever keeps one (dispatch.py) keys it by everything that the compiler specializes on: sizes, strides,
+dtypes, and which addresses are multiples of 16 bytes.
+"""
 
 # pyright: basic
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,84 +26,139 @@ GROUP_M = 8
 """Rows of tiles in a band (`_tile_of` in gemm_kernels.py)."""
 SUM_M, SUM_N = 16, 128
 """Tile of `reduce_split_k`."""
+Matrices = Sequence[Any]
+"""Tensors, or None, in the order in which a kernel takes them."""
+
+
+class CannotCompileError(RuntimeError):
+    """A config cannot be compiled for a GEMM, or needs more than the device has."""
 
 
 def launch(operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | None = None) -> Tensor:
-    """Run the kernels with a config, and return the result.
+    """Run the kernels with a config once, and return the result; see `Launch`."""
+    return Launch(config)(operands, d, pre)
+
+
+class Launch:
+    """The kernels with a config, for one kind of operands.
 
     Args:
-        operands: Checked, of sizes above 0.
-        config: One that fits them (`tiles.fits`).
-        d: Receives the result, `[*batch, M, N]` of any strides; a config that adds adds to it.
-        pre: Receives the input of the activation, `[*batch, M, N]`, contiguous; or None.
+        config: One that fits the operands (`tiles.fits`).
     """
-    if d.is_cuda and d.device.index != torch.cuda.current_device():
-        with torch.cuda.device(d.device):  # Triton launches on the current device
-            return launch(operands, config, d, pre=pre)
-    batch, is_split = math.prod(operands.batch), config.split_k > 1
-    target = d if config.kernel == "tma" and not is_split else _one_batch_axis(d, operands.batch)
-    if is_split:
-        # Each split is padded to whole tiles along M, and to 16 bytes a row, which TMA requires.
-        rows = -(-operands.M // config.block_m) * config.block_m
-        size = (batch * config.split_k, rows, -(-operands.N // 4) * 4)
-        partials = torch.empty(size, dtype=torch.float32, device=d.device)
-        product = Operands(a=operands.a, b=operands.b, out_dtype=torch.float32, batch=operands.batch)
-        _launch_gemm(product, config, partials, None)
-        c = _one_batch_axis(operands.c, operands.batch)
-        num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N)
-        reduce_split_k[(batch * num_tiles,)](
-            partials, c, operands.bias, None, None, pre, None, target,
-            operands.M, operands.N, *partials.stride()[:2], *_strides(c), *_strides(target),
-            operands.alpha, operands.beta,
-            BLOCK_M=SUM_M, BLOCK_N=SUM_N, SPLIT_K=config.split_k, ACTIVATION=operands.activation,
-            GRADIENT=False, WIDE=_is_wide(partials, c, pre, target),
-        )  # fmt: skip
+
+    def __init__(self, config: TileConfig) -> None:
+        self.config = config
+        self._gemm: Callable[[Matrices, float, float], None] | None = None
+        self._sum: Callable[[Matrices, float, float], None] | None = None
+
+    def __call__(self, operands: Operands, d: Tensor, pre: Tensor | None = None) -> Tensor:
+        """Compute into `d`, and return it.
+
+        Args:
+            operands: Checked, of sizes above 0.
+            d: Receives the result, `[*batch, M, N]` of any strides; a config that adds adds to it.
+            pre: Receives the input of the activation, `[*batch, M, N]`, contiguous; or None.
+
+        Raises:
+            CannotCompileError: In the first call.
+        """
+        if d.is_cuda and d.device.index != torch.cuda.current_device():
+            with torch.cuda.device(d.device):  # Triton compiles for, and launches on, the current device
+                return self(operands, d, pre)
+        batch, bias = operands.batch, operands.bias
+        a, b, target = (_one_batch_axis(tensor, batch) for tensor in (operands.a, operands.b, d))
+        # A config that adds never reads C: it is d.
+        c = None if self.config.adds else _one_batch_axis(operands.c, batch)
+        if self.config.kernel == "tma":  # descriptors need scratch memory, from this thread's allocator
+            triton.set_allocator(partial(_scratch_memory, d.device))
+        if self.config.split_k == 1:
+            if self.config.kernel == "tma" and c is not None and not _is_like_d(c, d):
+                c = c.clone(memory_format=torch.contiguous_format)
+            tensors = (a, b, c, bias, None, None, pre, None, target)
+            self._gemm = self._gemm or self._bind_gemm(operands, tensors)
+            self._gemm(tensors, operands.alpha, operands.beta)
+        else:
+            # Each split is padded to whole tiles along M, and to 16 bytes a row, which TMA requires.
+            rows = -(-operands.M // self.config.block_m) * self.config.block_m
+            size = (math.prod(batch) * self.config.split_k, rows, -(-operands.N // 4) * 4)
+            partials = torch.empty(size, dtype=torch.float32, device=d.device)
+            products = (a, b, *[None] * 6, partials)
+            sums = (partials, c, bias, None, None, pre, None, target)
+            self._gemm = self._gemm or self._bind_gemm(operands, products)
+            self._sum = self._sum or self._bind_sum(operands, sums)
+            self._gemm(products, 1.0, 0.0)
+            self._sum(sums, operands.alpha, operands.beta)
+        if target.data_ptr() != d.data_ptr():  # d has batch axes that no single stride describes
+            d.copy_(target.reshape(d.shape))
+        return d
+
+    def _bind_gemm(self, operands: Operands, tensors: Matrices) -> Callable[[Matrices, float, float], None]:
+        config = self.config
+        a, b, c, d = tensors[0], tensors[1], tensors[2], tensors[-1]
+        num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
+        sizes = (operands.M, operands.N, operands.K)
+        constants: dict[str, Any] = {
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
+            "GROUP_M": GROUP_M, "SPLIT_K": config.split_k,
+            "ACTIVATION": operands.activation if config.split_k == 1 else None, "GRADIENT": False,
+            "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
+        }  # fmt: skip
+        if config.kernel == "pointers":
+            strides = (*_strides(a), *_strides(b), *_strides(c), *_strides(d))
+            grid, constants["WIDE"] = num_tiles * math.prod(operands.batch), _is_wide(*tensors)
+            return _bind(gemm_pointers, grid, tensors, (*sizes, *strides), constants, config)
+        a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
+        near = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1))
+        strides = (*near, 0 if c is None else c.stride(0), d.stride(-2))
+        num_sms = devices.of(d.device).num_sms
+        constants |= {
+            "NUM_SMS": num_sms, "A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows,
+            "SUBTILES": config.subtiles, "ADDS": config.adds, "WIDE": _is_wide(c),
+        }  # fmt: skip
+        return _bind(gemm_tma, min(num_sms, num_tiles), tensors, (*sizes, *strides), constants, config)
+
+    def _bind_sum(self, operands: Operands, tensors: Matrices) -> Callable[[Matrices, float, float], None]:
+        partials, c, d = tensors[0], tensors[1], tensors[-1]
+        num_tiles = -(-operands.M // SUM_M) * -(-operands.N // SUM_N) * math.prod(operands.batch)
+        sizes = (operands.M, operands.N, *partials.stride()[:2], *_strides(c), *_strides(d))
+        constants = {
+            "BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "SPLIT_K": self.config.split_k,
+            "ACTIVATION": operands.activation, "GRADIENT": False, "WIDE": _is_wide(*tensors),
+        }  # fmt: skip
+        return _bind(reduce_split_k, num_tiles, tensors, sizes, constants, None)
+
+
+def _bind(
+    kernel: Any, num_programs: int, tensors: Matrices, sizes: Sequence[int], constants: dict[str, Any],
+    config: TileConfig | None,
+) -> Callable[[Matrices, float, float], None]:  # fmt: skip
+    """Compile a kernel, and return it with everything but tensors and factors; `sizes` include strides."""
+    grid = (num_programs, 1, 1)
+    run = kernel[grid]  # where Triton is missing, this says so
+    options = {} if config is None else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
+    if INTERPRETED:
+        run = partial(run, **options)
     else:
-        _launch_gemm(operands, config, target, pre)
-    if target.data_ptr() != d.data_ptr():  # d has batch axes that no single stride describes
-        d.copy_(target.reshape(d.shape))
-    return d
+        try:
+            run = kernel.warmup(*tensors, *sizes, 1.0, 1.0, *in_order, grid=grid, **options)[grid]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler's passes, the assembler and the driver: no common class
+            text = f"{config or 'the sum of splits of K'} cannot be compiled: {type(error).__name__}: {error}"
+            raise CannotCompileError(text) from error
+    return lambda tensors, alpha, beta: run(*tensors, *sizes, alpha, beta, *in_order)
 
 
-def _launch_gemm(operands: Operands, config: TileConfig, d: Tensor, pre: Tensor | None) -> None:
-    num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
-    sizes = (operands.M, operands.N, operands.K)
-    constants: dict[str, Any] = {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
-        "GROUP_M": GROUP_M, "SPLIT_K": config.split_k, "ACTIVATION": operands.activation, "GRADIENT": False,
-        "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
-    if config.kernel == "pointers":
-        a, b, c = (_one_batch_axis(tensor, operands.batch) for tensor in (operands.a, operands.b, operands.c))
-        gemm_pointers[(num_tiles * a.shape[0],)](
-            a, b, c, operands.bias, None, None, pre, None, d,
-            *sizes, *a.stride(), *b.stride(), *_strides(c), *_strides(d),
-            operands.alpha, operands.beta, WIDE=_is_wide(a, b, c, pre, d), **constants,
-        )  # fmt: skip
-        return
-    a, b = operands.a, operands.b
-    c = None if config.adds else operands.c  # a config that adds never reads C: it is d
-    a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
-    if c is not None and not _is_like_d(c, d):
-        c = c.clone(memory_format=torch.contiguous_format)
-    stride_cm = 0 if c is None else c.stride(0)
-    strides = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1), stride_cm, d.stride(-2))
-    device, num_sms = d.device, devices.of(d.device).num_sms
-    # A kernel that makes tensor descriptors needs scratch memory; the allocator holds for this thread.
-    triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
-    gemm_tma[(min(num_sms, num_tiles),)](
-        a, b, c, operands.bias, None, None, pre, None, d, *sizes, *strides, operands.alpha, operands.beta,
-        NUM_SMS=num_sms, A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows, SUBTILES=config.subtiles,
-        ADDS=config.adds, WIDE=_is_wide(c), **constants,
-    )  # fmt: skip
+def _scratch_memory(device: torch.device, size: int, *_: Any) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device=device)
 
 
 def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
-    """Return `[batch, rows, columns]`; a broadcast axis has stride 0."""
-    if tensor is None:
-        return None
+    """Return `[batch, rows, columns]`, or a matrix that has no batch axes as it is."""
+    if tensor is None or not batch:
+        return tensor
     matrix = tensor.shape[-2:]
     return tensor.expand(*batch, *matrix).reshape(math.prod(batch), *matrix)
 
@@ -107,9 +170,11 @@ def _is_like_d(c: Tensor, d: Tensor) -> bool:
 
 def _is_wide(*tensors: Tensor | None) -> bool:
     """Return whether offsets inside a tile, of at most 128 rows and 256 columns, may not fit in 32 bits."""
-    return any(max(tensor.stride()[-2:]) >= 2**23 for tensor in tensors if tensor is not None)
+    return any(max(t.stride()[-2:]) >= 2**23 for t in tensors if t is not None and t.ndim > 1)
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:
     """Return the strides of `[batch, rows, columns]`; zeros for None."""
-    return (0, 0, 0) if tensor is None else tensor.stride()
+    if tensor is None:
+        return (0, 0, 0)
+    return tensor.stride() if tensor.ndim == 3 else (0, *tensor.stride())

@@ -2,7 +2,8 @@
 
     y = x @ weight.T + bias
 
-The three GEMMs of a layer, for T rows of x, need no transposed copy:
+The three GEMMs of a layer, for T rows of x, need no transposed copy, and each is asked for itself who
+computes it:
 
     forward            Y [T, N] = X [T, K] @ W [N, K].T     nt
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
@@ -16,14 +17,13 @@ Only whoever runs the backward passes can open one: this gradient bypasses autog
 parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer therefore adds only where none of
 them is present.
 
-Under `torch.compile`, and where torch's library computes without accumulation, the layer is `F.linear`.
+The layer is `F.linear` wherever that is as fast or knows more: where torch's library computes all three
+without accumulation, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,19 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_eff.kernels import dispatch, matmul, operator
-from lightning_eff.kernels.dispatch import Decision
-from lightning_eff.kernels.operands import check_operands
+from lightning_eff.kernels.operands import DTYPES, Operands
 
 
 @dataclass(eq=False)
 class Accumulation:
     """Controls when layers may add to gradients in place, and counts how often they did.
+
+    Args:
+        is_expected: Whether the step may have several backward passes: else layers do not prepare for it.
 
     Example:
         >>> accumulation = Accumulation()
@@ -56,27 +59,31 @@ class Accumulation:
         1
     """
 
-    is_open: bool = False
+    is_expected: bool = True
     num_added: int = 0
+    _depth: int = 0
 
-    @contextmanager
-    def open(self) -> Generator[None]:
-        """Allow layers to add while a backward pass runs in which DDP does not wait for gradients."""
-        before, self.is_open = self.is_open, True
-        try:
-            yield
-        finally:
-            self.is_open = before
+    def open(self) -> Accumulation:
+        """Allow layers to add in a `with` block, in which a backward pass runs that DDP does not wait for."""
+        return self
 
-    def takes(self, weight: Tensor) -> bool:
-        """Return whether a gradient may bypass autograd: `weight.grad` exists, and no hook would miss it."""
-        if not self.is_open or weight.grad is None or weight.grad.layout != torch.strided:
+    def __enter__(self) -> None:  # a generator would take ten times as long
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+    def takes(self, weight: Tensor, node: Any) -> bool:
+        """Return whether a gradient may bypass autograd: `weight.grad` exists, and no hook would miss it.
+
+        `node` of the graph accumulates the gradient of the weight.
+        """
+        if not self._depth or weight.grad is None or weight.grad.layout != torch.strided:
             return False
         has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
         if has_hooks or type(weight) not in (nn.Parameter, Tensor) or not weight.is_leaf:
             return False
         # Only `backward` accumulates into .grad; `autograd.grad` returns the gradient, and raises here.
-        node = torch.autograd.graph.get_gradient_edge(weight).node
         try:
             return torch._C._will_engine_execute_node(node)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         except RuntimeError:
@@ -127,84 +134,116 @@ def linear(
 
     Raises:
         ValueError: An unknown backend.
-        RuntimeError: In a second derivative, where a gradient is accumulated or our kernels run.
+        RuntimeError: `triton` where the kernels cannot run.
     """
-    dispatch.check_backend(backend)
-    is_dense = x.layout == torch.strided and not x.is_nested
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or operator.in_transform()  # pyright: ignore[reportPrivateImportUsage]
-    is_eager = is_dense and not is_traced
-    may_be_ours = is_eager and dispatch.may_use_triton(backend, x.device, x.dtype)
-    if backend == "triton" and not may_be_ours:  # traced: the operator; else this raises why it cannot run
-        return matmul.gemm(x, weight.T, bias=bias, backend=backend)
-    accumulates = is_eager and accumulation is not None and torch.is_grad_enabled()
-    if may_be_ours or accumulates:
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim != 2 else x
-        decision = _decide(rows, weight, bias, backend) if may_be_ours else None
-        if decision is not None or accumulates:
-            backend = "torch" if decision is None else backend
-            y = _Linear.apply(rows, weight, bias, backend, accumulation, decision)
-            return y.reshape(*x.shape[:-1], y.shape[-1]) if x.ndim != 2 else y
-    return F.linear(x, weight, bias)
+    is_ours = dispatch.may_use_triton(backend, x.device, x.dtype)
+    accumulates = accumulation is not None and accumulation.is_expected and weight.requires_grad
+    if not (is_ours or (accumulates and torch.is_grad_enabled())) or not _is_dense(x):
+        return F.linear(x, weight, bias)
+    if operator.is_traced() or operator.in_forward_mode():
+        if backend == "triton" and not operator.in_forward_mode():  # the operator, which the compiler keeps
+            return matmul.gemm(x, weight.T, bias=bias, backend=backend)
+        return F.linear(x, weight, bias)
+    dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype) or x.dtype
+    if is_ours and backend == "auto":  # by sizes and dtypes: no tensor is made to ask
+        num_rows = x.numel() // max(x.shape[-1], 1)
+        is_ours = dispatch.may_help(num_rows, *weight.shape, dtype, weight.dtype, x.device)
+        if not (is_ours or (accumulates and torch.is_grad_enabled())):
+            return F.linear(x, weight, bias)
+    copy = None if dtype == weight.dtype else _low_copy(weight, dtype)
+    rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, as autocast's own cast is
+    rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = _Linear.apply(rows, weight, bias, copy, backend if is_ours else "torch", accumulation)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _decide(rows: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Decision | None:
-    """Decide who computes the forward pass, by the operands that it is then computed with.
+def _is_dense(x: Tensor) -> bool:
+    return x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
 
-    Without gradients: `_Linear` has the casts in its own backward pass.
+
+_low_copies: Any = WeakTensorKeyDictionary()
+
+
+def _low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in autocast's dtype: the same copy while a graph holds it, as autocast has it.
+
+    A layer that is called a hundred times in a forward pass casts once, and keeps one copy.
     """
-    with torch.no_grad():
-        a, b = matmul.autocast(rows, weight.T)
-        low_bias = bias.to(a.dtype) if bias is not None else None
-        return dispatch.decide(check_operands(a, b, None, bias=low_bias), backend)
+    version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
+    kept, reference = _low_copies.get(weight, (None, None))
+    copy = reference() if kept == version else None
+    if copy is None:
+        copy = weight.detach().to(dtype)
+        _low_copies[weight] = (version, TensorWeakRef(copy))
+    return copy
 
 
 class _Linear(torch.autograd.Function):
-    """The three GEMMs of a layer; each decides once who computes it."""
+    """The three GEMMs of a layer, of which it saves what the gradients that are needed need."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str,
-        accumulation: Accumulation | None, decision: Decision | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor | None, backend: str,
+        accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
-        if decision is not None:  # its operands are x [T, K] and weight.T [K, N], cast by autocast
-            rows, low_weight = decision.operands.a, decision.operands.b.T
-            y = operator.compute(decision)
-        else:
-            rows, low_weight = matmul.autocast(x, weight)
-            y = F.linear(rows, low_weight, bias.to(rows.dtype) if bias is not None else None)
-        ctx.save_for_backward(rows, low_weight.detach())
+        # The weight without its history: `weight.data = ...` before the backward pass must not change it.
+        used = weight.detach() if copy is None else copy
+        low_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, used if needs_x else None)
         ctx.weight = weight  # receives the gradient; a saved tensor need not be the same object
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.x_dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.backend, ctx.accumulation = backend, accumulation
-        return y
+        if backend == "torch":
+            return F.linear(x, used, low_bias)
+        return _product(x, used.T, backend, bias=low_bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            text = (
-                "TritonLinear has no second derivative (create_graph=True, for example a gradient penalty): "
-                "keep this layer an nn.Linear, or set its backend to 'torch' and its accumulation to None"
-            )
-            raise RuntimeError(text)
-        rows, low_weight = ctx.saved_tensors
-        grad = grads[0].to(rows.dtype)  # [T, N]
-        weight, total, accumulation = ctx.weight, ctx.weight.grad, ctx.accumulation
+        grad, weight, backend, accumulation = grads[0], ctx.weight, ctx.backend, ctx.accumulation
+        x, used = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative: torch's functions, which have one
+            return _differentiable(ctx, grad, x, used)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:  # dX [T, K] = dY [T, N] @ W [N, K]
-            grad_x = matmul.gemm(grad, low_weight, backend=ctx.backend).to(ctx.x_dtype)
-        is_ours = ctx.backend != "torch"
-        # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
-        takes = needs_weight and accumulation is not None and accumulation.takes(weight)
-        if takes and (is_ours or rows.is_cuda or total.dtype == rows.dtype):
-            # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
-            ctx.accumulation.num_added += 1
-            matmul.gemm(grad.T, rows, total, beta=1.0, out=total, out_dtype=total.dtype, backend=ctx.backend)
-        elif needs_weight:  # dW [N, K] = dY.T [N, T] @ X [T, K]
-            dtype = weight.dtype if is_ours else None
-            grad_weight = matmul.gemm(grad.T, rows, out_dtype=dtype, backend=ctx.backend).to(weight.dtype)
+            grad_x = _product(grad, used, backend)
+        if needs_weight:
+            is_ours = backend != "torch"
+            # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
+            may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
+            if may_add and accumulation and accumulation.takes(weight, ctx.next_functions[1][0]):
+                # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
+                _product(grad.T, x, backend, total=weight.grad)
+                accumulation.num_added += 1
+            else:  # dW [N, K] = dY.T [N, T] @ X [T, K]; ours in the weight's dtype, without a cast
+                grad_weight = _product(grad.T, x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
+                grad_weight = grad_weight.to(weight.dtype)
         if needs_bias:  # db [N] = dY summed over T
-            wide = torch.promote_types(grad.dtype, ctx.bias_dtype) if is_ours else grad.dtype
-            grad_bias = grad.sum(0, dtype=wide).to(ctx.bias_dtype)
+            wide = ctx.bias_dtype if backend != "torch" else grad.dtype
+            grad_bias = grad.sum(0) if grad.dtype == wide else grad.sum(0, dtype=wide)
+            grad_bias = grad_bias if grad_bias.dtype == ctx.bias_dtype else grad_bias.to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _product(
+    a: Tensor, b: Tensor, backend: str, *, bias: Tensor | None = None, total: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `a @ b + bias` or `total += a @ b`, of operands that need no check."""
+    if backend == "torch" and (total is None or total.dtype == a.dtype):
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    dtype = total.dtype if total is not None else out_dtype or a.dtype
+    operands = Operands(
+        a=a, b=b, c=total, beta=0.0 if total is None else 1.0, bias=bias, out_dtype=dtype, batch=()
+    )  # fmt: skip
+    return operator.compute(operands, total, backend)
+
+
+def _differentiable(ctx: Any, grad: Tensor, x: Tensor | None, used: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients with a graph of their own."""
+    weight, bias_dtype = ctx.weight, ctx.bias_dtype
+    grad_x = grad @ weight.to(grad.dtype) if used is not None else None
+    grad_weight = (grad.T @ x).to(weight.dtype) if x is not None else None
+    grad_bias = grad.sum(0).to(bias_dtype) if ctx.needs_input_grad[2] else None
+    return grad_x, grad_weight, grad_bias, None, None, None

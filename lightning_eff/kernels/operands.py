@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lightning_eff.kernels.reference import ACTIVATIONS
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -29,7 +30,7 @@ class Operands:
         batch: Batch axes of D.
         alpha: Factor of the product.
         beta: Factor of `c`.
-        activation: One of `reference.ACTIVATIONS`, or None.
+        activation: One of `library.ACTIVATIONS`, or None.
 
     Attributes:
         M: Rows of D.
@@ -57,14 +58,16 @@ class Operands:
         self.size = (*self.batch, self.M, self.N)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Those that are not None."""
-        return [tensor for tensor in (self.a, self.b, self.c, self.bias) if tensor is not None]
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """A, B, C and the bias."""
+        return self.a, self.b, self.c, self.bias
 
     @property
     def needs_gradient(self) -> bool:
         """Whether autograd records an operation on them."""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+        if not torch.is_grad_enabled():
+            return False
+        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
 
     def shape(self, *, adds: bool = False) -> Shape:
         """Return what the choice of a config depends on; `adds`: the result is added to C in its memory."""
@@ -81,9 +84,8 @@ class Operands:
 
 
 def float32_precision(a: Tensor) -> str:
-    """Return how float32 is multiplied: `tf32` where torch's own switch is on, else `ieee`."""
-    tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    """Return how the kernels multiply what is float32: `tf32` where torch's own switch is on, else `ieee`."""
+    return devices.float32_precision() if a.dtype == torch.float32 and a.is_cuda else "ieee"
 
 
 def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:

@@ -136,6 +136,11 @@ class Shape:
         return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
 
     @property
+    def flop(self) -> float:
+        """Operations, a multiplication and an addition for each pair."""
+        return 2.0 * self.batch * self.M * self.N * self.K
+
+    @property
     def out_itemsize(self) -> int:
         """Bytes per element of the result."""
         return (self.out_dtype or self.dtype).itemsize

@@ -154,10 +154,9 @@ class Explanation:
         if not device.capability:
             yield f"{what}torch's library, which blocks a product for the caches"
             return
-        yield (
-            f"{what}tile {cost.config}; expected {cost.peak_fraction:.0%} of the peak, "
-            f"{cost.seconds * 1e6:.0f} us (predicted)"
-        )
+        speed = f"expected {cost.peak_fraction:.0%} of the peak, {cost.seconds * 1e6:.0f} us (predicted)"
+        unknown = "the peak of this device is unknown, and the choice an estimate"
+        yield f"{what}tile {cost.config}; {unknown if device.is_estimate else speed}"
         rows, columns = cost.grid
         splits = f", K in {cost.config.split_k} parts," if cost.config.split_k > 1 else ""
         fitting_m = " or ".join(map(str, self.fitting_m))
@@ -174,7 +173,8 @@ class Explanation:
                     f"a row of {letter}={value} is {value * shape.dtype.itemsize} bytes, "
                     f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {better}"
                 )
-        yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory, bound by {cost.bound}"
+        bound = "" if device.is_estimate else f", bound by {cost.bound}"
+        yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory{bound}"
 
 
 def explain_tiles(

@@ -118,6 +118,11 @@ class ExactStep(_AutomaticOptimization):
         self._state_before_batch = self._window.state()
         return super().run(optimizer, batch_idx, kwargs)
 
+    @property
+    def may_have_several_passes(self) -> bool:
+        """Return whether the current step may have more than one backward pass."""
+        return self.trainer.accumulate_grad_batches > 1 or self.micro_batch_size is not None
+
     def should_accumulate(self) -> bool:
         """Return whether the current batch made no step: the window continues, or a scaler skipped it."""
         return not self._is_complete or self._is_skipped

@@ -65,7 +65,7 @@ class DeviceMemory:
             ('H200', 33554432)
         """
         found = devices.named(device) if device else devices.of(root)
-        if not found.capability:
+        if found.is_cpu:
             limit = limit or host_memory.host_memory_limit()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
             return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)

@@ -62,7 +62,11 @@ class ExampleBatch:
 
 
 def dry_run(
-    values: Mapping[str, Any], example: ExampleBatch | None = None, *, is_cuda: bool = False
+    values: Mapping[str, Any],
+    example: ExampleBatch | None = None,
+    *,
+    is_cuda: bool = False,
+    watch: pl.Callback | None = None,
 ) -> Prediction:
     """Predict the peak of a composed run; an error is returned in the prediction.
 
@@ -70,18 +74,19 @@ def dry_run(
         values: From `config.compose_recipe`.
         example: Batch to predict with; None takes one from the data.
         is_cuda: Whether `precision=auto` is what it is on a CUDA device, which need not be present.
+        watch: Another callback of the predicted run.
     """
     precision = values.get("precision") or {}
     if is_cuda and precision.get("precision") == "auto":
         values = dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
     try:
         with redirect_stdout(sys.stderr):
-            return _predict(values, example or ExampleBatch.of(values))
+            return _predict(values, example or ExampleBatch.of(values), watch)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return Prediction(reason=reason_of(error), error=error)
 
 
-def _predict(values: Mapping[str, Any], example: ExampleBatch) -> Prediction:
+def _predict(values: Mapping[str, Any], example: ExampleBatch, watch: pl.Callback | None) -> Prediction:
     """Predict on one CPU, without monitors, loggers and pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
@@ -93,6 +98,7 @@ def _predict(values: Mapping[str, Any], example: ExampleBatch) -> Prediction:
         callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(changed | {"callbacks": callbacks})
+    callbacks_of(trainer).extend([watch] if watch is not None else [])
 
     def build_model() -> pl.LightningModule:
         model: pl.LightningModule = make("model", changed["model"])

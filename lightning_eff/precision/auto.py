@@ -40,6 +40,7 @@ from lightning_eff.core.dtypes import auto_precision, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
+from lightning_eff.precision._tf32 import set_tf32
 
 Format = Literal["bf16-mixed", "16-mixed", "bf16-true", "32-true"]
 COMPUTE_DTYPES: dict[str, torch.dtype] = {
@@ -127,7 +128,7 @@ class AutoPrecision(Precision):
         self._reason = AS_REQUESTED
         self._cast_layers: dict[str, str] = {}
         self._bytes_before = self._bytes_after = 0
-        self._switches: tuple[str, bool] | None = None
+        self._restore_tf32: Callable[[], None] | None = None
 
     def facts(self) -> Facts:
         """Return what follows on a device that only emulates the format."""
@@ -159,10 +160,8 @@ class AutoPrecision(Precision):
         if self.tf32 and device_type != "cuda":
             text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
-        if self.tf32 is not None and device_type == "cuda" and self._switches is None:
-            self._switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = self.tf32
+        if self.tf32 is not None and device_type == "cuda" and self._restore_tf32 is None:
+            self._restore_tf32 = set_tf32(enabled=self.tf32)
         self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
         if self.precision == "bf16-true":
             module.to(dtype=dtype)
@@ -192,10 +191,9 @@ class AutoPrecision(Precision):
     @override
     def teardown(self) -> None:
         """Restore PyTorch's TF32 switches."""
-        if self._switches is not None:
-            torch.set_float32_matmul_precision(self._switches[0])
-            torch.backends.cudnn.allow_tf32 = self._switches[1]
-            self._switches = None
+        if self._restore_tf32 is not None:
+            self._restore_tf32()
+            self._restore_tf32 = None
 
     @override
     def train_step_context(self) -> AbstractContextManager[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -283,7 +281,7 @@ class AutoPrecision(Precision):
         if self._bytes_after != self._bytes_before:
             did += f"; parameters {human_bytes(self._bytes_before)} -> {human_bytes(self._bytes_after)}"
         has_run = self.device is not None
-        is_effective = (is_float32 and has_run) or bool(self._cast_layers) or self._switches is not None
+        is_effective = (is_float32 and has_run) or bool(self._cast_layers) or self._restore_tf32 is not None
         numbers = {"precision": self.precision, "device": self.device, "layers": dict(self._cast_layers)}
         numbers["parameter_bytes"] = self._bytes_after
         return Outcome(did=did, effective=is_effective, numbers=numbers)

@@ -229,9 +229,8 @@ class Meter:
         has_rate = flops_per_sample and figures["samples_per_s"]
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         device = devices.of(self.device)
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        # A device that is not in the table has no MFU: its peak would be a guess.
-        ceiling = device.peak(dtype, tf32=tf32) if device in devices.DEVICES.values() else None
+        tf32 = devices.float32_precision() == "tf32"
+        ceiling = None if device.is_estimate else device.peak(dtype, tf32=tf32)
         peak, recorder = allocator.peak_bytes(self.device), self._recorder
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return figures | {

@@ -14,7 +14,7 @@ from lightning_eff.commands._bench import gemm_timing as bench
 from lightning_eff.commands._bench.gemm_problem import Case
 from lightning_eff.commands._bench.gemm_timing import Comparison, Result
 from lightning_eff.core import machine
-from lightning_eff.kernels import dispatch
+from lightning_eff.kernels import choices
 from tests.support.command_line import Command
 
 
@@ -47,8 +47,9 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.devic
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(machine, "machine_info", lambda device: {"device": "made up"})
     monkeypatch.setattr(machine, "gpu_clocks", lambda device: "1980 MHz")
-    monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
-    monkeypatch.setattr(dispatch, "_CONFIGS_BY_NAME", {"a config": None})
+    monkeypatch.setattr(choices, "identity", lambda device: "some-gpu")
+    monkeypatch.setattr(choices, "_NAMES", {"a config"})
+    monkeypatch.setattr(choices, "_read_files", {})
     monkeypatch.setattr(bench, "compare", compare)
     return found
 
@@ -81,7 +82,7 @@ def test_numbers_are_written_and_tuning_is_kept_for_dispatch(
     assert devices == [torch.device("cuda", 3)] * 10
     assert "1/10 2x3x4 nt plain\n" in err
     assert "saved 1 choice in " in err
-    assert dispatch.choices.__wrapped__("some-gpu") == {"b": "a config"}
+    assert choices.of(torch.device("cuda")) == {"b": choices.Choice("a config", 0.5)}
     found = json.loads(out)
     assert found == json.loads((tmp_path / "a" / "b" / "gemm.json").read_text())
     assert found["means"] == {"best config": 2.0, "gemm": 0.8}
@@ -117,4 +118,7 @@ def test_what_was_measured_before_a_crash_is_kept(
 ) -> None:
     code, _, _ = command("bench", "--tune", "--shapes", "2,13,4", "--out", str(tmp_path))
     layouts = [row["layout"] for row in json.loads((tmp_path / "gemm.json").read_text())["rows"]]
+    assert choices.of(torch.device("cuda")) == {"b": choices.Choice("a config", 0.5)}, (
+        "chosen after each case"
+    )
     assert (code, layouts) == (1, ["nt", "nn"])

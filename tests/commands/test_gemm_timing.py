@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,97 @@ def test_a_config_is_chosen_only_where_it_keeps_up_everywhere() -> None:
         comparison({}, "no configs"),
     ]
     assert bench.fastest_by_bucket(compared) == {
-        "some": second, "slow": "torch", "fast": second, "no configs": "torch"
+        "some": (second, 1.0 - 1.0 / 1.1), "slow": ("torch", 0.0), "fast": (second, 1.0 - 1.0 / 6.0),
+        "no configs": ("torch", 0.0),
     }  # fmt: skip
     assert [each.best_config for each in compared] == [third, second, first, second, None]
+
+
+@pytest.mark.parametrize(
+    ("library_us", "ours_us", "is_chosen"),
+    [
+        (1000.0, 979.0, True),
+        (1000.0, 981.0, False),  # less than 2 %
+        (100.0, 94.9, True),
+        (100.0, 95.1, False),  # less than 5 us, which Python takes
+        (4.0, 1.0, False),
+    ],
+)
+def test_a_config_has_to_save_two_percent_and_what_python_takes(
+    library_us: float, ours_us: float, *, is_chosen: bool
+) -> None:
+    def seconds(microseconds: float, other: float) -> dict[str, list[float]]:
+        return {"flushed": [1e-6 * microseconds] * 5, "graph": [1e-6 * other] * 5}
+
+    name = str(CONFIGS[0])
+    results = {
+        "library": Result(error=0.5, seconds=seconds(library_us, library_us)),
+        name: Result(error=0.5, seconds=seconds(ours_us, 1.0)),
+    }
+    both = Comparison(case=SMALL, results=results, bucket="b", computed_by="torch")
+    assert bench.fastest_by_bucket([both])["b"].config == (name if is_chosen else "torch")
+    swapped = seconds(1.0, ours_us)
+    results[name].seconds = swapped
+    chosen = bench.fastest_by_bucket([both])["b"]
+    assert chosen.config == (name if is_chosen else "torch"), "in both ways"
+    assert chosen.saved_s == pytest.approx(1e-6 * (library_us - ours_us) if is_chosen else 0.0)
+    del swapped["graph"]
+    assert bench.fastest_by_bucket([both]) == {"b": ("torch", 0.0)}, "not timed to the end"
+
+
+def test_a_config_that_begins_slow_is_not_timed_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+    speed = {"run_library": 1.0, "run_gemm": 9.0, "slow": 1.6, "fair": 1.4}
+
+    def measured(run: Callable[..., Any], problems: Any, method: str, round_ms: int) -> float:
+        turns.append(run.__name__)
+        return speed[run.__name__]
+
+    def run_config(config: Any) -> Any:
+        def run(problem: Problem) -> Tensor:
+            return bench.run_library(problem)
+
+        run.__name__ = config
+        return run
+
+    monkeypatch.setattr(bench, "seconds_per_call", measured)
+    monkeypatch.setattr(bench, "run_config", run_config)
+    monkeypatch.setattr(bench, "INTERPRETED", True)
+    ranked = [SimpleNamespace(config="slow"), SimpleNamespace(config="fair")]
+    monkeypatch.setattr(bench.tiles, "rank_configs", lambda *_: ranked)
+    found = bench.compare(SMALL, CPU, round_ms=1)
+    assert turns[:4] == ["run_library", "run_gemm", "slow", "fair"]
+    assert (turns.count("slow"), turns.count("fair"), turns.count("run_gemm")) == (1, 10, 10)
+    assert found.ratio("slow") == 1 / 1.6
+    assert found.best_config == "fair"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "out_dtype", "result", "addend", "adds"),
+    [
+        ("plain", torch.bfloat16, None, torch.bfloat16, None, False),
+        ("plain", torch.bfloat16, torch.float32, torch.float32, None, False),
+        ("adds", torch.bfloat16, None, torch.float32, torch.float32, True),
+        ("adds", torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16, False),
+        ("c", torch.bfloat16, None, torch.bfloat16, torch.bfloat16, False),
+        ("c32", torch.bfloat16, None, torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_a_case_says_what_is_added_and_where_to(
+    kind: Any, dtype: Any, out_dtype: Any, result: Any, addend: Any, adds: Any
+) -> None:
+    case = Case(M=16, N=24, K=32, kind=kind, dtype=dtype, out_dtype=out_dtype)
+    problem = Problem.draw(case, CPU)
+    c = problem.operands.c
+    assert problem.d.dtype == problem.operands.out_dtype == result
+    assert (c.dtype if c is not None else None) == addend
+    assert (c is problem.d) == (kind == "adds")
+    assert problem.shape().adds == adds
+    assert Problem.empty(case, CPU).shape() == problem.shape()
+
+    def exact(each: Problem) -> Tensor:
+        total = each.operands.a.double() @ each.operands.b.double()
+        return each.d.copy_(total if each.operands.c is None else total + each.operands.c.double())
+
+    assert bench.check(exact, problem).is_correct
+    assert bench.check(exact, problem.rotation()[-1]).is_correct

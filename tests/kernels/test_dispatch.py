@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
-from lightning_eff.kernels import dispatch
+from lightning_eff.kernels import choices, devices, dispatch
+from lightning_eff.kernels.choices import Choice
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 
 GPU = torch.device("cuda", 0)
 SHAPE = Shape(M=4096, N=4096, K=4096)
+FIRST = Choice(str(CONFIGS[0]), 1e-4)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIGHTNING_EFF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(dispatch, "identity", lambda device: "some-gpu")
-    dispatch.choices.cache_clear()
+    monkeypatch.setattr(choices, "identity", lambda device: "some-gpu")
+    monkeypatch.setattr(choices, "_read_files", {})
+    monkeypatch.setattr(dispatch, "_dropped", set())
+    monkeypatch.setattr(devices, "of", lambda _: DEVICES["h200"])
+    monkeypatch.setattr(devices, "why_no_kernels", lambda _: "")
+    dispatch.forget()
     return tmp_path / "cache" / "gemm-some-gpu.json"
+
+
+def use(agreed: dict[str, Choice]) -> None:
+    choices.use(GPU, agreed)
+    dispatch.forget()
+
+
+def another_process() -> None:
+    choices._read_files.clear()
+    dispatch.forget()
 
 
 def test_configs_are_distinct_and_so_are_their_names() -> None:
@@ -31,22 +45,61 @@ def test_configs_are_distinct_and_so_are_their_names() -> None:
 
 
 def test_what_was_measured_is_chosen_and_frozen_for_the_process(cache: Path) -> None:
-    assert dispatch.measured_config(SHAPE, GPU) is None
+    assert dispatch.choose(SHAPE, GPU, "auto") is None
     assert "nothing was measured" in dispatch.describe_backend(SHAPE, GPU)
-    dispatch.choices.cache_clear()
+    another_process()
     near, far = Shape(M=4000, N=4096, K=4096), Shape(M=8192, N=4096, K=4096)
-    dispatch.save_choices(
-        "some-gpu", {dispatch.bucket(SHAPE): str(CONFIGS[1]), dispatch.bucket(far): "torch"}
-    )
-    assert dispatch.measured_config(SHAPE, GPU) == dispatch.measured_config(near, GPU) == CONFIGS[1]
-    assert dispatch.measured_config(far, GPU) is None
+    choices.save(GPU, {choices.bucket(SHAPE): FIRST, choices.bucket(far): Choice("torch")})
+    assert dispatch.choose(SHAPE, GPU, "auto") == dispatch.choose(near, GPU, "auto") == CONFIGS[0]
+    assert dispatch.choose(far, GPU, "auto") is None
     assert "measured to be faster" in dispatch.describe_backend(far, GPU)
-    dispatch.save_choices("some-gpu", {dispatch.bucket(SHAPE): "torch"})
-    assert dispatch.measured_config(SHAPE, GPU) == CONFIGS[1], "as it was read first"
-    dispatch.choices.cache_clear()
-    assert dispatch.measured_config(SHAPE, GPU) is None
-    assert dispatch.choices("some-gpu")[dispatch.bucket(far)] == "torch", "kept beside the new one"
-    assert sorted(path.name for path in cache.parent.iterdir()) == [cache.name]
+    choices.save(GPU, {choices.bucket(SHAPE): Choice("torch")})
+    assert dispatch.choose(SHAPE, GPU, "auto") == CONFIGS[0], "as it was read first"
+    another_process()
+    assert dispatch.choose(SHAPE, GPU, "auto") is None
+    assert choices.of(GPU)[choices.bucket(far)] == Choice("torch"), "kept beside the new one"
+    assert sorted(path.suffix for path in cache.parent.iterdir()) == [".json", ".lock"]
+
+
+def test_ranks_use_one_choice(cache: Path) -> None:
+    assert dispatch.choose(SHAPE, GPU, "auto") is None
+    use({choices.bucket(SHAPE): FIRST})
+    assert dispatch.choose(SHAPE, GPU, "auto") == CONFIGS[0]
+    assert not cache.exists()
+
+
+def test_two_tuners_at_once_lose_nothing() -> None:
+    buckets = [f"bucket {number}" for number in range(60)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda bucket: choices.save(GPU, {bucket: Choice("torch")}), buckets))
+    assert sorted(choices.of(GPU)) == sorted(buckets)
+
+
+def test_a_small_shape_is_the_library_whatever_was_measured() -> None:
+    """Below 1e11 FLOP a GPU is done before Python has launched the next kernel."""
+    small = Shape(M=2048, N=4096, K=4096)
+    choices.save(GPU, {choices.bucket(small): FIRST})
+    assert dispatch.choose(small, GPU, "auto") is None
+    assert "below 1e+11 FLOP" in dispatch.describe_backend(small, GPU)
+
+
+def test_each_product_of_a_layer_is_asked_for_itself() -> None:
+    shapes = dispatch.layer_shapes(8192, 4096, 14336, torch.bfloat16, torch.float32)
+    assert {name: (each.M, each.N, each.K, each.layout) for name, each in shapes.items()} == {
+        "forward": (8192, 4096, 14336, "nt"),
+        "input gradient": (8192, 14336, 4096, "nn"),
+        "weight gradient": (4096, 14336, 8192, "tn"),
+        "weight gradient, added": (4096, 14336, 8192, "tn"),
+    }
+    names = {name: choices.bucket(each) for name, each in shapes.items()}
+    assert len(set(names.values())) == 4
+    assert names["weight gradient"].startswith("bfloat16-float32-"), "float32 weights under autocast"
+    sizes = (8192, 4096, 14336, torch.bfloat16, torch.float32, GPU)
+    for bucket in names.values():
+        another_process()
+        assert not dispatch.may_help(*sizes)
+        use({bucket: Choice(str(CONFIGS[-6]))})
+        assert dispatch.may_help(*sizes)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"choices": 3}', '{"other": {}}'])
@@ -54,38 +107,16 @@ def test_a_damaged_file_is_reported_and_counts_as_empty(cache: Path, text: str) 
     cache.parent.mkdir()
     cache.write_text(text)
     with pytest.warns(UserWarning, match="is damaged and not used"):
-        assert dispatch.measured_config(SHAPE, GPU) is None
-    dispatch.choices.cache_clear()
+        assert dispatch.choose(SHAPE, GPU, "auto") is None
+    another_process()
     with pytest.warns(UserWarning, match="is damaged"):
-        dispatch.save_choices("some-gpu", {dispatch.bucket(SHAPE): "torch"})
-    assert dispatch.choices("some-gpu") == {dispatch.bucket(SHAPE): "torch"}
+        choices.save(GPU, {choices.bucket(SHAPE): Choice("torch")})
+    assert choices.of(GPU) == {choices.bucket(SHAPE): Choice("torch")}
 
 
 def test_a_config_of_another_version_counts_as_not_measured_and_is_not_saved(cache: Path) -> None:
     cache.parent.mkdir()
-    cache.write_text(f'{{"choices": {{"{dispatch.bucket(SHAPE)}": "tma 1x1"}}}}')
-    assert dispatch.measured_config(SHAPE, GPU) is None
+    cache.write_text(f'{{"choices": {{"{choices.bucket(SHAPE)}": ["tma 1x1", 0.1]}}}}')
+    assert dispatch.choose(SHAPE, GPU, "auto") is None
     with pytest.raises(ValueError, match="expected torch, or configs of"):
-        dispatch.save_choices("some-gpu", {"bucket": "my config"})
-
-
-def test_auto_is_decided_by_what_was_measured_and_carries_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_eff.kernels.devices.of", lambda _: DEVICES["h200"])
-    with FakeTensorMode():
-        a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        operands = check_operands(a, b.T, None)
-        assert not dispatch.may_use_triton("auto", GPU, a.dtype)
-        assert dispatch.decide(operands, "auto") is None
-        dispatch.save_choices("some-gpu", {dispatch.bucket(SHAPE): str(CONFIGS[1])})
-        dispatch.choices.cache_clear()
-        decision = dispatch.decide(operands, "auto")
-        assert decision is not None
-        assert (decision.measured, decision.shape) == (CONFIGS[1], replace(SHAPE, out_dtype=torch.bfloat16))
-        unaligned = torch.empty_strided((4096, 4096), (4097, 1), dtype=torch.bfloat16, device="cuda")
-        assert dispatch.decide(operands, "auto", out=unaligned) is None, "TMA cannot store it"
-        assert dispatch.decide(operands, "torch") is None
-        forced = dispatch.decide(operands, "triton", out=unaligned)
-        assert forced is not None
-        assert forced.shape is None, "computed at the launch"
-    assert dispatch.may_use_triton("auto", GPU, a.dtype)
-    assert not dispatch.may_use_triton("auto", GPU, torch.float64)
+        choices.save(GPU, {"bucket": Choice("my config")})

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.linear import Accumulation, TritonLinear, linear
 from tests.support.linear_layers import Tied, swapped, trained
 from tests.support.ranks import is_equal
@@ -126,12 +131,101 @@ def test_nobody_who_listens_is_passed_over() -> None:
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 20.0))
 
 
-def test_a_second_derivative_is_refused_where_gradients_accumulate() -> None:
-    layer = swapped(nn.Linear(3, 2), Accumulation())
-    x = torch.ones(4, 3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="TritonLinear has no second derivative"):
-        torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True)
-    layer.accumulation = None
-    (gradient,) = torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True)
-    gradient.square().sum().backward()
-    assert layer.weight.grad is not None
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.13's jvp imports it
+@pytest.mark.parametrize("autocast", [False, True])
+def test_other_derivatives_are_those_of_a_linear_layer(autocast: bool) -> None:
+    layer = nn.Linear(3, 2)
+    ours = swapped(copy.deepcopy(layer), Accumulation())
+    x, found = torch.ones(4, 3, requires_grad=True), []
+    for each in (layer, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            (gradient,) = torch.autograd.grad(each(x).square().sum(), [x], create_graph=True)
+            gradient.square().sum().backward()
+            assert each.weight.grad is not None
+            _, tangent = torch.func.jvp(each, (x.detach(),), (x.detach(),))
+        found.append([each.weight.grad, each.bias.grad, tangent])
+    # Under autocast two contributions to the weight's gradient are rounded to bfloat16, in another order.
+    torch.testing.assert_close(*found, rtol=2e-2 if autocast else 0.0, atol=1e-2 if autocast else 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_dtypes_that_only_torch_multiplies(dtype: torch.dtype) -> None:
+    layer = swapped(nn.Linear(3, 2, bias=False), Accumulation())
+    layer.weight = nn.Parameter(torch.ones(2, 3, dtype=dtype), requires_grad=dtype.is_complex)
+    x = torch.ones(4, 3, dtype=dtype)
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
+
+
+def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the tensors that are kept for a backward pass, each storage once."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = function()
+    assert y.requires_grad
+    return list(kept.values())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_keeps_no_byte_more_for_the_backward_pass_than_a_linear_layer(
+    frozen: bool, autocast: bool
+) -> None:
+    layer = nn.Linear(64, 48)
+    layer.requires_grad_(not frozen)
+    ours = swapped(copy.deepcopy(layer), Accumulation())
+    x = torch.ones(256, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected, found = (sum(t.nbytes for t in saved_by(partial(each, x))) for each in (layer, ours))
+    assert found == expected
+
+
+def test_autocast_casts_a_weight_once_for_all_calls_of_a_pass() -> None:
+    """Found by a reader: a layer called a hundred times kept a hundred copies of its weight."""
+    layer = swapped(nn.Linear(64, 64, bias=False), Accumulation())
+    x = torch.ones(2, 64)
+
+    def unrolled() -> Tensor:
+        y = x
+        for _ in range(5):
+            y = layer(y)
+        return y
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = [tensor for tensor in saved_by(unrolled) if tensor.shape == (64, 64)]
+        assert len(kept) == 1
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+        y = layer(x)
+    assert torch.equal(y, F.linear(x.bfloat16(), layer.weight.detach().bfloat16())), "not an old copy"
+
+
+def test_a_layer_is_asked_by_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cast, and no operand is checked, to learn that torch's library computes."""
+    monkeypatch.setattr(dispatch, "may_use_triton", lambda *_: True)
+    asked: list[Any] = []
+    monkeypatch.setattr(dispatch, "may_help", lambda *sizes: asked.append(sizes))
+    layer, x = swapped(nn.Linear(8, 6)), torch.ones(2, 5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Operations() as operations:
+        layer(x)
+    expected = [(10, 6, 8, torch.bfloat16, torch.float32, x.device)]
+    assert asked == expected
+    with torch.autocast("cpu", dtype=torch.bfloat16), Operations() as plain:
+        F.linear(x, layer.weight, layer.bias)
+    assert operations.names == plain.names
+
+
+class Operations(TorchDispatchMode):
+    """Collects what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -67,7 +67,7 @@ FAULTS |= {name: ("kernels/epilogue.py", *fault) for name, fault in IN_EPILOGUE.
 FAULTS |= {
     "splits of K in too few rows": (
         "kernels/launch.py",
-        "rows = -(-operands.M // config.block_m) * config.block_m",
+        "rows = -(-operands.M // self.config.block_m) * self.config.block_m",
         "rows = operands.M",
     ),
     "beta = 0 reads C": ("kernels/matmul.py", "c if beta else None,", "c,"),

@@ -66,6 +66,26 @@ def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
     assert_predicted_is_measured(make, extra, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("micro_batches", [False, True])
+def test_lora_with_the_tiled_layer_takes_no_byte_more_than_lora_alone(
+    precision: str, micro_batches: bool
+) -> None:
+    """The input of a frozen layer was kept for a gradient that nobody asks for."""
+    batch = next(iter(loader_for(GPT_OF)))
+
+    def peak(*others: pl.Callback) -> Any:
+        callbacks = [PeftAdapter(options={"r": 2}), *others]
+        callbacks += [MicroBatch(micro_batch_size=2)] if micro_batches else []
+        return predict(
+            GPT_OF, batch, trainer=trainer_of({"callbacks": callbacks, "precision": precision})
+        ).peak
+
+    alone, together = peak(), peak(TritonGemm(min_features=1))
+    assert alone.by_phase == together.by_phase
+
+
 def test_a_model_is_copied_and_not_changed() -> None:
     model = GPT_OF()
     before = {name: p.clone() for name, p in model.named_parameters()}

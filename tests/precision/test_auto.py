@@ -18,8 +18,17 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarn
 from lightning_eff.precision import auto
 from lightning_eff.precision.auto import AutoPrecision, step_context
 from tests.support.models import Net, fit, make_loader
+from tests.support.tf32 import SWITCHES, in_forks
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
+
+
+CUDNN_SWITCHES = [
+    "torch.backends.cudnn.allow_tf32 = False",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "torch.backends.cudnn.rnn.fp32_precision = 'none'; torch.backends.fp32_precision = 'ieee'",
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+]
 
 
 class Spy(Net):
@@ -161,6 +170,48 @@ def test_tf32_without_cuda_is_said_and_with_it_set_and_restored(net: Callable[..
     assert plugin.outcome().effective
     plugin.teardown()
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+STATE = """
+def state():
+    found = []
+    for read in (
+        lambda: torch.get_float32_matmul_precision(), lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda: torch.backends.cudnn.allow_tf32, *(lambda s=s: s.fp32_precision for s in ALL),
+    ):
+        try:
+            found.append(read())
+        except RuntimeError:
+            found.append("raises")
+    return found
+def states():
+    # Also after a change at the top, which shows what inherits from it.
+    before, found = b.fp32_precision, [state()]
+    for b.fp32_precision in ("tf32", "ieee", before):
+        found.append(state())
+    return found
+b = torch.backends
+ALL = (b, b.cudnn, b.mkldnn, b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul)
+from lightning_eff.precision._tf32 import set_tf32  # as the plugin does, without importing Lightning
+def run(tf32):
+    before = states()
+    # Until it is set a convolution has TF32 unless it inherits something; nothing can set that again.
+    initial = any([row[i] for row in before[:3]] == ["tf32", "tf32", "ieee"] for i in CUDNN)
+    restore = set_tf32(enabled=tf32)
+    for switch in (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn):
+        assert (switch.fp32_precision == "tf32") == tf32, switch
+    if "raises" not in before[0]:
+        assert "raises" not in state()
+    restore()
+    assert state() == before[0], (before[0], state())
+    assert states() == before or (initial and not tf32), (before, states())
+CUDNN = [3 + ALL.index(switch) for switch in (b.cudnn.conv, b.cudnn.rnn)]
+"""
+
+
+def test_tf32_is_set_and_restored_exactly_whichever_switches_the_user_set() -> None:
+    printed = in_forks([*SWITCHES, *CUDNN_SWITCHES], STATE, "run(True); run(False); print('restored')")
+    assert printed == ["restored"] * len([*SWITCHES, *CUDNN_SWITCHES])
 
 
 def test_an_emulated_format_is_said_with_what_auto_would_take(

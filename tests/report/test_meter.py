@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,6 +118,13 @@ def test_the_peak_of_an_allocator_is_used_if_it_has_one(
     assert figures["num_batches"] == 3, "live bytes are not counted, so one counted batch is enough"
     assert figures["mfu"] == figures["flops_per_s"] / 989e12 > 0
     assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 67e12
+    # The older switches raise once the newer ones of PyTorch were used.
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(devices, "float32_precision", lambda: "tf32")
+    assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 495e12
+    unknown = dataclasses.replace(devices.DEVICES["h200"], is_estimate=True)
+    monkeypatch.setattr(devices, "of", lambda device: unknown)
+    assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] is None
 
 
 @pytest.mark.parametrize(

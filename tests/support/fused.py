@@ -9,7 +9,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from lightning_eff.kernels import gemm_kernels, launch
+from lightning_eff.kernels import launch
+from lightning_eff.kernels.gemm_kernels import reduce_split_k
 
 
 @contextmanager
@@ -17,22 +18,25 @@ def fused(
     *, gate: Tensor | None = None, up: Tensor | None = None, d2: Tensor | None = None, gradient: bool = False
 ) -> Generator[None]:
     """Let `launch` run the kernels with what it leaves out; a sum over splits of K gets it, not its parts."""
+    bind = launch._bind
 
-    def replace(name: str, bias: int) -> Any:
-        kernel = getattr(gemm_kernels, name)
+    def extended(tensors: launch.Matrices) -> launch.Matrices:
+        *operands, _, _, pre, _, d = tensors
+        return (*operands, gate, up, pre, d2, d)
 
-        def on_grid(grid: tuple[int, ...]) -> Callable[..., Any]:
-            def run(*arguments: Any, **constants: Any) -> Any:
-                passed = list(arguments)
-                if name == "reduce_split_k" or constants["SPLIT_K"] == 1:
-                    passed[bias + 1 : bias + 3], passed[bias + 4] = (gate, up), d2
-                    constants["GRADIENT"] = gradient
-                return kernel[grid](*passed, **constants)
+    def bind_fused(
+        kernel: Any,
+        programs: int,
+        tensors: launch.Matrices,
+        sizes: Any,
+        constants: dict[str, Any],
+        config: Any,
+    ) -> Callable[..., Any]:
+        if kernel is not reduce_split_k and constants["SPLIT_K"] > 1:
+            return bind(kernel, programs, tensors, sizes, constants, config)
+        constants = {**constants, "GRADIENT": gradient}
+        run = bind(kernel, programs, extended(tensors), sizes, constants, config)
+        return lambda tensors, alpha, beta: run(extended(tensors), alpha, beta)
 
-            return run
-
-        return mock.MagicMock(__getitem__=lambda _, grid: on_grid(grid))
-
-    bias_at = {"gemm_tma": 3, "gemm_pointers": 3, "reduce_split_k": 2}
-    with mock.patch.multiple(launch, **{name: replace(name, bias) for name, bias in bias_at.items()}):
+    with mock.patch.object(launch, "_bind", bind_fused):
         yield

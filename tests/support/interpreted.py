@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import reference
 from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.library import ACTIVATIONS, reference
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
@@ -120,9 +120,9 @@ class Case:
             gemm(a, b, c, **product, **epilogue, out=out, backend="triton")
         else:
             launch(check_operands(a, b, c, **product, **epilogue), self.tile, out, pre=pre)
-        x = reference.gemm(a, b, c_read, **product)
+        x = reference(a, b, c_read, **product)
         size = self.size(a, b, c_read, bias)
-        activate = reference.ACTIVATIONS.get(self.activation or "")
+        activate = ACTIVATIONS.get(self.activation or "")
         ratio = self.ratio(out, x, size) if activate is None else self.ratio(out, activate(x), 1.2 * size)
         if pre is not None:
             ratio = max(ratio, self.ratio(pre, x, size))
@@ -143,7 +143,7 @@ class Case:
     def size(self, a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return |alpha| |A| @ |B| + |beta| |C| + |bias|, of which an error is a share."""
         c, bias = (each.abs() if each is not None else None for each in (c, bias))
-        return reference.gemm(a.abs(), b.abs(), c, alpha=abs(self.alpha), beta=abs(self.beta), bias=bias)
+        return reference(a.abs(), b.abs(), c, alpha=abs(self.alpha), beta=abs(self.beta), bias=bias)
 
     def ratio(self, out: Tensor, expected: Tensor, size: Tensor) -> float:
         """Return the largest error over what T4 allows; infinite where only one is a number."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels import devices, reference
-from lightning_eff.kernels.operands import Operands, check_operands
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.library import reference
+from lightning_eff.kernels.operands import Operands, check_operands, float32_precision
+from lightning_eff.kernels.tile_configs import Shape
 
 WEIGHTS: tuple[tuple[int, int], ...] = (
     (12288, 4096),  # Llama 2 7B: queries, keys and values in one, 3 x 4096
@@ -41,8 +43,8 @@ Layer = tuple[int, int, int]
 class Case:
     """One GEMM to measure.
 
-    `adds`: the product is added in place to float32, as a weight's gradient is. `fused`: with a bias and an
-    activation.
+    Kinds: `adds`: the product is added in place, as a weight's gradient is. `bias`: a bias is added. `fused`:
+    with a bias and an activation. `c` and `c32`: another matrix is added, of the result's dtype or float32.
     """
 
     M: int
@@ -50,10 +52,17 @@ class Case:
     K: int
     layout: str = "nt"  # or nn or tn: whether A and B are stored transposed
     dtype: torch.dtype = torch.bfloat16
-    kind: Literal["plain", "adds", "fused"] = "plain"
+    kind: Literal["plain", "adds", "bias", "fused", "c", "c32"] = "plain"
+    out_dtype: torch.dtype | None = None  # None for `dtype`, and for float32 where it `adds`
 
     def __str__(self) -> str:
-        return f"{self.M}x{self.N}x{self.K} {self.layout} {self.kind}"
+        text = f"{self.M}x{self.N}x{self.K} {self.layout} {self.kind}"
+        return text if self.out_dtype is None else f"{text} to {str(self.out_dtype).removeprefix('torch.')}"
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Dtype of the result."""
+        return self.out_dtype or (torch.float32 if self.kind == "adds" else self.dtype)
 
 
 def cases_of(layers: Iterable[Layer], more: Iterable[Layer], dtype: torch.dtype) -> list[Case]:
@@ -94,30 +103,55 @@ class Problem:
 
     operands: Operands  # C is `d` where the product is added to it
     d: Tensor  # receives the result, [M, N]
-    start: Tensor | None  # what `d` holds before a product is added to it
+    start: Tensor | None  # what is added to the product: C, or what `d` holds before
 
     @classmethod
     def draw(cls, case: Case, device: torch.device, *, seed: int = 0) -> Problem:
         """Draw the operands: N(0, 1), scaled by 1 / sqrt(K)."""
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(rows: int, columns: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        def normal(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
             values = torch.randn(rows, columns, generator=generator, device=device)
             return values.mul_(case.K**-0.5).to(dtype)
 
-        adds, fused = case.kind == "adds", case.kind == "fused"
-        out_dtype = torch.float32 if adds else case.dtype
-        d = torch.full((case.M, case.N), math.nan, dtype=out_dtype, device=device)
+        return cls.of(case, normal, device)
+
+    @classmethod
+    def empty(cls, case: Case, device: torch.device) -> Problem:
+        """Allocate the operands alone, for their shapes and strides."""
+
+        def empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(rows, columns, dtype=dtype, device=device)
+
+        return cls.of(case, empty, device)
+
+    @classmethod
+    def of(cls, case: Case, make: Callable[[int, int, torch.dtype], Tensor], device: torch.device) -> Problem:
+        """Make the tensors of a case by `make(rows, columns, dtype)`; the result is NaN at first."""
+        m, n, k, dtype, kind = case.M, case.N, case.K, case.dtype, case.kind
+        d = torch.full((m, n), math.nan, dtype=case.result_dtype, device=device)
+        a = make(k, m, dtype).T if case.layout[0] == "t" else make(m, k, dtype)
+        b = make(n, k, dtype).T if case.layout[1] == "t" else make(k, n, dtype)
+        bias = make(1, n, dtype)[0] if kind in ("bias", "fused") else None
+        is_sum = kind in ("adds", "c", "c32")
+        start = make(m, n, torch.float32 if kind == "c32" else case.result_dtype) if is_sum else None
         operands = check_operands(
-            normal(case.K, case.M).T if case.layout[0] == "t" else normal(case.M, case.K),
-            normal(case.N, case.K).T if case.layout[1] == "t" else normal(case.K, case.N),
-            d if adds else None,
-            beta=1.0 if adds else 0.0,
-            bias=normal(1, case.N)[0] if fused else None,
-            activation="gelu_tanh" if fused else None,
-            out_dtype=out_dtype,
-        )
-        return cls(operands=operands, d=d, start=normal(case.M, case.N, out_dtype) if adds else None)
+            a, b, d if kind == "adds" else start, beta=1.0 if is_sum else 0.0, bias=bias,
+            activation="gelu_tanh" if kind == "fused" else None, out_dtype=case.result_dtype,
+        )  # fmt: skip
+        return cls(operands=operands, d=d, start=start)
+
+    def shape(self) -> Shape:
+        """Return what dispatch sees of it."""
+        is_sum = self.operands.c is self.d and self.d.dtype == torch.float32
+        return self.operands.shape(adds=is_sum)
+
+    def reset(self) -> None:
+        """Fill the result with NaN, or with what the product is added to."""
+        if self.operands.c is self.d and self.start is not None:
+            self.d.copy_(self.start)
+        else:
+            self.d.fill_(math.nan)
 
     def rotation(self) -> list[Problem]:
         """Return this problem and copies of it that together exceed four times the device's L2 cache."""
@@ -126,7 +160,7 @@ class Problem:
         num_bytes = sum(tensor.nbytes for tensor in (given.a, given.b, self.d))
         for _ in range(min(MAX_COPIES, 4 * devices.of(self.d.device).l2_bytes // num_bytes)):
             d = self.d.clone()
-            c = None if given.c is None else d  # a product is added in place
+            c = d if given.c is self.d else given.c
             operands = replace(given, a=given.a.clone(), b=given.b.clone(), c=c)
             problems.append(replace(self, operands=operands, d=d))
         return problems
@@ -144,14 +178,16 @@ class Problem:
         given, last = self.operands, self.operands.M - 1
         rows = torch.linspace(0, last, min(last + 1, MAX_ROWS), device=result.device).round().long()
         a, start = given.a[rows], None if self.start is None else self.start[rows]
-        expected = reference.gemm(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
+        expected = reference(a, given.b, start, beta=1.0, bias=given.bias, activation=given.activation)
         terms = [term.abs() if term is not None else None for term in (start, given.bias)]
-        size = reference.gemm(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
+        size = reference(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
         info, slope = torch.finfo(given.out_dtype), ACTIVATION_SLOPE if given.activation else 1.0
         allowed = slope * (given.K + 2) * U32 * size + info.eps * expected.abs()
         allowed += info.smallest_normal * info.eps  # the spacing of subnormal numbers
         if given.activation:  # its own exponential and division
             allowed += 4 * U32 * expected.abs()
+        if float32_precision(given.a) == "tf32":  # 10 bits of each operand are multiplied
+            allowed += slope * 2.0**-9 * size
         if rounds_twice:
             allowed += slope * info.eps * size
         return float(((result[rows].double() - expected).abs() / allowed).max())

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
-from operator import truediv
+from operator import sub, truediv
 from statistics import geometric_mean, median
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
-from lightning_eff.kernels import devices, dispatch, tiles
+from lightning_eff.kernels import choices, devices, dispatch, tiles
 from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
 from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.matmul import gemm
@@ -35,6 +35,12 @@ METHODS = ("flushed", "graph")
 ROUNDS = 5
 GRAPH_REPLAYS = 10
 """Of `do_bench_cudagraph`, whose `rep` is the length of one of them."""
+SLOW = 1.5
+"""A config whose first round takes so many times as long as the library's gets no second one."""
+MIN_GAIN = 0.02
+"""Fraction of the library's time that a config has to save: rounds of one candidate differ by a percent."""
+HOST_S = 5e-6
+"""Seconds that a config has to save: Python takes longer to launch ours than torch to call its library."""
 TOP_CONFIGS = 3
 """Configs that are measured unless all are: those that the cost model ranks first."""
 Run = Callable[[Problem], Tensor]
@@ -79,6 +85,27 @@ class Comparison:
         ratios = [median(map(truediv, library[method], own[method])) for method in own if method in library]
         return min(ratios, default=None)
 
+    def saved_s(self, name: str) -> float:
+        """Return the seconds that a candidate saves per call, by the method in which it saves less.
+
+        Minus infinity where either was not timed in both.
+        """
+        if name not in self.results:
+            return -math.inf
+        library, own = self.results[LIBRARY].seconds, self.results[name].seconds
+        saved = [median(map(sub, library[method], own[method])) for method in library if method in own]
+        return min(saved) if saved and len(saved) == len(library) else -math.inf
+
+    @property
+    def library_s(self) -> float:
+        """Seconds per call of the library, by the method in which it takes longer."""
+        return max(map(median, self.results[LIBRARY].seconds.values()), default=0.0)
+
+    @property
+    def least_saved_s(self) -> float:
+        """Seconds that a config has to save per call to be chosen."""
+        return max(HOST_S, MIN_GAIN * self.library_s)
+
     @property
     def configs(self) -> list[str]:
         """Names of the candidates that are configs."""
@@ -98,7 +125,8 @@ class Comparison:
             | {"error": result.error if math.isfinite(result.error) else None}  # JSON has no infinity
             for name, result in self.results.items()
         ]
-        case = asdict(self.case) | {"dtype": str(self.case.dtype).removeprefix("torch.")}
+        dtypes = {"dtype": self.case.dtype, "out_dtype": self.case.result_dtype}
+        case = asdict(self.case) | {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items()}
         return case | {"computed_by": self.computed_by, "candidates": candidates}
 
 
@@ -118,22 +146,32 @@ def compare(case: Case, device: torch.device, *, round_ms: int, every_config: bo
     best, or all that fit.
     """
     problem = Problem.draw(case, device)
-    shape = problem.operands.shape(adds=case.kind == "adds")
-    decision = dispatch.decide(problem.operands, "auto", out=problem.d)
+    shape = problem.shape()
+    config = dispatch.choose(shape, device, "auto")
     runs: dict[str, Run] = {LIBRARY: run_library, DISPATCH: run_gemm}
     ranked = [cost.config for cost in tiles.rank_configs(shape, devices.of(device))]
     tried = ranked if every_config else ranked[:TOP_CONFIGS]
+    tried = tried if device.type == "cuda" or INTERPRETED else []
     runs |= {str(config): run_config(config) for config in tried}
-    by_library = (LIBRARY, DISPATCH) if decision is None else (LIBRARY,)
+    by_library = (LIBRARY, DISPATCH) if config is None else (LIBRARY,)
     results = {name: check(run, problem, rounds_twice=name in by_library) for name, run in runs.items()}
     problems = problem.rotation()
+    timed = [name for name, result in results.items() if result.is_correct]
     for method in METHODS:
         for _ in range(ROUNDS):
-            for name in [name for name, result in results.items() if result.is_correct]:
+            for name in timed:
                 seconds = seconds_per_call(runs[name], problems, method, round_ms)
                 results[name].seconds.setdefault(method, []).append(seconds)
-    computed_by = dispatch.LIBRARY if decision is None else str(decision.config(problem.d))
-    return Comparison(case=case, results=results, bucket=dispatch.bucket(shape), computed_by=computed_by)
+            timed = [name for name in timed if not _is_slow(name, results, method)]
+    computed_by = choices.LIBRARY if config is None else str(config)
+    return Comparison(case=case, results=results, bucket=choices.bucket(shape), computed_by=computed_by)
+
+
+def _is_slow(name: str, results: dict[str, Result], method: str) -> bool:
+    """Return whether a config was so slow in the first round that more rounds cannot change the choice."""
+    if name in (LIBRARY, DISPATCH) or not results[LIBRARY].seconds:
+        return False
+    return results[name].seconds[method][0] > SLOW * results[LIBRARY].seconds[method][0]
 
 
 def run_config(config: TileConfig) -> Run:
@@ -153,18 +191,19 @@ def run_gemm(problem: Problem) -> Tensor:
 def run_library(problem: Problem) -> Tensor:
     """Compute with torch's own functions, in the fewest calls."""
     a, b, bias, d = problem.operands.a, problem.operands.b, problem.operands.bias, problem.d
-    if bias is not None:
+    if problem.operands.activation is not None and bias is not None:
         return torch.nn.functional.gelu(torch.addmm(bias, a, b), approximate="tanh")
-    if problem.start is None:
-        return torch.mm(a, b, out=d)
-    if a.dtype == d.dtype:
-        return torch.addmm(d, a, b, out=d)
-    return torch.addmm(d, a, b, out_dtype=d.dtype, out=d)  # on CUDA only
+    addend, dtype = problem.operands.c if bias is None else bias, d.dtype
+    if addend is None:
+        return torch.mm(a, b, out=d) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype, out=d)
+    if a.dtype == dtype:
+        return torch.addmm(addend, a, b, out=d)
+    return torch.addmm(addend, a, b, out_dtype=dtype, out=d)  # on CUDA only, as `mm` with a dtype
 
 
 def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> Result:
     """Run a candidate into a result filled with NaN, or with C if it adds, and compare it with float64."""
-    problem.d.fill_(math.nan) if problem.start is None else problem.d.copy_(problem.start)
+    problem.reset()
     try:
         result = run(problem)
     except CANNOT_LAUNCH as error:
@@ -188,21 +227,23 @@ def seconds_per_call(run: Run, problems: Sequence[Problem], method: str, round_m
     return cast("float", ms) * 1e-3
 
 
-def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, str]:
-    """Return what dispatch is to choose: a config or `torch`, by bucket.
+def fastest_by_bucket(comparisons: Iterable[Comparison]) -> dict[str, choices.Choice]:
+    """Return what dispatch is to choose, by bucket.
 
-    Dispatch cannot distinguish the cases of a bucket: a config is chosen only where it is correct and no
-    slower than the library in each of them; of those the one with the largest mean ratio.
+    Dispatch cannot distinguish the cases of a bucket: a config is chosen only where it is correct and faster
+    than the library in each of them, by `MIN_GAIN` and by `HOST_S`; of those the one with the largest mean
+    ratio.
     """
     buckets: defaultdict[str, list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
         buckets[comparison.bucket].append(comparison)
-    fastest: dict[str, str] = {}
+    fastest: dict[str, choices.Choice] = {}
     for bucket, members in buckets.items():
         gains: dict[str, float] = {}
         for name in members[0].configs:
-            ratios = [member.ratio(name) or 0.0 for member in members]
-            if min(ratios) >= 1.0:
-                gains[name] = geometric_mean(ratios)
-        fastest[bucket] = max(gains, key=lambda name: gains[name], default=dispatch.LIBRARY)
+            if all(member.saved_s(name) >= member.least_saved_s for member in members):
+                gains[name] = geometric_mean([member.ratio(name) or 0.0 for member in members])
+        name = max(gains, key=lambda name: gains[name], default=choices.LIBRARY)
+        saved_s = min(member.saved_s(name) for member in members) if gains else 0.0
+        fastest[bucket] = choices.Choice(name, saved_s)
     return fastest

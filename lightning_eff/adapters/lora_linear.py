@@ -1,0 +1,77 @@
+"""Add LoRA's product to the result of its layer in place: one pass over the result instead of PEFT's five.
+
+    y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
+
+PEFT computes `(x @ A.T) @ B.T`, multiplies it by s, and adds it to y: each step reads and writes tensors of
+the size of y, and so does the multiplication's backward pass. Here `addmm_` adds the product with alpha = s,
+and rounds once where PEFT rounds three times. Parameters, names and checkpoints are PEFT's, and PEFT computes
+whatever is more than one plain adapter in the dtype of the result.
+
+Source: learned from https://github.com/huggingface/peft, tuners/lora/layer.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+    _CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+)
+from typing_extensions import override
+
+
+class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
+    """PEFT's LoRA around a linear layer; assigning it to `__class__` converts one."""
+
+    @override
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the layer; `x` is `[*batch, K]`, the result `[*batch, N]`."""
+        adapter = None if args or kwargs else self._plain_adapter(x)
+        if adapter is None:
+            return super().forward(x, *args, **kwargs)
+        # As matrices, since the gradient of an operation in place on a view is copied.
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        y: Tensor = self.base_layer(rows)
+        low: Tensor = self.lora_A[adapter](self.lora_dropout[adapter](rows))  # [T, r]
+        weight: Tensor = self.lora_B[adapter].weight  # pyright: ignore[reportAssignmentType]
+        add = torch.addmm if _keeps_results() else Tensor.addmm_
+        y = add(y, low.to(y.dtype), weight.T.to(y.dtype), alpha=self.scaling[adapter])
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _plain_adapter(self, x: Tensor) -> str | None:
+        """Return the name of the only adapter, if its product can be added in place; else None."""
+        names, base = self.active_adapters, self.base_layer
+        if len(names) != 1 or self.disable_adapters or self.merged or names[0] not in self.lora_A:
+            return None
+        name: str = names[0]
+        if name in self.lora_variant or self.lora_bias[name] or type(base) is not nn.Linear:
+            return None
+        # Hooks of the base layer would see its result change; those of B, which is not called, may gather it.
+        b = self.lora_B[name]
+        if base._forward_hooks or b._forward_hooks or b._forward_pre_hooks:  # noqa: SLF001
+            return None
+        is_one_dtype = x.dtype == base.weight.dtype == b.weight.dtype
+        return name if is_one_dtype or torch.is_autocast_enabled(x.device.type) else None
+
+
+def _keeps_results() -> bool:
+    """Return whether selective checkpointing, or a compiler, keeps results, which must not change then."""
+    if torch.compiler.is_compiling():
+        return True
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
+
+
+def add_in_place(model: nn.Module) -> int:
+    """Convert all of a model's LoRA layers that are PEFT's for linear ones, and return their number."""
+    layers = [module for module in model.modules() if type(module) is PeftLinear]
+    for layer in layers:
+        layer.__class__ = LoraLinear
+    return len(layers)

@@ -1,0 +1,99 @@
+"""Compute the GEMM by torch's own functions: the alternative to our kernels, and their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_eff.kernels.operands import Operands
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Activations that the kernels compute. Not the exact GELU: erf spills registers."""
+
+
+def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
+    """Compute in the fewest calls of torch's library, into `out` or a new tensor; with gradients.
+
+    As torch does it: 16-bit results are rounded before a bias that follows C, and before an activation.
+    """
+    a, b, c, bias, out_dtype = operands.a, operands.b, operands.c, operands.bias, operands.out_dtype
+    batch, options = operands.batch, dict[str, Any]()
+    wide = a.dtype
+    if any(tensor.dtype != out_dtype for tensor in operands.tensors if tensor is not None):
+        wide = torch.promote_types(torch.promote_types(torch.float32, out_dtype), a.dtype)
+        if a.is_cuda and a.dtype.itemsize == 2 and wide == torch.float32 and not operands.needs_gradient:
+            options["out_dtype"] = wide  # CUDA multiplies 16-bit operands as they are
+        else:
+            a, b = a.to(wide), b.to(wide)
+        c, bias = (tensor.to(wide) if tensor is not None else None for tensor in (c, bias))
+    addend, beta = (c, operands.beta) if c is not None else (bias, 1.0)
+    if batch:  # torch's batched product has one batch axis
+        a, b = (matrix.expand(*batch, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b))
+        addend = addend.flatten(0, -3) if addend is not None and addend.ndim > 1 else addend
+    direct = _written_to(operands, out) if out_dtype == wide and operands.activation is None else None
+    if direct is not None:
+        options["out"] = direct
+    if addend is None and operands.alpha == 1.0:
+        result = (torch.bmm if batch else torch.mm)(a, b, **options)
+    else:
+        addend, beta = (a.new_empty(()), 0.0) if addend is None else (addend, beta)  # with 0 it is not read
+        multiply = torch.baddbmm if batch else torch.addmm
+        result = multiply(addend, a, b, beta=beta, alpha=operands.alpha, **options)
+    if c is not None and bias is not None:
+        result = result.add_(bias)
+    if direct is not None and out is not None:
+        return out
+    if operands.activation is not None:
+        result = ACTIVATIONS[operands.activation](result)
+    result = result.view(operands.size).to(out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _written_to(operands: Operands, out: Tensor | None) -> Tensor | None:
+    """Return `out` with one batch axis, as the library writes it; None where no single stride can."""
+    if out is None or len(operands.batch) < 2:
+        return out
+    try:
+        return out.view(-1, operands.M, operands.N)
+    except RuntimeError:
+        return None
+
+
+def reference(
+    a: Float[Tensor, "*batch m k"],
+    b: Float[Tensor, "*batch k n"],
+    c: Float[Tensor, "*batch m n"] | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Float[Tensor, " n"] | None = None,
+    activation: str | None = None,
+) -> Float[Tensor, "*batch m n"]:
+    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64, for tests and `bench`.
+
+    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
+    does not reach the result then.
+
+    Example:
+        >>> reference(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))
+        tensor([[6., 7.],
+                [6., 7.]], dtype=torch.float64)
+    """
+    a, b = (a, b) if alpha else (torch.zeros_like(a), torch.zeros_like(b))
+    result = alpha * (a.double() @ b.double())
+    if c is not None and beta:
+        result = result + beta * c.double()
+    if bias is not None:
+        result = result + bias.double()
+    return ACTIVATIONS[activation](result) if activation else result

@@ -1,0 +1,168 @@
+"""LoRA's product, added in place: PEFT's results in fewer passes, and PEFT's layer wherever it must be."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_eff.adapters.lora_linear import LoraLinear, add_in_place
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.callbacks.peft_adapter import adapt
+
+T, K, N = 24, 16, 40
+
+
+def layers(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """Return a layer by ours and by PEFT, with the same adapter, that is not zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N)).to(dtype)
+    adapt(model, options={"r": 4, "lora_alpha": 6} | options, target_modules=["0"])
+    nn.init.normal_(model[0].lora_B["default"].weight)
+    assert type(model[0]) is LoraLinear
+    other = copy.deepcopy(model)
+    other[0].__class__ = PeftLinear
+    return model, other
+
+
+class Results(TorchDispatchMode):
+    """Counts operations whose result is as large as the layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_new = isinstance(result, Tensor) and not (
+            func.is_view or func is torch.ops.aten._unsafe_view.default
+        )
+        if is_new and result.numel() == T * N:
+            self.counts[func.__name__] += 1
+        return result
+
+
+def test_passes_over_tensors_of_the_size_of_the_result() -> None:
+    found = []
+    for model in layers():
+        x = torch.randn(4, T // 4, K, requires_grad=True)
+        with Results() as forward:
+            y = model(x)
+        with Results() as backward:
+            y.backward(torch.ones_like(y))
+        found.append((dict(forward.counts), dict(backward.counts)))
+    ours, by_peft = found
+    assert ours == ({"addmm.default": 1, "addmm_.default": 1}, {"ones_like.default": 1})
+    assert by_peft == (
+        {"addmm.default": 1, "mm.default": 1, "mul.Tensor": 1, "add.Tensor": 1},
+        {"ones_like.default": 1, "mul.Tensor": 1},
+    )
+
+
+@pytest.mark.parametrize("size", [(T, K), (4, 6, K), (K,), (0, K)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_results_and_gradients_are_those_of_peft(size: tuple[int, ...], dropout: float) -> None:
+    """T1 in float64; a factor that was left out would be off by a half."""
+    found = []
+    for model in layers(torch.float64, lora_dropout=dropout, use_rslora=True):
+        x = torch.randn(
+            size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
+        torch.manual_seed(2)
+        y = model(x)
+        y.square().sum().backward()
+        found.append([y, x.grad, *(p.grad for p in model.parameters() if p.requires_grad)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_under_autocast_the_error_is_not_larger_than_that_of_peft() -> None:
+    models = layers()
+    x = torch.randn(512, K)
+    exact = copy.deepcopy(models[1]).double()(x.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [model(x) for model in models]
+    assert results[0].dtype == results[1].dtype == torch.bfloat16
+    ours, by_peft = (float((result.detach() - exact.detach()).norm()) for result in results)
+    assert ours < by_peft
+
+
+def listened_to(model: Any) -> None:
+    model[0].base_layer.register_forward_hook(lambda *_: None)
+
+
+def gathered(model: Any) -> None:
+    model[0].lora_B["default"].register_forward_pre_hook(lambda *_: None)
+
+
+def merged(model: Any) -> None:
+    model[0].merge()
+
+
+def disabled(model: Any) -> None:
+    model[0].enable_adapters(enabled=False)
+
+
+def of_other_dtypes(model: Any) -> None:
+    model[0].base_layer.bfloat16()
+
+
+def twice(model: Any) -> None:
+    model[0].update_layer("second", 2, 2, peft.LoraConfig(r=2))
+    model[0].set_adapter(["default", "second"])
+
+
+@pytest.mark.parametrize("change", [listened_to, gathered, merged, disabled, of_other_dtypes, twice])
+def test_what_is_not_one_plain_adapter_is_left_to_peft(change: Any) -> None:
+    model, other = layers()
+    for each in (model, other):
+        torch.manual_seed(5)
+        change(each)
+    x = torch.randn(T, K, dtype=model[0].base_layer.weight.dtype)
+    with Results() as ours:
+        y = model(x)
+    with Results() as by_peft:
+        assert torch.equal(y, other(x))
+    assert ours.counts == by_peft.counts
+    assert "addmm_.default" not in ours.counts
+
+
+def test_variants_are_left_to_peft() -> None:
+    model, other = layers(use_dora=True)
+    x = torch.randn(T, K)
+    assert torch.equal(model(x), other(x))
+
+
+def test_a_recomputed_product_that_is_kept_does_not_change() -> None:
+    model, other = layers()
+    blocks = nn.Sequential(nn.Sequential(model, nn.Tanh()))
+    recompute(blocks, policy="selective", blocks=["0"])
+    x = torch.randn(T, K)
+    y = blocks(x)
+    y.sum().backward()
+    expected = torch.tanh(other(x))
+    expected.sum().backward()
+    torch.testing.assert_close(y, expected)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) is (two.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_the_compiler_sees_through_it() -> None:
+    model, other = layers()
+    x = torch.randn(T, K)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), other(x))
+
+
+def test_names_are_those_of_peft() -> None:
+    model, other = layers()
+    assert model.state_dict().keys() == other.state_dict().keys()
+    assert add_in_place(model) == 0
+    assert add_in_place(other) == 1

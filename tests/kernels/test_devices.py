@@ -1,0 +1,132 @@
+"""Devices: sizes are the driver's, peaks the table's or unknown, and TF32 is read from any switch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.kernels import devices, gemm_kernels
+from lightning_eff.kernels.devices import KIB
+from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tiles import explain_tiles, rank_configs
+from tests.support.tf32 import SWITCHES, in_forks
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes this machine's GPU one with a name, SMs and memory."""
+
+    def present(name: str, num_sms: int, memory_gib: float, *, capability: int = 90, **more: Any) -> None:
+        values: dict[str, Any] = {
+            "name": name, "major": capability // 10, "minor": capability % 10,
+            "multi_processor_count": num_sms, "total_memory": int(memory_gib * KIB**3),
+            "L2_cache_size": 48 * KIB**2, "shared_memory_per_block": 48 * KIB,
+            "shared_memory_per_block_optin": 200 * KIB,
+        }  # fmt: skip
+        properties = SimpleNamespace(**{k: v for k, v in (values | more).items() if v is not None})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
+
+    return present
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sms", "memory_gib", "capability", "in_table"),
+    [
+        ("NVIDIA H200", 132, 139.8, 90, "h200"),
+        ("NVIDIA H100 80GB HBM3", 132, 79.1, 90, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 108, 39.4, 80, "a100"),
+        ("NVIDIA A100-SXM4-80GB", 108, 79.15, 80, "a100"),
+        ("NVIDIA GeForce RTX 4090", 128, 23.5, 89, "rtx4090"),
+        ("NVIDIA GH200 480GB", 132, 94.5, 90, None),  # no H200
+        ("NVIDIA GB200", 148, 184.0, 100, None),  # no B200
+        ("NVIDIA H100 NVL", 132, 93.1, 90, None),
+        ("NVIDIA H100 PCIe", 114, 79.2, 90, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7, 89, None),
+        ("Tesla T4", 40, 14.6, 75, None),
+    ],
+)
+def test_sizes_are_the_drivers_and_peaks_the_tables_or_unknown(
+    gpu: Any, name: str, num_sms: int, memory_gib: float, capability: int, in_table: str | None
+) -> None:
+    gpu(name, num_sms, memory_gib, capability=capability)
+    found = devices.of(GPU)
+    assert (found.num_sms, found.capability) == (num_sms, capability)
+    assert found.memory_bytes == int(memory_gib * KIB**3)
+    assert (found.l2_bytes, found.shared_bytes) == (48 * KIB**2, 200 * KIB)
+    assert found.is_estimate == (in_table is None)
+    if in_table is None:
+        assert found.name == name
+    else:
+        table = devices.named(in_table)
+        assert (found.name, found.peak_tflops) == (table.name, table.peak_tflops)
+        assert table.memory_bytes == devices.DEVICES[in_table].memory_bytes, "the table keeps its own sizes"
+
+
+def test_a_gpu_with_unknown_peaks_is_ranked_but_no_peak_is_shown(gpu: Any) -> None:
+    gpu("NVIDIA H20", 78, 95.0, shared_memory_per_block_optin=227 * KIB)
+    device, shape = devices.of(GPU), Shape(M=8192, N=8192, K=8192)
+    assert rank_configs(shape, device)[0].config == rank_configs(shape, devices.named("h200"))[0].config
+    text = str(explain_tiles(4096, 4096, 4096, device=device))
+    assert "tile tma 128x256" in text
+    assert "the peak of this device is unknown" in text
+    assert "expected" not in text
+    assert "bound by" not in text
+    assert "% of the peak" in str(explain_tiles(4096, 4096, 4096, device="h200"))
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "has_triton", "why"),
+    [
+        (None, 90, True, ""),
+        (None, 80, True, ""),
+        (None, 75, True, "compute capability 7.5: expected 8.0 (Ampere) or later"),
+        (None, 90, False, "Triton is not installed: pip install triton"),
+        ("6.4", 94, True, "the kernels are for NVIDIA GPUs, and this is torch for ROCm"),
+    ],
+)
+def test_kernels_need_an_nvidia_gpu_since_ampere_and_triton(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, hip: str, capability: int, *, has_triton: bool, why: str
+) -> None:
+    gpu("a GPU", 132, 80.0, capability=capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(gemm_kernels, "triton", object() if has_triton else None)
+    assert devices.why_no_kernels(GPU) == why
+
+
+def test_kernels_run_on_a_cpu_in_tritons_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TRITON_INTERPRET=1" in devices.why_no_kernels(torch.device("cpu"))
+    monkeypatch.setattr(gemm_kernels, "INTERPRETED", True)
+    assert devices.why_no_kernels(torch.device("cpu")) == ""
+
+
+def test_a_gpu_of_rocm_has_no_compute_capability_and_is_no_cpu(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu("AMD Instinct MI300X", 304, 192.0, capability=94, shared_memory_per_block_optin=None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = devices.of(GPU)
+    assert (found.capability, found.shared_bytes, found.is_estimate) == (0, 48 * KIB, True)
+    assert not found.is_cpu
+    assert {cost.config.kernel for cost in rank_configs(Shape(M=64, N=64, K=64), found)} == {"pointers"}
+
+
+def test_the_precision_of_float32_is_read_from_any_switch() -> None:
+    imports = "from lightning_eff.kernels.devices import float32_precision"
+    found = in_forks(list(SWITCHES), imports, "print(float32_precision())")
+    assert dict(zip(SWITCHES, found, strict=True)) == SWITCHES
+
+
+def test_a_compiled_function_reads_it_and_compiles_again_after_a_change() -> None:
+    imports = "from lightning_eff.kernels.devices import float32_precision"
+    code = (
+        "f = torch.compile(lambda x: x + (float32_precision() == 'tf32'), backend='eager', fullgraph=True); "
+        "before = f(torch.zeros(1)).item(); torch.backends.cuda.matmul.fp32_precision = 'tf32'; "
+        "print(before, f(torch.zeros(1)).item())"
+    )
+    assert in_forks([""], imports, code) == ["0.0 1.0"]

@@ -1,0 +1,108 @@
+"""A bound launch: what Triton's own would pass, without its look-up; and what cannot be compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton's compiler runs on Linux", allow_module_level=True)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from lightning_eff.kernels import devices, dispatch, launch
+from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import check_operands
+from lightning_eff.kernels.tile_configs import CONFIGS
+
+POINTERS = next(tile for tile in CONFIGS if tile.kernel == "pointers" and tile.split_k == 1)
+SPLIT = next(tile for tile in CONFIGS if tile.kernel == "pointers" and tile.split_k > 1)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """Stand in for an H200: kernels are compiled for it, and launches are recorded."""
+    calls: list[tuple[Any, ...]] = []
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "h200",
+        get_current_stream=lambda _: 0,
+        launcher_cls=lambda *_: lambda *arguments: calls.append(arguments),
+        utils=SimpleNamespace(
+            load_binary=lambda *_: (None, None, 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": devices.DEVICES["h200"].shared_bytes},
+        ),
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(devices, "of", lambda _: devices.DEVICES["h200"])
+    monkeypatch.setattr(dispatch, "may_use_triton", lambda *_: True)
+    dispatch.forget()
+    yield calls
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], POINTERS, SPLIT], ids=str)
+def test_a_launch_is_looked_up_once_and_then_passes_the_same(config: Any, launched: list[Any]) -> None:
+    a, b, bias = torch.zeros(64, 1024), torch.zeros(1024, 128), torch.zeros(128)
+    operands = check_operands(a.bfloat16(), b.bfloat16(), None, alpha=0.5, bias=bias)
+    bound, d = launch.Launch(config), torch.zeros(64, 128, dtype=torch.bfloat16)
+    run, looked_up = JITFunction.run, list[Any]()
+
+    def counting(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        looked_up.append(self)
+        run(self, *arguments, **keywords | {"warmup": False})  # as Triton launches, for comparison
+        return run(self, *arguments, **keywords)
+
+    with mock.patch.object(JITFunction, "run", counting):
+        for _ in range(3):
+            bound(operands, d)
+    num_kernels = len(looked_up)
+    assert num_kernels == (2 if config.split_k > 1 else 1), "of the first call alone"
+    by_triton, ours = launched[:num_kernels], launched[num_kernels:]
+    assert len(ours) == 3 * num_kernels
+    for expected, found in zip(by_triton, ours[:num_kernels], strict=True):
+        assert [type(value) for value in found] == [type(value) for value in expected]
+        for one, other in zip(expected, found, strict=True):
+            assert not isinstance(one, (int, str, tuple)) or one == other
+        assert [value for value in found if isinstance(value, float)] in ([0.5, 0.0], [1.0, 0.0])
+
+
+def test_a_kind_of_operands_is_chosen_once(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *args: asked.append(args) or choose(*args))
+    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        gemm(a, b, backend="triton")
+    assert (len(asked), len(launched)) == (1, 3)
+    gemm(a, b.T, backend="triton")
+    gemm(a.flatten()[1:].as_strided((63, 63), (64, 1)), b[:63, :63], backend="triton")
+    assert len(asked) == 3, "other strides, and addresses that TMA cannot copy"
+
+
+def test_what_cannot_be_compiled_is_computed_by_torch_and_said_once(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing pass of the compiler raises a plain RuntimeError, which ended the training step."""
+    a, b = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    tried: list[str] = []
+
+    def fails(self: Any, *_: Any, **__: Any) -> None:
+        tried.append(self.__name__)
+        raise RuntimeError("PassManager::run failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", fails)
+        with pytest.warns(UserWarning, match="cannot be compiled: RuntimeError: PassManager") as said:
+            assert torch.equal(gemm(a, b, backend="triton"), a @ b)
+    assert len(tried) == len(said) == 1
+    assert "torch's library computes 64 x 64 x 64 in torch.bfloat16" in str(said[0].message)
+    gemm(a, b, backend="triton")
+    assert len(launched) == 1, "by the next config"
