@@ -15,9 +15,8 @@ through K in steps of BLOCK_K:
 `gemm_tma` is for Hopper and later: as many programs as SMs, each of which computes tile after tile; the
 tensor memory accelerator (TMA) copies whole blocks and handles the edges. `gemm_pointers` is for everything
 else: any strides, batch axes, older GPUs. `reduce_split_k` adds the partial sums where either has split K.
-The epilogue (C, bias, activation) is computed on the accumulator, so that nothing is read twice.
-
-Triton has wheels for Linux only: elsewhere launching a kernel raises an ImportError with the remedy.
+The epilogue (epilogue.py: C, bias, activation, the gate of an MLP) is computed on the accumulator, so that
+nothing is read twice.
 
 Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning of alpha and beta.
 """
@@ -25,33 +24,10 @@ Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning
 # pyright: basic, reportInvalidTypeForm=false
 from __future__ import annotations
 
-from typing import Any
+from lightning_eff.kernels.epilogue import address, finish, indices
+from lightning_eff.kernels.triton_import import INTERPRETED, jit, tl, triton
 
-triton: Any = None
-tl: Any = None
-try:
-    import triton as _triton
-    import triton.language as _tl
-except ImportError:
-    pass
-else:
-    triton, tl = _triton, _tl
-
-
-class _MissingKernel:
-    """Replace `triton.jit` where Triton is not installed."""
-
-    def __init__(self, function: Any) -> None:
-        self.__doc__ = function.__doc__
-
-    def __getitem__(self, grid: Any) -> Any:
-        text = "backend=triton needs Triton, which is not installed: pip install triton, or use backend=torch"
-        raise ImportError(text)
-
-
-jit: Any = triton.jit if triton is not None else _MissingKernel
-INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, also on a CPU: TRITON_INTERPRET=1 was set at import."""
+__all__ = ["INTERPRETED", "gemm_pointers", "gemm_tma", "reduce_split_k", "triton"]
 
 
 @jit
@@ -90,69 +66,33 @@ def _range_of_k(split, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @jit
-def _first(matrix, row, column, stride_m, stride_n):
-    """Return the address of an element of a matrix, which may have more elements than 32 bits count."""
-    return matrix + tl.cast(row, tl.int64) * stride_m + tl.cast(column, tl.int64) * stride_n
-
-
-@jit
-def _indices(LENGTH: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows or columns of a tile: 0, 1, ... WIDE: their offsets may not fit in 32 bits."""
-    return tl.arange(0, LENGTH).to(tl.int64 if WIDE else tl.int32)
-
-
-@jit
-def _finish(acc, m, n, inside_m, inside_n, c, stride_cm, stride_cn, bias, alpha, beta):
-    """Return alpha * acc + beta * c + bias [BLOCK_M, WIDTH] in float32; c and bias begin at the tile."""
-    acc *= alpha
-    if c is not None:
-        c_tile = c + (m[:, None] * stride_cm + n[None, :] * stride_cn)
-        acc += beta * tl.load(c_tile, mask=inside_m[:, None] & inside_n[None, :], other=0.0).to(tl.float32)
-    if bias is not None:
-        acc += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-    return acc
-
-
-@jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """Return activation(x), with exp(x) = exp2(log2(e) x)."""
-    if ACTIVATION == "relu":
-        x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
-    if ACTIVATION == "silu":
-        x = x / (1.0 + tl.exp2(-1.4426950408889634 * x))
-    if ACTIVATION == "gelu_tanh":
-        # x (1 + tanh(u)) / 2 = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
-        u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
-        x = x / (1.0 + tl.exp2(-2.8853900817779268 * u))
-    return x
-
-
-@jit
 def _write(
-    acc, z, first_m, first_n, M, N, c, bias, pre, d,
+    acc, z, first_m, first_n, M, N, c, bias, gate, up, pre, d2, d,
     stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn,
-    alpha, beta, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
+    alpha, beta, ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Finish the tile of product z that begins at (first_m, first_n), and store what is inside D [M, N]."""
-    m, n = _indices(acc.shape[0], WIDE), _indices(acc.shape[1], WIDE)
+    m, n = indices(acc.shape[0], WIDE), indices(acc.shape[1], WIDE)
     inside_m, inside_n = m < M - first_m, n < N - first_n
     inside = inside_m[:, None] & inside_n[None, :]
     if c is not None:
-        c = _first(c + z * stride_cz, first_m, first_n, stride_cm, stride_cn)
-    if bias is not None:
-        bias += first_n
-    x = _finish(acc, m, n, inside_m, inside_n, c, stride_cm, stride_cn, bias, alpha, beta)
+        c = address(c + z * stride_cz, first_m, first_n, stride_cm, stride_cn)
+    packed = address(z * M * N, first_m, first_n, N, 1)
+    saved, x2, x = finish(
+        acc, m, n, inside_m, inside_n, N, c, stride_cm, stride_cn, bias, gate, up, first_n, packed,
+        alpha, beta, ACTIVATION, GRADIENT,
+    )  # fmt: skip
     if pre is not None:
-        pre = _first(pre + z * M * N, first_m, first_n, N, 1)
-        tl.store(pre + (m[:, None] * N + n[None, :]), x.to(pre.dtype.element_ty), mask=inside)
-    d = _first(d + z * stride_dz, first_m, first_n, stride_dm, stride_dn)
-    d_tile = d + (m[:, None] * stride_dm + n[None, :] * stride_dn)
-    tl.store(d_tile, _activate(x, ACTIVATION).to(d.dtype.element_ty), mask=inside)
+        tl.store(pre + packed + (m[:, None] * N + n[None, :]), saved.to(pre.dtype.element_ty), mask=inside)
+    if d2 is not None:
+        tl.store(d2 + packed + (m[:, None] * N + n[None, :]), x2.to(d2.dtype.element_ty), mask=inside)
+    d = address(d + z * stride_dz, first_m, first_n, stride_dm, stride_dn)
+    tl.store(d + (m[:, None] * stride_dm + n[None, :] * stride_dn), x.to(d.dtype.element_ty), mask=inside)
 
 
 @jit
 def gemm_pointers(
-    a, b, c, bias, pre, d,
+    a, b, c, bias, gate, up, pre, d2, d,
     M, N, K,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
@@ -161,13 +101,14 @@ def gemm_pointers(
     alpha, beta,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of D[z] = activation(alpha * a[z] @ b[z] + beta * c[z] + bias).
 
-    a [batch, M, K], b [batch, K, N], c and d [batch, M, N] of any strides; pre [batch, M, N], contiguous,
-    receives the input of the activation. Program number (z * SPLIT_K + split) * tiles + tile. Beyond an edge
-    0 is loaded, and nothing is stored. With SPLIT_K > 1 d is the float32 scratch [batch * SPLIT_K, ...] of
+    a [batch, M, K], b [batch, K, N], c and d [batch, M, N] of any strides; gate, up, pre and d2, of the same
+    shape, are contiguous (epilogue.py). Program number (z * SPLIT_K + split) * tiles + tile. Beyond an edge 0
+    is loaded, and nothing is stored. With SPLIT_K > 1 d is the float32 scratch [batch * SPLIT_K, ...] of
     partial sums.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -176,10 +117,10 @@ def gemm_pointers(
     z = z_split // SPLIT_K
     first, last = _range_of_k((z_split % SPLIT_K).to(tl.int32), K, BLOCK_K, SPLIT_K)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-    m, n, k = _indices(BLOCK_M, WIDE), _indices(BLOCK_N, WIDE), _indices(BLOCK_K, WIDE)
+    m, n, k = indices(BLOCK_M, WIDE), indices(BLOCK_N, WIDE), indices(BLOCK_K, WIDE)
     # Only the addresses of whole steps move: the offsets inside a step stay, in half of the registers.
-    a = _first(a + z * stride_az, first_m, first, stride_am, stride_ak)
-    b = _first(b + z * stride_bz, first, first_n, stride_bk, stride_bn)
+    a = address(a + z * stride_az, first_m, first, stride_am, stride_ak)
+    b = address(b + z * stride_bz, first, first_n, stride_bk, stride_bn)
     a_offsets = m[:, None] * stride_am + k[None, :] * stride_ak
     b_offsets = k[:, None] * stride_bk + n[None, :] * stride_bn
 
@@ -195,21 +136,22 @@ def gemm_pointers(
         b += step * stride_bk
 
     _write(
-        acc, z_split, first_m, first_n, M, N, c, bias, pre, d,
-        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION, WIDE,
+        acc, z_split, first_m, first_n, M, N, c, bias, gate, up, pre, d2, d,
+        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta,
+        ACTIVATION, GRADIENT, WIDE,
     )  # fmt: skip
 
 
 @jit
 def reduce_split_k(
-    partials, c, bias, pre, d,
+    partials, c, bias, gate, up, pre, d2, d,
     M, N,
     stride_p, stride_pm,
     stride_cz, stride_cm, stride_cn,
     stride_dz, stride_dm, stride_dn,
     alpha, beta,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of D[z] from the sum over s of partials[z * SPLIT_K + s], always in the same order.
 
@@ -220,8 +162,8 @@ def reduce_split_k(
     z = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     tile_m, tile_n = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, 1)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-    m, n = _indices(BLOCK_M, WIDE), _indices(BLOCK_N, WIDE)
-    tile = _first(partials + z * SPLIT_K * stride_p, first_m, first_n, stride_pm, 1)
+    m, n = indices(BLOCK_M, WIDE), indices(BLOCK_N, WIDE)
+    tile = address(partials + z * SPLIT_K * stride_p, first_m, first_n, stride_pm, 1)
     offsets, inside = (
         m[:, None] * stride_pm + n[None, :],
         (m < M - first_m)[:, None] & (n < N - first_n)[None, :],
@@ -231,14 +173,15 @@ def reduce_split_k(
         acc += tl.load(tile + offsets, mask=inside, other=0.0)
         tile += tl.cast(stride_p, tl.int64)
     _write(
-        acc, z, first_m, first_n, M, N, c, bias, pre, d,
-        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta, ACTIVATION, WIDE,
+        acc, z, first_m, first_n, M, N, c, bias, gate, up, pre, d2, d,
+        stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn, alpha, beta,
+        ACTIVATION, GRADIENT, WIDE,
     )  # fmt: skip
 
 
 @jit
 def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
-    a, b, c, bias, pre, d,
+    a, b, c, bias, gate, up, pre, d2, d,
     M, N, K,
     stride_a, stride_b, stride_cm, stride_d,
     alpha, beta,
@@ -246,13 +189,15 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SPLIT_K: tl.constexpr,
     SUBTILES: tl.constexpr, ADDS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles number program_id, program_id + NUM_SMS, ... of D = activation(alpha * a @ b + ...).
 
-    a [M, K] is contiguous along K (A_BY_ROWS) or along M, b [K, N] along N (B_BY_ROWS) or along K, c and pre
-    [M, N] along N; 16 bytes of D have as many elements as divide N and stride_cm. A finished tile [BLOCK_M,
-    BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. ADDS: d += tile, in memory.
+    a [M, K] is contiguous along K (A_BY_ROWS) or along M, b [K, N] along N (B_BY_ROWS) or along K, c [M, N]
+    along N; gate, up, pre and d2 are contiguous. N and stride_cm are multiples of as many elements of D as 16
+    bytes have. A finished tile [BLOCK_M, BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. ADDS: d +=
+    tile, in memory.
     """
     if A_BY_ROWS:
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K])
@@ -262,7 +207,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         b_tiles = tl.make_tensor_descriptor(b, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
     else:
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
-    # No change of values: the compiler sees that they are multiples, and reads C in vectors.
+    # No change of values: the compiler sees that they are multiples, and reads C, gate and up in vectors.
     ALIGNED: tl.constexpr = 128 // d.dtype.element_ty.primitive_bitwidth
     N, stride_cm = N // ALIGNED * ALIGNED, stride_cm // ALIGNED * ALIGNED
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -271,6 +216,8 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
     d_tiles = tl.make_tensor_descriptor(d, [rows_d, N], [stride_d, 1], [BLOCK_M, WIDTH])
     if pre is not None:
         pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, WIDTH])
+    if d2 is not None:
+        d2_tiles = tl.make_tensor_descriptor(d2, [M, N], [N, 1], [BLOCK_M, WIDTH])
 
     for number in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, NUM_SMS, flatten=True):
         split = number // (tiles_m * tiles_n)
@@ -287,18 +234,20 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
             halves = (acc,)
         else:  # left and right half [BLOCK_M, WIDTH]: a smaller tile to store leaves room for one more stage
             halves = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
-        m, n = _indices(BLOCK_M, WIDE), _indices(WIDTH, WIDE)
+        m, n = indices(BLOCK_M, WIDE), indices(WIDTH, WIDE)
         row_d = split * tiles_m * BLOCK_M + first_m
         for i in tl.static_range(SUBTILES):
             column = (tile_n * SUBTILES + i) * WIDTH
-            c_tile = _first(c, first_m, column, stride_cm, 1) if c is not None else None
-            bias_tile = bias + column if bias is not None else None
-            x = _finish(
-                halves[i], m, n, m < M - first_m, n < N - column, c_tile, stride_cm, 1, bias_tile, alpha, beta
-            )
+            c_tile = address(c, first_m, column, stride_cm, 1) if c is not None else None
+            saved, x2, x = finish(
+                halves[i], m, n, m < M - first_m, n < N - column, N, c_tile, stride_cm, 1, bias, gate, up,
+                column, address(0, first_m, column, N, 1), alpha, beta, ACTIVATION, GRADIENT,
+            )  # fmt: skip
             if pre is not None:
-                pre_tiles.store([first_m, column], x.to(pre.dtype.element_ty))
-            x = _activate(x, ACTIVATION).to(d.dtype.element_ty)
+                pre_tiles.store([first_m, column], saved.to(pre.dtype.element_ty))
+            if d2 is not None:
+                d2_tiles.store([first_m, column], x2.to(d2.dtype.element_ty))
+            x = x.to(d.dtype.element_ty)
             if ADDS and INTERPRETED:  # the interpreter has no TMA reduction, and runs programs in sequence
                 d_tiles.store([row_d, column], d_tiles.load([row_d, column]) + x)
             elif ADDS:

@@ -74,7 +74,7 @@ class Launch:
         if self.config.split_k == 1:
             if self.config.kernel == "tma" and c is not None and not _is_like_d(c, d):
                 c = c.clone(memory_format=torch.contiguous_format)
-            tensors = (a, b, c, bias, pre, target)
+            tensors = (a, b, c, bias, None, None, pre, None, target)
             self._gemm = self._gemm or self._bind_gemm(operands, tensors)
             self._gemm(tensors, operands.alpha, operands.beta)
         else:
@@ -82,7 +82,8 @@ class Launch:
             rows = -(-operands.M // self.config.block_m) * self.config.block_m
             size = (math.prod(batch) * self.config.split_k, rows, -(-operands.N // 4) * 4)
             partials = torch.empty(size, dtype=torch.float32, device=d.device)
-            products, sums = (a, b, None, None, None, partials), (partials, c, bias, pre, target)
+            products = (a, b, *[None] * 6, partials)
+            sums = (partials, c, bias, None, None, pre, None, target)
             self._gemm = self._gemm or self._bind_gemm(operands, products)
             self._sum = self._sum or self._bind_sum(operands, sums)
             self._gemm(products, 1.0, 0.0)
@@ -100,7 +101,7 @@ class Launch:
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
             "GROUP_M": GROUP_M, "SPLIT_K": config.split_k,
-            "ACTIVATION": operands.activation if config.split_k == 1 else None,
+            "ACTIVATION": operands.activation if config.split_k == 1 else None, "GRADIENT": False,
             "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
         }  # fmt: skip
         if config.kernel == "pointers":
@@ -123,7 +124,7 @@ class Launch:
         sizes = (operands.M, operands.N, *partials.stride()[:2], *_strides(c), *_strides(d))
         constants = {
             "BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "SPLIT_K": self.config.split_k,
-            "ACTIVATION": operands.activation, "WIDE": _is_wide(*tensors),
+            "ACTIVATION": operands.activation, "GRADIENT": False, "WIDE": _is_wide(*tensors),
         }  # fmt: skip
         return _bind(reduce_split_k, num_tiles, tensors, sizes, constants, None)
 

@@ -56,12 +56,12 @@ class TileConfig:
         """Return the most shared memory that `gemm_tma` uses.
 
         num_stages * (block_m + block_n) * block_k of operands, and a finished tile [block_m, block_n /
-        subtiles] for D, and for C where it is read.
+        subtiles] for D, and one for C, gate and up, which are read one after the other.
         """
         out_itemsize, c_itemsize = shape.out_itemsize, shape.c_itemsize
-        if self.split_k > 1:  # float32 sums; C is read by reduce_split_k
+        if self.split_k > 1:  # float32 sums; reduce_split_k has the epilogue
             out_itemsize, c_itemsize = 4, 0
-        elif c_itemsize:
+        elif c_itemsize or shape.epilogue_reads:
             c_itemsize = 0 if self.adds else max(c_itemsize, out_itemsize)
         finished = self.block_m * self.block_n // self.subtiles
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
@@ -73,12 +73,12 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig("tma", 128, 256, 128, 8, 4, subtiles=2, efficiency=0.80),
     TileConfig("tma", 128, 256, 128, 8, 3, subtiles=2, efficiency=0.78),
     TileConfig("tma", 128, 128, 128, 8, 4, subtiles=2, efficiency=0.70),
-    TileConfig("tma", 64, 128, 128, 4, 4, efficiency=0.55),
+    TileConfig("tma", 64, 128, 128, 4, 4, subtiles=2, efficiency=0.55),
     TileConfig("tma", 128, 128, 128, 8, 4, split_k=4, efficiency=0.70),
     TileConfig("tma", 128, 256, 128, 8, 3, subtiles=2, adds=True, efficiency=0.78),
     TileConfig("tma", 128, 128, 128, 8, 3, adds=True, efficiency=0.68),
     TileConfig("pointers", 64, 128, 64, 8, 3, efficiency=0.50),
-    TileConfig("pointers", 64, 64, 64, 4, 3, efficiency=0.40),
+    TileConfig("pointers", 64, 64, 64, 8, 3, efficiency=0.40),
     TileConfig("pointers", 32, 32, 64, 4, 3, efficiency=0.20),
     TileConfig("pointers", 16, 64, 64, 4, 3, efficiency=0.15),
     TileConfig("pointers", 64, 64, 64, 4, 3, split_k=4, efficiency=0.40),
@@ -100,6 +100,9 @@ class Shape:
         batch: Independent products.
         aligned: Every row that TMA copies begins at a multiple of 16 bytes.
         c_itemsize: Bytes per element of C; 0 where it is not read.
+        epilogue_reads: Matrices [M, N] that the epilogue reads besides C: `gate`, `up`; elements at most as
+            wide as those of the result.
+        epilogue_writes: The same that it writes besides the result: `pre`, `d2`.
         adds: The result may be added to what is in memory.
         layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows, or transposed.
         fused: The epilogue has an activation, which torch computes in a pass of its own.
@@ -114,6 +117,8 @@ class Shape:
     batch: int = 1
     aligned: bool = True
     c_itemsize: int = 0
+    epilogue_reads: int = 0
+    epilogue_writes: int = 0
     adds: bool = False
     layout: str = "nt"
     fused: bool = False

@@ -65,7 +65,8 @@ class Cost:
         self.l2_bytes = self.num_tiles * (block_m + block_n) * self.depth * itemsize
 
         elements = shape.batch * shape.M * shape.N
-        result = elements * (shape.out_itemsize + shape.c_itemsize)
+        extra = shape.epilogue_reads + shape.epilogue_writes
+        result = elements * (shape.out_itemsize * (1 + extra) + shape.c_itemsize)
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
@@ -102,7 +103,9 @@ def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
         if not _has_tma(shape, device) or not shape.aligned or shape.batch != 1 or config.adds > shape.adds:
             return False
         return config.shared_bytes(shape) + MARGIN_BYTES <= device.shared_bytes
-    return True
+    # With more matrices in the epilogue, a gradient of SwiGLU's, threads with more than 16 elements spill.
+    is_crowded = shape.epilogue_reads + shape.epilogue_writes > 2 and config.split_k == 1
+    return not is_crowded or config.block_m * config.block_n <= 16 * 32 * config.num_warps
 
 
 def _has_tma(shape: Shape, device: Device) -> bool:

@@ -21,7 +21,8 @@ from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.operands import check_operands
-from lightning_eff.kernels.tile_configs import CONFIGS
+from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
+from tests.support.fused import fused
 from tests.support.linear_layers import Tied, swapped, trained
 
 
@@ -135,6 +136,45 @@ def test_training_by_the_kernels() -> None:
     assert distance(trained(lambda: make(accumulation), accumulation, num_steps=8), expected) < 2e-5
     assert accumulation.num_added == 8 * 3
     assert distance(Tied(), expected) > 0.01, "nothing was trained"
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # its inverse is 0, as it should be
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        TileConfig("tma", 64, 128, 128, 4, 3, subtiles=2),
+        TileConfig("tma", 64, 64, 128, 4, 3, split_k=2),
+        TileConfig("pointers", 64, 64, 64, 4, 3),
+    ],
+    ids=str,
+)
+def test_an_mlp_is_computed_in_the_epilogues(tile: TileConfig, is_gated: bool, activation: str) -> None:
+    """Both directions against float64's autograd, beyond the edges of tiles; nothing keeps its NaN."""
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(2))
+    a, b, g, u = normal(70, 40), normal(40, 136), normal(70, 136).mul(3), normal(70, 136)
+    f, product = ACTIVATIONS[activation], a.double() @ b.double()
+    d, pre, d2 = (torch.full(g.shape, float("nan")) for _ in range(3))
+
+    def check(expected: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, (found, right) in expected.items():
+            assert_close(found.double(), right, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: name + text)
+
+    if is_gated:
+        operands = check_operands(a, b, None, bias=u[0], alpha=0.5, activation=activation)
+        with fused(gate=g):
+            launch(operands, tile, d, pre=pre)
+        x = 0.5 * product + u[0]
+        check({"d": (d, f(g.double()) * x), "pre": (pre, x)})
+    gate, up = g.double().requires_grad_(), u.double().requires_grad_()
+    result = f(gate) * up if is_gated else f(gate)
+    gradients = torch.autograd.grad(result, (gate, up) if is_gated else (gate,), product)
+    with fused(gate=g, up=u if is_gated else None, d2=d2 if is_gated else None, gradient=True):
+        launch(check_operands(a, b, None, activation=activation), tile, d.fill_(float("nan")), pre=pre)
+    check({"d": (d, gradients[0]), "pre": (pre, result.detach())})
+    if is_gated:
+        check({"d2": (d2, gradients[1])})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_eff.kernels import tiles
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 from lightning_eff.kernels.tiles import MARGIN_BYTES
@@ -25,6 +26,13 @@ LINEAR = Variant()
 GELU = Variant(epilogue=("bias",), activation="gelu_tanh")
 
 WITH_C = Variant(epilogue=("c",))
+# Of an MLP: the up projection with its gate, and gradients, with results that are recomputed or not.
+MLP = [
+    Variant(epilogue=("gate", "pre"), activation="silu"),
+    Variant(epilogue=("gate", "up", "pre", "d2", "gradient"), activation="silu", layout="nn"),
+    Variant(epilogue=("gate", "up", "d2", "gradient"), activation="gelu_tanh", layout="nn"),
+    Variant(epilogue=("gate", "pre", "gradient"), activation="gelu_tanh", layout="nn"),
+]
 SUMS = [Variant(layout=layout, out_dtype=FLOAT32) for layout in ("nt", "nn", "tn")]
 
 
@@ -40,6 +48,7 @@ def variants(tile: TileConfig) -> list[Variant]:
     if tile.adds or tile.split_k > 1:
         return SUMS
     return [
+        *MLP,
         *(LINEAR, Variant(layout="nn"), Variant(layout="tn"), GELU),
         Variant(epilogue=("bias", "pre"), activation="silu"),
         Variant(epilogue=("bias", "c", "pre"), activation="gelu_tanh"),
@@ -53,10 +62,8 @@ def variants(tile: TileConfig) -> list[Variant]:
 
 
 def fits(tile: TileConfig, variant: Variant) -> bool:
-    """As dispatch decides it: what does not fit is never launched."""
-    shape = variant.shape(adds=tile.adds)
-    has_room = tile.shared_bytes(shape) + MARGIN_BYTES <= DEVICES["h200"].shared_bytes
-    return tile.kernel == "pointers" or has_room
+    """As dispatch decides it, which splits K only where tiles are few."""
+    return tile.split_k > 1 or tiles.fits(tile, variant.shape(adds=tile.adds), DEVICES["h200"])
 
 
 def assert_good(tile: TileConfig, variant: Variant, device: str = "h200") -> None:
@@ -81,7 +88,7 @@ def assert_good(tile: TileConfig, variant: Variant, device: str = "h200") -> Non
     ids=str,
 )
 def test_a_config_compiles_for_hopper_without_spills(tile: TileConfig) -> None:
-    for variant in SUMS if tile.adds or tile.split_k > 1 else (GELU, WITH_C):
+    for variant in SUMS if tile.adds or tile.split_k > 1 else (GELU, WITH_C, MLP[1]):
         if fits(tile, variant):
             assert_good(tile, ragged(tile, variant))
 

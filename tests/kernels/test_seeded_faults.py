@@ -11,7 +11,7 @@ from tests.support.seeded import occurs_once, run_with_fault
 
 C_TILE = "c + (m[:, None] * stride_cm + n[None, :] * stride_cn)"
 
-# name: (text of gemm_kernels.py, the faulty text)
+# name: (text of gemm_kernels.py or epilogue.py, the faulty text)
 IN_KERNELS = {
     "K mask off by one": ("inside = k < K - start", "inside = k < K - 1 - start"),
     "the last step of K left out": (
@@ -30,17 +30,6 @@ IN_KERNELS = {
         "m[:, None] * stride_am + k[None, :] * stride_ak",
         "m[:, None] * stride_ak + k[None, :] * stride_am",
     ),
-    "stride order of C": (C_TILE, "c + (m[:, None] * stride_cn + n[None, :] * stride_cm)"),
-    "beta ignored": ("acc += beta * tl.load(c_tile", "acc += tl.load(c_tile"),
-    "alpha ignored": ("    acc *= alpha\n", ""),
-    "alpha applied to C too": (
-        "    return acc\n\n\n@jit\ndef _activate",
-        "    return acc * alpha\n\n\n@jit\ndef _activate",
-    ),
-    "bias twice": (
-        "acc += tl.load(bias + n, mask=inside_n, other=0.0)",
-        "acc += 2 * tl.load(bias + n, mask=inside_n, other=0.0)",
-    ),
     "a row beyond the edge is stored": ("inside_n = m < M - first_m", "inside_n = m <= M - first_m"),
     "the halves of a tile mixed up": ("* SUBTILES + i)", "* SUBTILES + SUBTILES - 1 - i)"),
     "a transposed B at the rows of A": ("load([first_n, start]).T", "load([first_m, start]).T"),
@@ -51,23 +40,30 @@ IN_KERNELS = {
     "what is beyond the edge of a batch": ("z * stride_bz", "z * stride_az"),
     "one C for all products": ("c + z * stride_cz", "c + stride_cz"),
     "the sum is not kept where a config adds": ("d_tiles.load([row_d, column]) + x", "x"),
-    "SiLU with base 2": ("x / (1.0 + tl.exp2(-1.4426950408889634 * x))", "x / (1.0 + tl.exp2(-x))"),
-    "not a number passes ReLU as 0": ("tl.where(x < 0.0, 0.0, x)", "tl.where(x > 0.0, x, 0.0)"),
-    "GELU without its cube": ("(1.0 + 0.044715 * x * x)", "1.0"),
-    "what is saved is activated": (
-        "N + n[None, :]), x.to(pre",
-        "N + n[None, :]), _activate(x, ACTIVATION).to(pre",
-    ),
-    "what TMA saves is activated": ("column], x.to(pre", "column], _activate(x, ACTIVATION).to(pre"),
-    "what is saved of a product lies in another": ("pre + z * M * N", "pre + z * N"),
+    "what is saved of a product lies in another": ("address(z * M * N, ", "address(z * N, "),
     "a split of K left out": ("for _ in range(SPLIT_K):", "for _ in range(SPLIT_K - 1):"),
     "splits of K overlap": (
         "tl.minimum(split * depth + depth, K)",
         "tl.minimum(split * depth + depth + BLOCK_K, K)",
     ),
 }
+IN_EPILOGUE = {
+    "stride order of C": (C_TILE, "c + (m[:, None] * stride_cn + n[None, :] * stride_cm)"),
+    "beta ignored": ("x += beta * tl.load(c_tile", "x += tl.load(c_tile"),
+    "alpha ignored": ("x = acc * alpha", "x = acc"),
+    "alpha applied to C too": ("    saved, x2 = x, x\n", "    x *= alpha\n    saved, x2 = x, x\n"),
+    "bias twice": ("x += tl.load(bias", "x += 2 * tl.load(bias"),
+    "exponential with base 2": ("tl.exp2(-1.4426950408889634 * x)", "tl.exp2(-x)"),
+    "not a number passes ReLU as 0": ("tl.where(x < 0.0, 0.0, x)", "tl.where(x > 0.0, x, 0.0)"),
+    "GELU without its cube": ("x * (1.0 + 0.044715 * x * x)", "x"),
+    "what is saved is activated": (
+        "        x = _activate(x, ACTIVATION)\n",
+        "        x = _activate(x, ACTIVATION)\n        saved = x\n",
+    ),
+}
 # name: (file, its text, the faulty text)
 FAULTS = {name: ("kernels/gemm_kernels.py", *fault) for name, fault in IN_KERNELS.items()}
+FAULTS |= {name: ("kernels/epilogue.py", *fault) for name, fault in IN_EPILOGUE.items()}
 FAULTS |= {
     "splits of K in too few rows": (
         "kernels/launch.py",

@@ -27,8 +27,10 @@ from triton.runtime.jit import JITFunction
 from lightning_eff.kernels import devices, launch, operands
 from lightning_eff.kernels.operands import Operands
 from lightning_eff.kernels.tile_configs import Shape, TileConfig
+from tests.support.fused import fused
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+READ, WRITTEN = ("gate", "up"), ("pre", "d2")
 INSTRUCTIONS = {
     "tensor_core": r"\b(?:HGMMA|QGMMA|HMMA|IMMA|QMMA)\b",
     "warpgroup": r"\b(?:HGMMA|QGMMA)\b",
@@ -46,7 +48,7 @@ class Variant:
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype = torch.bfloat16  # of D and of the bias
     layout: str = "nt"  # or nn or tn: whether A and B are transposed
-    epilogue: tuple[str, ...] = ()  # any of bias, c, pre
+    epilogue: tuple[str, ...] = ()  # any of bias, c, pre, gate, up, d2, gradient
     activation: str | None = None
     tf32: bool = False
     c_dtype: torch.dtype | None = None  # None for that of D
@@ -77,7 +79,9 @@ class Variant:
 
     def shape(self, *, adds: bool = False) -> Shape:
         """Return what the choice of a config depends on."""
-        return replace(self.operands(adds=adds).shape(adds=adds), tf32=self.tf32)
+        reads, writes = (sum(name in self.epilogue for name in names) for names in (READ, WRITTEN))
+        shape = self.operands(adds=adds).shape(adds=adds)
+        return replace(shape, tf32=self.tf32, epilogue_reads=reads, epilogue_writes=writes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,10 @@ def assemble(config: TileConfig, variant: Variant, device: str = "h200") -> list
     given = variant.operands(adds=config.adds)
     d = variant.matrix("d", (variant.M, variant.N), given.out_dtype)
     pre = torch.zeros(given.size, dtype=given.out_dtype) if "pre" in variant.epilogue else None
-    with gpu(device, tf32=variant.tf32) as compiled:
+    names = [name for name in ("gate", "up", "d2") if name in variant.epilogue]
+    extra = {name: torch.zeros(given.size, dtype=given.out_dtype) for name in names}
+    is_gradient = "gradient" in variant.epilogue
+    with gpu(device, tf32=variant.tf32) as compiled, fused(**extra, gradient=is_gradient):
         launch.launch(given, config, d, pre=pre)
     return [_read(kernel.asm["cubin"], kernel.metadata.shared) for kernel in compiled]
 

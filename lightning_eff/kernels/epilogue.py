@@ -1,0 +1,100 @@
+"""The epilogue of the GEMM's kernels: all that is computed on a tile between its last product and its stores.
+
+A tile x = alpha * A @ B + beta * C + bias [BLOCK_M, BLOCK_N] is in registers, in float32. What it is combined
+with is read once. MLPs of Transformers need this, with g for `gate`, u for `up`, and f for the activation:
+
+    GRADIENT  gate  up    d                pre        d2
+    no        None        f(x)             x
+    no        g           f(g) * x         x                     SwiGLU; x is the up projection
+    yes       g     None  x * f'(g)        f(g)                  x is the gradient of f(g)
+    yes       g     u     x * u * f'(g)    f(g) * u   x * f(g)   x is the gradient of f(g) * u
+
+`pre` and `d2` are stored if there is memory for them. The `pre` of a gradient is what the forward pass stored
+in d, recomputed: the next GEMM of the gradient needs it, and the forward pass need not keep it.
+"""
+
+# pyright: basic, reportInvalidTypeForm=false
+from __future__ import annotations
+
+from lightning_eff.kernels.triton_import import jit, tl
+
+
+@jit
+def address(matrix, row, column, stride_m, stride_n):
+    """Return the address of an element of a matrix, which may have more elements than 32 bits count."""
+    return matrix + tl.cast(row, tl.int64) * stride_m + tl.cast(column, tl.int64) * stride_n
+
+
+@jit
+def indices(LENGTH: tl.constexpr, WIDE: tl.constexpr):
+    """Return the rows or columns of a tile: 0, 1, ... WIDE: their offsets may not fit in 32 bits."""
+    return tl.arange(0, LENGTH).to(tl.int64 if WIDE else tl.int32)
+
+
+@jit
+def finish(
+    acc, m, n, inside_m, inside_n, N, c, stride_cm, stride_cn, bias, gate, up, column, packed, alpha, beta,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Return what `pre`, `d2` and `d` receive of the tile acc [BLOCK_M, WIDTH], in float32.
+
+    c begins at the tile, bias [N] at column 0; gate and up [batch, M, N] are contiguous, and have the tile at
+    their element `packed`.
+    """
+    inside = inside_m[:, None] & inside_n[None, :]
+    x = acc * alpha
+    if c is not None:
+        c_tile = c + (m[:, None] * stride_cm + n[None, :] * stride_cn)
+        x += beta * tl.load(c_tile, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + column + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+    offsets = m[:, None] * N + n[None, :]
+    if gate is not None:
+        g = tl.load(gate + packed + offsets, mask=inside, other=0.0).to(tl.float32)
+    saved, x2 = x, x
+    if GRADIENT:
+        saved = _activate(g, ACTIVATION)
+        if up is not None:
+            u = tl.load(up + packed + offsets, mask=inside, other=0.0).to(tl.float32)
+            x2 = x * saved
+            saved *= u
+            x *= u
+        x = _times_slope(x, g, ACTIVATION)
+    elif gate is None:
+        x = _activate(x, ACTIVATION)
+    else:
+        x *= _activate(g, ACTIVATION)
+    return saved, x2, x
+
+
+@jit
+def _sigmoid(x):
+    """Return 1 / (1 + exp(-x)), with exp(x) = exp2(log2(e) x)."""
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """Return activation(x)."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+    if ACTIVATION == "silu":
+        x = x * _sigmoid(x)
+    if ACTIVATION == "gelu_tanh":
+        # x (1 + tanh(v)) / 2 = x * sigmoid(2 v) with v = sqrt(2 / pi) (x + 0.044715 x^3)
+        x = x * _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    return x
+
+
+@jit
+def _times_slope(x, g, ACTIVATION: tl.constexpr):
+    """Return x * activation'(g)."""
+    if ACTIVATION == "relu":
+        x = tl.where(g <= 0.0, 0.0, x)
+    if ACTIVATION == "silu":
+        s = _sigmoid(g)
+        x = x * s * (1.0 + g * (1.0 - s))
+    if ACTIVATION == "gelu_tanh":
+        s = _sigmoid(1.5957691216057308 * g * (1.0 + 0.044715 * g * g))
+        x = x * s * (1.0 + g * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
+    return x
