@@ -47,6 +47,8 @@ def bucket(shape: Shape) -> str:
     marks = {
         "batch": shape.batch > 1, "unaligned": not shape.aligned, "c": shape.c_itemsize > 0,
         "adds": shape.adds, "fused": shape.fused, "tf32": shape.tf32,
+        f"reads{shape.epilogue_reads}": shape.epilogue_reads > 0,
+        f"writes{shape.epilogue_writes}": shape.epilogue_writes > 0,
     }  # fmt: skip
     parts = [*dtypes, "x".join(sizes), shape.layout]
     return "-".join(parts + [mark for mark, holds in marks.items() if holds])

@@ -67,15 +67,19 @@ def _has_choices(device: torch.device) -> bool:
     return bool(choices.of(device)) and not devices.why_no_kernels(device)
 
 
-def find(operands: Operands, backend: str, out: Tensor | None = None) -> Launch | None:
+def find(
+    operands: Operands, backend: str, out: Tensor | None = None, *, writes: int = 0
+) -> Launch | None:
     """Return what computes a GEMM into `out` or a new, contiguous tensor; None for torch's library.
 
     Args:
         operands: Checked, with values; `may_use_triton` is true for them.
         backend: `auto` or `triton`.
         out: Receives the result.
+        writes: As in `Operands.shape`; for `Launch` these matrices are new, too.
     """
     a, b, c, bias = operands.tensors
+    epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
     # The allocator aligns a new result.
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])
     adds = c is not None and out is not None and _may_add(operands, c, out)
@@ -84,10 +88,10 @@ def find(operands: Operands, backend: str, out: Tensor | None = None) -> Launch 
         a.shape, a.stride(), b.shape, b.stride(), None if out is None else out.stride(),
         None if c is None else (c.dtype, c.stride(), c.data_ptr() % TMA_BYTES),
         None if bias is None else (bias.dtype, bias.data_ptr() % TMA_BYTES),
-        float32_precision(a),
+        float32_precision(a), epilogue, operands.gradient, writes,
     )  # fmt: skip
     if key not in _found:
-        shape = operands.shape(adds=adds)
+        shape = operands.shape(adds=adds, writes=writes)
         if any(offsets) or (out is not None and not is_aligned(out)):
             shape = replace(shape, aligned=False)
         config = choose(shape, a.device, backend)

@@ -34,9 +34,11 @@ class CannotCompileError(RuntimeError):
     """A config cannot be compiled for a GEMM, or needs more than the device has."""
 
 
-def launch(operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | None = None) -> Tensor:
+def launch(
+    operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | None = None, d2: Tensor | None = None
+) -> Tensor:
     """Run the kernels with a config once, and return the result; see `Launch`."""
-    return Launch(config)(operands, d, pre)
+    return Launch(config)(operands, d, pre, d2)
 
 
 class Launch:
@@ -51,20 +53,24 @@ class Launch:
         self._gemm: Callable[[Matrices, float, float], None] | None = None
         self._sum: Callable[[Matrices, float, float], None] | None = None
 
-    def __call__(self, operands: Operands, d: Tensor, pre: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
+    ) -> Tensor:
         """Compute into `d`, and return it.
 
         Args:
             operands: Checked, of sizes above 0.
             d: Receives the result, `[*batch, M, N]` of any strides; a config that adds adds to it.
-            pre: Receives the input of the activation, `[*batch, M, N]`, contiguous; or None.
+            pre: Receives the input of the activation, `[*batch, M, N]`, contiguous; or None. In a gradient
+                it receives the activation's result (epilogue.py).
+            d2: Receives the gradient of `up`, `[*batch, M, N]`, contiguous; or None.
 
         Raises:
             CannotCompileError: In the first call.
         """
         if d.is_cuda and d.device.index != torch.cuda.current_device():
             with torch.cuda.device(d.device):  # Triton compiles for, and launches on, the current device
-                return self(operands, d, pre)
+                return self(operands, d, pre, d2)
         batch, bias = operands.batch, operands.bias
         a, b, target = (_one_batch_axis(tensor, batch) for tensor in (operands.a, operands.b, d))
         # A config that adds never reads C: it is d.
@@ -74,7 +80,7 @@ class Launch:
         if self.config.split_k == 1:
             if self.config.kernel == "tma" and c is not None and not _is_like_d(c, d):
                 c = c.clone(memory_format=torch.contiguous_format)
-            tensors = (a, b, c, bias, None, None, pre, None, target)
+            tensors = (a, b, c, bias, operands.gate, operands.up, pre, d2, target)
             self._gemm = self._gemm or self._bind_gemm(operands, tensors)
             self._gemm(tensors, operands.alpha, operands.beta)
         else:
@@ -82,8 +88,8 @@ class Launch:
             rows = -(-operands.M // self.config.block_m) * self.config.block_m
             size = (math.prod(batch) * self.config.split_k, rows, -(-operands.N // 4) * 4)
             partials = torch.empty(size, dtype=torch.float32, device=d.device)
-            products = (a, b, *[None] * 6, partials)
-            sums = (partials, c, bias, None, None, pre, None, target)
+            products = (a, b, None, None, None, None, None, None, partials)
+            sums = (partials, c, bias, operands.gate, operands.up, pre, d2, target)
             self._gemm = self._gemm or self._bind_gemm(operands, products)
             self._sum = self._sum or self._bind_sum(operands, sums)
             self._gemm(products, 1.0, 0.0)
@@ -101,7 +107,8 @@ class Launch:
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
             "GROUP_M": GROUP_M, "SPLIT_K": config.split_k,
-            "ACTIVATION": operands.activation if config.split_k == 1 else None, "GRADIENT": False,
+            "ACTIVATION": operands.activation if config.split_k == 1 else None,
+            "GRADIENT": operands.gradient and config.split_k == 1,
             "PRECISION": float32_precision(operands.a), "INTERPRETED": INTERPRETED,
         }  # fmt: skip
         if config.kernel == "pointers":
@@ -124,7 +131,7 @@ class Launch:
         sizes = (operands.M, operands.N, *partials.stride()[:2], *_strides(c), *_strides(d))
         constants = {
             "BLOCK_M": SUM_M, "BLOCK_N": SUM_N, "SPLIT_K": self.config.split_k,
-            "ACTIVATION": operands.activation, "GRADIENT": False, "WIDE": _is_wide(*tensors),
+            "ACTIVATION": operands.activation, "GRADIENT": operands.gradient, "WIDE": _is_wide(*tensors),
         }  # fmt: skip
         return _bind(reduce_split_k, num_tiles, tensors, sizes, constants, None)
 

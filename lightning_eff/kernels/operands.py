@@ -31,6 +31,10 @@ class Operands:
         alpha: Factor of the product.
         beta: Factor of `c`.
         activation: One of `library.ACTIVATIONS`, or None.
+        gate: `[*batch, M, N]`, contiguous: what the activation is applied to in place of the product (the
+            epilogues of MLPs: epilogue.py); or None.
+        up: `[*batch, M, N]`, contiguous: the factor of a gated activation whose gradient is computed; or None.
+        gradient: The product is the gradient of the activation's result, and D that of its input.
 
     Attributes:
         M: Rows of D.
@@ -48,6 +52,9 @@ class Operands:
     alpha: float = 1.0
     beta: float = 0.0
     activation: str | None = None
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    gradient: bool = False
     M: int = field(init=False)
     N: int = field(init=False)
     K: int = field(init=False)
@@ -69,8 +76,13 @@ class Operands:
             return False
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
 
-    def shape(self, *, adds: bool = False) -> Shape:
-        """Return what the choice of a config depends on; `adds`: the result is added to C in its memory."""
+    def shape(self, *, adds: bool = False, writes: int = 0) -> Shape:
+        """Return what the choice of a config depends on.
+
+        Args:
+            adds: The result is added to C in its memory.
+            writes: Matrices that the epilogue stores besides the result: `pre`, `d2` of `Launch`.
+        """
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
@@ -79,6 +91,7 @@ class Operands:
             c_itemsize=self.c.element_size() if self.c is not None else 0, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
             fused=self.activation is not None,  # a bias costs neither backend a pass of its own
+            epilogue_reads=(self.gate is not None) + (self.up is not None), epilogue_writes=writes,
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip
 
