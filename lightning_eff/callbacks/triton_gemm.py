@@ -178,10 +178,13 @@ class TritonGemm(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         accumulation = self._accumulation if self.accumulate else None
-        how: dict[str, Any] = {"min_features": self.min_features, "blocks": self.blocks}
+        how: dict[str, Any] = {
+            "min_features": self.min_features, "blocks": self.blocks, "backend": self.backend,
+            "accumulation": accumulation,
+        }  # fmt: skip
         try:
-            fused = fuse_mlps(model, accumulation=accumulation, **how) if self.fuse_mlps else {}
-            new = swap(model, backend=self.backend, accumulation=accumulation, **how)
+            fused = fuse_mlps(model, **how) if self.fuse_mlps else {}
+            new = swap(model, **how)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._fused |= fused

@@ -67,9 +67,7 @@ def _has_choices(device: torch.device) -> bool:
     return bool(choices.of(device)) and not devices.why_no_kernels(device)
 
 
-def find(
-    operands: Operands, backend: str, out: Tensor | None = None, *, writes: int = 0
-) -> Launch | None:
+def find(operands: Operands, backend: str, out: Tensor | None = None, *, writes: int = 0) -> Launch | None:
     """Return what computes a GEMM into `out` or a new, contiguous tensor; None for torch's library.
 
     Args:

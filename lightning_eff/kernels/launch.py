@@ -121,7 +121,7 @@ class Launch:
         num_sms = devices.of(d.device).num_sms
         constants |= {
             "NUM_SMS": num_sms, "A_BY_ROWS": a_by_rows, "B_BY_ROWS": b_by_rows,
-            "SUBTILES": config.subtiles, "ADDS": config.adds, "WIDE": _is_wide(c),
+            "SUBTILES": config.subtiles, "ADDS": config.adds, "WIDE": _is_wide(*tensors[2:]),
         }  # fmt: skip
         return _bind(gemm_tma, min(num_sms, num_tiles), tensors, (*sizes, *strides), constants, config)
 

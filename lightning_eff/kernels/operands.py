@@ -33,7 +33,7 @@ class Operands:
         activation: One of `library.ACTIVATIONS`, or None.
         gate: `[*batch, M, N]`, contiguous: what the activation is applied to in place of the product (the
             epilogues of MLPs: epilogue.py); or None.
-        up: `[*batch, M, N]`, contiguous: the factor of a gated activation whose gradient is computed; or None.
+        up: `[*batch, M, N]`, contiguous: the factor of a gated activation, in its gradient; or None.
         gradient: The product is the gradient of the activation's result, and D that of its input.
 
     Attributes:

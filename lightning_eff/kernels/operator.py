@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_eff.kernels import dispatch
-from lightning_eff.kernels.launch import CannotCompileError
+from lightning_eff.kernels.launch import CannotCompileError, Launch
 from lightning_eff.kernels.library import ACTIVATIONS, by_library
 from lightning_eff.kernels.operands import Operands, batch_of
 
@@ -54,6 +54,27 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
     return out
 
 
+def compute_fused(
+    operands: Operands, backend: str, *, stores_pre: bool, stores_d2: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Compute a GEMM with the epilogue of an MLP (epilogue.py); None where torch's library is to compute.
+
+    Returns:
+        `d`, and `pre` and `d2` if they are stored.
+    """
+    tensors = (operands.gate, operands.up)
+    if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or is_traced():
+        return None
+    if in_forward_mode() or _has_mode() or not are_plain(operands, *tensors) or 0 in operands.size:
+        return None
+    launch = dispatch.find(operands, backend, writes=stores_pre + stores_d2)
+    if launch is None or not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return None
+    pre, d2 = (_allocate(operands) if stored else None for stored in (stores_pre, stores_d2))
+    d = _launched(launch, operands, _allocate(operands), pre, d2)
+    return None if d is None else (d, pre, d2)
+
+
 def is_traced() -> bool:
     """Return whether a call is recorded, not run: by torch.compile, torch.jit or torch.func."""
     transform = torch._C._functorch.maybe_current_level()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
@@ -66,11 +87,11 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-def are_plain(operands: Operands, out: Tensor | None) -> bool:
+def are_plain(operands: Operands, *others: Tensor | None) -> bool:
     """Return whether all tensors have values that a kernel can read as they are: not of a lazy negation."""
     return all(
         tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_meta and not tensor.is_neg())
-        for tensor in (*operands.tensors, out)
+        for tensor in (*operands.tensors, *others)
     )
 
 
@@ -84,18 +105,26 @@ def _run(operands: Operands, out: Tensor | None, backend: str) -> Tensor:
     launch = dispatch.find(operands, backend, out) if not is_empty else None
     if launch is None:
         return by_library(operands, out)
-    d = _allocate(operands) if out is None else out
+    d = _launched(launch, operands, _allocate(operands) if out is None else out)
+    if d is None:
+        return by_library(operands, out)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    return d
+
+
+def _launched(
+    launch: Launch, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
+) -> Tensor | None:
+    """Launch the kernels; None, with a warning, where they cannot be compiled."""
     try:
-        launch(operands, d)
+        return launch(operands, d, pre, d2)
     except CannotCompileError as error:
         dispatch.drop(launch.config)
         size = f"{operands.M} x {operands.N} x {operands.K}"
         text = f"{error}; torch's library computes {size} in {operands.a.dtype} instead"
         warnings.warn(text, UserWarning, stacklevel=2)
-        return by_library(operands, out)
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
-    return d
+        return None
 
 
 def _allocate(operands: Operands) -> Tensor:

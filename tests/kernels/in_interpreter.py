@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.commands._bench import gemm_timing
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
@@ -22,7 +26,7 @@ from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
-from tests.support.fused import fused
+from tests.callbacks._triton_gemm.test_mlp import Gated, Other, steps
 from tests.support.linear_layers import Tied, swapped, trained
 
 
@@ -163,15 +167,15 @@ def test_an_mlp_is_computed_in_the_epilogues(tile: TileConfig, is_gated: bool, a
 
     if is_gated:
         operands = check_operands(a, b, None, bias=u[0], alpha=0.5, activation=activation)
-        with fused(gate=g):
-            launch(operands, tile, d, pre=pre)
+        launch(replace(operands, gate=g), tile, d, pre=pre)
         x = 0.5 * product + u[0]
         check({"d": (d, f(g.double()) * x), "pre": (pre, x)})
     gate, up = g.double().requires_grad_(), u.double().requires_grad_()
     result = f(gate) * up if is_gated else f(gate)
     gradients = torch.autograd.grad(result, (gate, up) if is_gated else (gate,), product)
-    with fused(gate=g, up=u if is_gated else None, d2=d2 if is_gated else None, gradient=True):
-        launch(check_operands(a, b, None, activation=activation), tile, d.fill_(float("nan")), pre=pre)
+    operands = check_operands(a, b, None, activation=activation)
+    operands = replace(operands, gate=g, up=u if is_gated else None, gradient=True)
+    launch(operands, tile, d.fill_(float("nan")), pre=pre, d2=d2 if is_gated else None)
     check({"d": (d, gradients[0]), "pre": (pre, result.detach())})
     if is_gated:
         check({"d2": (d2, gradients[1])})
@@ -192,3 +196,20 @@ def test_candidates_of_bench_are_correct(tile: Any) -> None:
             problem = Problem.draw(Case(M=72, N=136, K=40, layout=layout, kind=kind), torch.device("cpu"))
             result = gemm_timing.check(gemm_timing.run_config(tile), problem)
             assert result.is_correct, (layout, kind, result)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_mlps_by_the_kernels(is_gated: bool, activation: str) -> None:
+    """T2; the exact GELU is not in the epilogues, so that torch computes it between two products."""
+    torch.manual_seed(0)
+    activate = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, **ACTIVATIONS}[activation]
+    plain = Gated(activate) if is_gated else Other(lambda m, x: m.down(activate(m.up(x))))
+    model = copy.deepcopy(plain)
+    (mlp,) = fuse_mlps(model, min_features=1, backend="triton").values()
+    with mock.patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as launched:
+        assert_close(steps(model), steps(plain), rtol=1e-4, atol=1e-5)
+    assert mlp.num_fused == 2
+    assert launched.call_count == 2 * 6, "up, down, two gradients of each; the gate is a layer of torch's"
+    written = sum(call.args[3] is not None for call in launched.call_args_list if len(call.args) > 3)
+    assert written == (0 if activation == "gelu" else 2 * 2), "up's and down's input gradient"

@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 from lightning_eff.kernels import devices, launch, operands
 from lightning_eff.kernels.operands import Operands
 from lightning_eff.kernels.tile_configs import Shape, TileConfig
-from tests.support.fused import fused
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 READ, WRITTEN = ("gate", "up"), ("pre", "d2")
@@ -121,12 +120,16 @@ def assemble(config: TileConfig, variant: Variant, device: str = "h200") -> list
     """Return the machine code of each kernel that a launch runs: two where the config splits K."""
     given = variant.operands(adds=config.adds)
     d = variant.matrix("d", (variant.M, variant.N), given.out_dtype)
-    pre = torch.zeros(given.size, dtype=given.out_dtype) if "pre" in variant.epilogue else None
-    names = [name for name in ("gate", "up", "d2") if name in variant.epilogue]
-    extra = {name: torch.zeros(given.size, dtype=given.out_dtype) for name in names}
-    is_gradient = "gradient" in variant.epilogue
-    with gpu(device, tf32=variant.tf32) as compiled, fused(**extra, gradient=is_gradient):
-        launch.launch(given, config, d, pre=pre)
+    extra = {
+        name: torch.zeros(given.size, dtype=given.out_dtype)
+        for name in (*READ, *WRITTEN)
+        if name in variant.epilogue
+    }
+    given = replace(
+        given, gate=extra.get("gate"), up=extra.get("up"), gradient="gradient" in variant.epilogue
+    )  # fmt: skip
+    with gpu(device, tf32=variant.tf32) as compiled:
+        launch.launch(given, config, d, pre=extra.get("pre"), d2=extra.get("d2"))
     return [_read(kernel.asm["cubin"], kernel.metadata.shared) for kernel in compiled]
 
 

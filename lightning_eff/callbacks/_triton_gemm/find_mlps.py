@@ -36,7 +36,7 @@ class _Tracer(fx.Tracer):
 
 def fuse_mlps(
     model: nn.Module, *, min_features: int = 128, blocks: BlockSelector = None,
-    accumulation: Accumulation | None = None,
+    backend: str = "auto", accumulation: Accumulation | None = None,
 ) -> dict[str, FusedMLP]:  # fmt: skip
     """Compute the trained MLPs of a model each as one function; arguments are those of `swap`.
 
@@ -51,7 +51,9 @@ def fuse_mlps(
             if layers is None or min(layers.up.weight.shape) < min_features:
                 continue
             if any(layer.weight.requires_grad for layer in layers.all):
-                module.forward = fused[name] = FusedMLP(module, layers, accumulation)
+                module.forward = fused[name] = FusedMLP(
+                    module, layers, backend=backend, accumulation=accumulation
+                )  # fmt: skip
     return fused
 
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_eff.core.shards import is_sharded
-from lightning_eff.kernels import matmul, operator
+from lightning_eff.kernels import dispatch, library, matmul, operator
 from lightning_eff.kernels.linear import Accumulation, bias_gradient, low_copy, product, weight_gradient
-from lightning_eff.kernels.operands import DTYPES
+from lightning_eff.kernels.operands import DTYPES, Operands
 
 aten: Any = torch.ops.aten
 ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -33,6 +33,7 @@ ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Te
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
 }
 """Functions, and from the gradient of a result and the input the gradient of the input."""
+IN_EPILOGUES = tuple(library.ACTIVATIONS)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -57,11 +58,14 @@ class FusedMLP:
     Args:
         module: The MLP, in the mode (`training`) in which it was recognized.
         layers: Its layers.
+        backend: As in `kernels.matmul.gemm`.
         accumulation: Allows the weights' gradients to be added in place.
     """
 
-    def __init__(self, module: nn.Module, layers: Layers, accumulation: Accumulation | None) -> None:
-        self.module, self.layers, self.accumulation = module, layers, accumulation
+    def __init__(
+        self, module: nn.Module, layers: Layers, *, backend: str, accumulation: Accumulation | None
+    ) -> None:
+        self.module, self.layers, self.backend, self.accumulation = module, layers, backend, accumulation
         self.num_fused = 0
         self._training = module.training
 
@@ -73,10 +77,11 @@ class FusedMLP:
         up, down, gate = self.layers.up, self.layers.down, self.layers.gate
         dtype = matmul.autocast_dtype(x.device.type, x.dtype, up.weight.dtype) or x.dtype
         rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        backend = self.backend if dispatch.may_use_triton(self.backend, x.device, dtype) else "torch"
         copies = [None if w.dtype == dtype else low_copy(w, dtype) for w in (up.weight, down.weight)]
         y = _MLP.apply(
             rows, up.weight, down.weight, gate(rows) if gate is not None else None, up.bias, down.bias,
-            *copies, self.layers.activation, self.accumulation,
+            *copies, self.layers.activation, backend, self.accumulation,
         )  # fmt: skip
         self.num_fused += 1
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -107,50 +112,100 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight1: Tensor, weight2: Tensor, gate: Tensor | None, bias1: Tensor | None,
         bias2: Tensor | None, copy1: Tensor | None, copy2: Tensor | None, activation: str,
-        accumulation: Accumulation | None,
+        backend: str, accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
         used1, used2 = (
             weight.detach() if copy is None else copy for weight, copy in ((weight1, copy1), (weight2, copy2))
         )
         ctx.dtypes = tuple(None if bias is None else bias.dtype for bias in (bias1, bias2))
         bias1, bias2 = (None if bias is None else bias.to(x.dtype) for bias in (bias1, bias2))
-        h = F.linear(x, used1, bias1)
+        h, a = _up(x, used1, bias1, gate, activation, backend)
         needs_x, needs_weight1, _, needs_gate, needs_bias1 = ctx.needs_input_grad[:5]
         ctx.needs_hidden = needs_x or needs_gate or needs_weight1 or needs_bias1
         ctx.save_for_backward(
             x if needs_weight1 else None, gate, h, used1 if needs_x else None,
             used2 if ctx.needs_hidden else None,
         )  # fmt: skip
-        ctx.weights, ctx.activation, ctx.accumulation = (weight1, weight2), activation, accumulation
-        return F.linear(_activated(h, gate, activation), used2, bias2)
+        ctx.weights, ctx.activation = (weight1, weight2), activation
+        ctx.backend, ctx.accumulation = backend, accumulation
+        return _linear(a, used2, bias2, backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             text = "an MLP as one function has no second derivative: callbacks.triton_gemm.fuse_mlps=false"
             raise RuntimeError(text)
-        grad, accumulation = grads[0], ctx.accumulation
+        grad, how = grads[0], (ctx.backend, ctx.accumulation)
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
         weight1, weight2 = ctx.weights
         (_, _), (node1, _), (node2, _), *_ = ctx.next_functions  # of x and both weights
         grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
+        fused = None
+        if ctx.needs_hidden and ctx.backend != "torch":
+            fused = _fused_gradients(
+                grad, used2, h, gate, ctx.activation, ctx.backend, stores_a=needs_weight2
+            )  # fmt: skip
         if needs_weight2:  # of which A [T, F] is computed again
-            a = _activated(h, gate, ctx.activation)
-            grad_weight2 = weight_gradient(grad, a, weight2, node2, "torch", accumulation)
+            a = _activated(h, gate, ctx.activation) if fused is None else fused[2]
+            grad_weight2 = weight_gradient(grad, a, weight2, node2, *how)
             del a
         if needs_bias2:
-            grad_bias2 = bias_gradient(grad, ctx.dtypes[1], "torch")
+            grad_bias2 = bias_gradient(grad, ctx.dtypes[1], ctx.backend)
         if ctx.needs_hidden:
-            grad_a = product(grad, used2, "torch")
-            grad_h, grad_gate = _input_gradients(grad_a, h, gate, ctx.activation)
+            if fused is None:
+                grad_a = product(grad, used2, ctx.backend)
+                grad_h, grad_gate = _input_gradients(grad_a, h, gate, ctx.activation)
+            else:
+                grad_h, grad_gate, _ = fused
             if needs_weight1:
-                grad_weight1 = weight_gradient(grad_h, x, weight1, node1, "torch", accumulation)
+                grad_weight1 = weight_gradient(grad_h, x, weight1, node1, *how)
             if needs_bias1:
-                grad_bias1 = bias_gradient(grad_h, ctx.dtypes[0], "torch")
-            grad_x = product(grad_h, used1, "torch") if used1 is not None else None
+                grad_bias1 = bias_gradient(grad_h, ctx.dtypes[0], ctx.backend)
+            grad_x = product(grad_h, used1, ctx.backend) if used1 is not None else None
         gradients = (grad_x, grad_weight1, grad_weight2, grad_gate, grad_bias1, grad_bias2)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    return F.linear(x, weight, bias) if backend == "torch" else product(x, weight.T, backend, bias=bias)
+
+
+def _up(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Return H and A [T, F]; A by the epilogue of the GEMM where our kernels compute it."""
+    if backend != "torch" and activation in IN_EPILOGUES:
+        operands = Operands(
+            a=x, b=weight.T, bias=bias, out_dtype=x.dtype, batch=(), activation=activation, gate=gate
+        )  # fmt: skip
+        found = operator.compute_fused(operands, backend, stores_pre=True)
+        if found is not None and found[1] is not None:
+            return found[1], found[0]
+    h = _linear(x, weight, bias, backend)
+    return h, _activated(h, gate, activation)
+
+
+def _fused_gradients(
+    grad: Tensor, weight: Tensor, h: Tensor, gate: Tensor | None, activation: str, backend: str, *,
+    stores_a: bool,
+) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
+    """Return the gradients of H and of the gate, and A, from the epilogue of dA [T, F] = dY @ W2.
+
+    None where torch's library computes dA.
+    """
+    if activation not in IN_EPILOGUES:
+        return None
+    is_gated = gate is not None
+    operands = Operands(
+        a=grad, b=weight, out_dtype=grad.dtype, batch=(), activation=activation, gradient=True,
+        gate=gate if is_gated else h, up=h if is_gated else None,
+    )  # fmt: skip
+    found = operator.compute_fused(operands, backend, stores_pre=stores_a, stores_d2=is_gated)
+    if found is None:
+        return None
+    d, a, d2 = found
+    return (d if d2 is None else d2), (d if is_gated else None), (a if a is not None else d)
 
 
 def _activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
