@@ -1,16 +1,16 @@
 """The tiled GEMM and the layer that uses it: tensors only, without Lightning or Hydra.
 
-Which code decides who computes a GEMM, and with which tile: `dispatch.decide` and `Decision.config`.
-To change the GEMM itself, read in this order:
+Which code decides who computes a GEMM, and with which tile: `dispatch.find` and `dispatch.choose`. From a
+layer's forward to the product of two tiles, in the order of the calls:
 
-    matmul.py         gemm, the public function, and torch's library
-    operands.py       checks of shapes, dtypes and strides
-    dispatch.py       the decision: torch's library or our kernels, and the tile config
-    tile_configs.py   the configs that may be launched
-    tiles.py          the cost model that ranks them
-    operator.py       the torch operator: gradient, fake tensors, FLOPs
+    linear.py         the layer: its three GEMMs
+    matmul.py         gemm, the public function; the torch operator
+    dispatch.py       who computes: torch's library or our kernels, with which config
     launch.py         grids, strides, scratch memory
     gemm_kernels.py   the Triton kernels
+    epilogue.py       what they compute on a finished tile
 
-Besides: linear.py (the layer), reference.py (the GEMM in float64), devices.py (peaks and sizes of GPUs).
+What these ask: operands.py (checks of shapes, dtypes, strides), choices.py (what was measured on this GPU),
+tile_configs.py (the configs that may be launched), tiles.py (the cost model that ranks them), library.py
+(torch's functions, and the GEMM in float64), devices.py (peaks and sizes of GPUs).
 """

@@ -24,8 +24,7 @@ Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning
 # pyright: basic, reportInvalidTypeForm=false
 from __future__ import annotations
 
-from lightning_eff.kernels.epilogue import address, finish, indices
-from lightning_eff.kernels.triton_import import INTERPRETED, jit, tl, triton
+from lightning_eff.kernels.epilogue import INTERPRETED, address, finish, indices, jit, tl, triton
 
 __all__ = ["INTERPRETED", "gemm_pointers", "gemm_tma", "reduce_split_k", "triton"]
 

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_eff.kernels import dispatch, matmul, operator
+from lightning_eff.kernels import dispatch, matmul
 from lightning_eff.kernels.operands import DTYPES, Operands
 
 
@@ -142,8 +142,8 @@ def linear(
     accumulates = accumulation is not None and accumulation.is_expected and weight.requires_grad
     if not (is_ours or (accumulates and torch.is_grad_enabled())) or not _is_dense(x):
         return F.linear(x, weight, bias)
-    if operator.is_traced() or operator.in_forward_mode():
-        if backend == "triton" and not operator.in_forward_mode():  # the operator, which the compiler keeps
+    if matmul.is_traced() or matmul.in_forward_mode():
+        if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
             return matmul.gemm(x, weight.T, bias=bias, backend=backend)
         return F.linear(x, weight, bias)
     dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype) or x.dtype
@@ -254,7 +254,7 @@ def product(
     operands = Operands(
         a=a, b=b, c=total, beta=0.0 if total is None else 1.0, bias=bias, out_dtype=dtype, batch=()
     )  # fmt: skip
-    return operator.compute(operands, total, backend)
+    return matmul.compute(operands, total, backend)
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor | None, used: Tensor | None) -> tuple[Any, ...]:

@@ -1,7 +1,13 @@
 """Compute D = activation(alpha * A @ B + beta * C + bias), by our Triton kernels or by torch's library.
 
 A call checks its operands (operands.py), looks up who computes (dispatch.py), and passes them on: to torch's
-library (library.py), or through operator.py and launch.py to the kernels (gemm_kernels.py).
+library (library.py), or through launch.py to the kernels (gemm_kernels.py). Layers call `compute`, since
+their operands need no check.
+
+The kernels are registered as a torch operator, with its shape, its FLOPs, and its gradient: autograd,
+torch.compile, checkpointing and fake tensors see one opaque operation. Where none of them is active, a call
+launches directly: torch's dispatcher costs more than the rest of the call. Through the dispatcher only
+tensors pass, so that the implementation looks its launch up again.
 
 Example:
     >>> gemm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2), alpha=2.0, beta=-1.0)
@@ -11,17 +17,37 @@ Example:
 
 from __future__ import annotations
 
+import math
+import warnings
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
-from lightning_eff.kernels import operator
-from lightning_eff.kernels.operands import check_operands, check_out, fold_batch, overlaps_operand
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.launch import CannotCompileError, Launch
+from lightning_eff.kernels.library import ACTIVATIONS, by_library
+from lightning_eff.kernels.operands import (
+    Operands,
+    batch_of,
+    check_operands,
+    check_out,
+    fold_batch,
+    overlaps_operand,
+)
 
 AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that autocast casts; float64 stays."""
+OPERATOR_NAME = "lightning_eff::gemm"
+_INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, float alpha, float beta, ScalarType out_dtype"
+_NUM_INPUTS = 7
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+"""Tensor types without a `__torch_dispatch__` or `__torch_function__` of their own."""
 
 
 def gemm(
@@ -75,7 +101,7 @@ def gemm(
     folded, folded_out = fold_batch(operands, out)
     device = a.device.type  # the operands have their dtypes already
     with torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext():
-        result = operator.compute(folded, folded_out, backend)
+        result = compute(folded, folded_out, backend)
     if out is not None:
         return out
     return result if folded is operands else result.view(operands.size)
@@ -96,3 +122,167 @@ def autocast_dtype(device: str, *dtypes: torch.dtype) -> torch.dtype | None:
 
 def _is_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """Compute a GEMM of checked operands, into `out` or a new tensor; by whom, dispatch.py says.
+
+    Raises:
+        ValueError: An unknown backend.
+        RuntimeError: `triton` where the kernels cannot run.
+    """
+    # By torch's library also under `auto` where the values are not there, and in forward-mode derivatives.
+    if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or in_forward_mode():
+        return by_library(operands, out)
+    is_real = not is_traced() and are_plain(operands, out)
+    if backend == "auto" and not (is_real and dispatch.find(operands, backend, out) is not None):
+        return by_library(operands, out)
+    if is_real and not operands.needs_gradient and not _has_mode():
+        return _run(operands, out, backend)
+    product = operands if operands.activation is None else replace(operands, activation=None)
+    arguments = (*operands.tensors, operands.alpha, operands.beta, operands.out_dtype)
+    if out is None or product is not operands:
+        result = _operator(*arguments)
+        result = result if product is operands else ACTIVATIONS[operands.activation or ""](result)
+        return result if out is None else out.copy_(result)
+    _operator_into(out, *arguments)
+    return out
+
+
+def compute_fused(
+    operands: Operands, backend: str, *, stores_pre: bool, stores_d2: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Compute a GEMM with the epilogue of an MLP (epilogue.py); None where torch's library is to compute.
+
+    Returns:
+        `d`, and `pre` and `d2` if they are stored.
+    """
+    tensors = (operands.gate, operands.up)
+    if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or is_traced():
+        return None
+    if in_forward_mode() or _has_mode() or not are_plain(operands, *tensors) or 0 in operands.size:
+        return None
+    launch = dispatch.find(operands, backend, writes=stores_pre + stores_d2)
+    if launch is None or not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return None
+    pre, d2 = (_allocate(operands) if stored else None for stored in (stores_pre, stores_d2))
+    d = _launched(launch, operands, _allocate(operands), pre, d2)
+    return None if d is None else (d, pre, d2)
+
+
+def is_traced() -> bool:
+    """Return whether a call is recorded, not run: by torch.compile, torch.jit or torch.func."""
+    transform = torch._C._functorch.maybe_current_level()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    is_tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return torch.compiler.is_compiling() or is_tracing or transform is not None
+
+
+def in_forward_mode() -> bool:
+    """Return whether derivatives are computed forwards (jvp, jacfwd), which our operator does not have."""
+    return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def are_plain(operands: Operands, *others: Tensor | None) -> bool:
+    """Return whether all tensors have values that a kernel can read as they are: not of a lazy negation."""
+    return all(
+        tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_meta and not tensor.is_neg())
+        for tensor in (*operands.tensors, *others)
+    )
+
+
+def _has_mode() -> bool:
+    return bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def _run(operands: Operands, out: Tensor | None, backend: str) -> Tensor:
+    """Launch the kernels, or call the library where they cannot be compiled."""
+    is_empty = 0 in operands.size
+    launch = dispatch.find(operands, backend, out) if not is_empty else None
+    if launch is None:
+        return by_library(operands, out)
+    d = _launched(launch, operands, _allocate(operands) if out is None else out)
+    if d is None:
+        return by_library(operands, out)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    return d
+
+
+def _launched(
+    launch: Launch, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
+) -> Tensor | None:
+    """Launch the kernels; None, with a warning, where they cannot be compiled."""
+    try:
+        return launch(operands, d, pre, d2)
+    except CannotCompileError as error:
+        dispatch.drop(launch.config)
+        size = f"{operands.M} x {operands.N} x {operands.K}"
+        text = f"{error}; torch's library computes {size} in {operands.a.dtype} instead"
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return None
+
+
+def _allocate(operands: Operands) -> Tensor:
+    return torch.empty(operands.size, dtype=operands.out_dtype, device=operands.a.device)
+
+
+def _operands(*arguments: Any) -> Operands:
+    a, b, c, bias, alpha, beta, out_dtype = arguments
+    return Operands(
+        a=a, b=b, c=c, bias=bias, alpha=alpha, beta=beta, out_dtype=out_dtype, batch=batch_of(a, b)
+    )  # fmt: skip
+
+
+@torch.library.custom_op(OPERATOR_NAME, mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
+def _operator(*arguments: Any) -> Tensor:
+    return _run(_operands(*arguments), None, "triton")
+
+
+@torch.library.custom_op(
+    f"{OPERATOR_NAME}_into", mutates_args=("out",), schema=f"(Tensor(a0!) out, {_INPUTS}) -> ()"
+)
+def _operator_into(out: Tensor, *arguments: Any) -> None:
+    _run(_operands(*arguments), out, "triton")
+
+
+def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Return 2 * batch * M * K * N from the shapes of A and B, for torch's FlopCounterMode."""
+    batch = torch.broadcast_shapes(a[:-2], b[:-2])
+    return 2 * math.prod(batch) * a[-2] * a[-1] * b[-1]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    a, b, c, bias, ctx.alpha, ctx.beta, _ = inputs
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+    ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in (a, b, c, bias)]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of A, B, C and the bias from that of D, `[*batch, M, N]`."""
+    a, b = ctx.saved_tensors
+    like_a, like_b, like_c, like_bias = ctx.likes
+    needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
+    factor = grad.to(like_a[0])
+    return (
+        # Gradient of A: dA [*batch, M, K] = alpha * dD [*batch, M, N] @ B^T [*batch, N, K]
+        _product(factor, b.mT, ctx.alpha, like_a) if needs_a else None,
+        # Gradient of B: dB [*batch, K, N] = alpha * A^T [*batch, K, M] @ dD [*batch, M, N]
+        _product(a.mT, factor, ctx.alpha, like_b) if needs_b else None,
+        # Gradients of C, beta * dD, and of the bias [N], dD summed over rows; both over broadcast axes too
+        (grad * ctx.beta).sum_to_size(like_c[1]).to(like_c[0]) if needs_c else None,
+        grad.sum_to_size(like_bias[1]).to(like_bias[0]) if needs_bias else None,
+        *(None,) * (_NUM_INPUTS - 4),
+    )
+
+
+def _product(a: Tensor, b: Tensor, alpha: float, like: tuple[torch.dtype, torch.Size]) -> Tensor:
+    """Return alpha * a @ b by our kernels, as in the forward pass, summed to a shape."""
+    operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like[0], batch=batch_of(a, b))
+    return compute(operands, backend="triton").sum_to_size(like[1])
+
+
+_operator.register_fake(lambda *arguments: _allocate(_operands(*arguments)))
+_operator.register_autograd(_backward, setup_context=_setup_context)
+register_flop_formula(torch.ops.lightning_eff.gemm)(_flop)
+register_flop_formula(torch.ops.lightning_eff.gemm_into)(lambda _, *shapes, **__: _flop(*shapes))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_eff.core.shards import is_sharded
-from lightning_eff.kernels import dispatch, library, matmul, operator
+from lightning_eff.kernels import dispatch, library, matmul
 from lightning_eff.kernels.linear import Accumulation, bias_gradient, low_copy, product, weight_gradient
 from lightning_eff.kernels.operands import DTYPES, Operands
 
@@ -92,7 +92,7 @@ class FusedMLP:
             del self.module.forward
 
     def _applies(self, x: Tensor) -> bool:
-        if not torch.is_grad_enabled() or operator.is_traced() or operator.in_forward_mode():
+        if not torch.is_grad_enabled() or matmul.is_traced() or matmul.in_forward_mode():
             return False
         if x.dtype not in DTYPES or x.is_nested or self.module.training != self._training:
             return False
@@ -179,7 +179,7 @@ def _up(
         operands = Operands(
             a=x, b=weight.T, bias=bias, out_dtype=x.dtype, batch=(), activation=activation, gate=gate
         )  # fmt: skip
-        found = operator.compute_fused(operands, backend, stores_pre=True)
+        found = matmul.compute_fused(operands, backend, stores_pre=True)
         if found is not None and found[1] is not None:
             return found[1], found[0]
     h = _linear(x, weight, bias, backend)
@@ -201,7 +201,7 @@ def _fused_gradients(
         a=grad, b=weight, out_dtype=grad.dtype, batch=(), activation=activation, gradient=True,
         gate=gate if is_gated else h, up=h if is_gated else None,
     )  # fmt: skip
-    found = operator.compute_fused(operands, backend, stores_pre=stores_a, stores_d2=is_gated)
+    found = matmul.compute_fused(operands, backend, stores_pre=stores_a, stores_d2=is_gated)
     if found is None:
         return None
     d, a, d2 = found
