@@ -52,9 +52,7 @@ def fastest_us(runs: dict[str, Run], rounds: int) -> dict[str, float]:
     return best
 
 
-def layer(
-    features: int, *, ours: bool = False, accumulation: Accumulation | None = None
-) -> Callable[[], None]:
+def layer(features: int, *, ours: bool = True, accumulation: Accumulation | None = None) -> Run:
     """Return a forward and backward pass of a layer."""
     made: Any = nn.Linear(features, features)
     if ours:
@@ -85,6 +83,9 @@ def layers(rounds: int) -> list[dict[str, Any]]:
             "TritonLinear, adding gradients": layer(features, accumulation=adding),
         }
         times = fastest_us(runs, rounds)
+        if (adding.num_added, idle.num_added) != (rounds * CALLS - 1, 0):
+            text = f"{adding.num_added} gradients were added: expected all but the first"
+            raise RuntimeError(text)
         what = f"{ROWS} x {features} x {features}, forward and backward"
         for name, us in times.items():
             rows.append({"what": what, "who": name, "us": us, "ratio": us / times["nn.Linear"]})

@@ -7,7 +7,8 @@ none was, or where the GEMM is below 1e11 FLOP. Where GradientAccumulation or Mi
 passes per step, the GEMM adds the gradient of a weight to `weight.grad` directly, and no second gradient of
 its size is allocated. After the first batch, layers that gain neither are converted back.
 
-Costs: nothing where torch's library computes; some microseconds of Python per layer where our kernels do.
+Costs: nothing where torch's library computes; some microseconds of Python per layer where our kernels do, or
+    gradients are added in place. With `fuse_mlps`, activations a second time in the backward pass.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
     `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
 Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
