@@ -143,7 +143,7 @@ NO_EFFECT: list[tuple[Callable[[], Any], str]] = [
     (lambda: GradientCheckpointing(blocks=["unused"]), r"recomputed nothing: 1 of 1 .* \(full\), 0 times"),
     (lambda: TorchCompile(backend="aot_eager"), "found no repeated blocks"),
     (lambda: TorchCompile(backend="aot_eager", target="unused"), "compiled no graph"),
-    (TritonGemm, "no linear layer that is trained has 128 or more input and output features"),
+    (TritonGemm, "no linear layer that is trained has 256 or more input and output features"),
     (lambda: AutoPrecision(precision="bf16-mixed"), "no linear, convolution or recurrent layer"),
 ]
 

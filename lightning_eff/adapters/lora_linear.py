@@ -1,4 +1,4 @@
-"""Add LoRA's product to the result of its layer in place: one pass over the result instead of PEFT's five.
+"""Add LoRA's product to the result of its layer in place: one operation of its size instead of PEFT's four.
 
     y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
 
@@ -55,7 +55,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
             return None
         # Hooks of the base layer would see its result change; those of B, which is not called, may gather it.
         b = self.lora_B[name]
-        if base._forward_hooks or b._forward_hooks or b._forward_pre_hooks:  # noqa: SLF001
+        if type(b) is not nn.Linear or base._forward_hooks or b._forward_hooks or b._forward_pre_hooks:  # noqa: SLF001
             return None
         is_one_dtype = x.dtype == base.weight.dtype == b.weight.dtype
         return name if is_one_dtype or torch.is_autocast_enabled(x.device.type) else None

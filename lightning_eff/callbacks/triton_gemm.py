@@ -48,7 +48,7 @@ from lightning_eff.microbatching import lightning_loop
 def swap(
     model: nn.Module,
     *,
-    min_features: int = 128,
+    min_features: int = 256,
     blocks: BlockSelector = None,
     backend: str = "auto",
     accumulation: Accumulation | None = None,
@@ -123,7 +123,7 @@ class TritonGemm(Managed):
     def __init__(
         self,
         *,
-        min_features: Count = 128,
+        min_features: Count = 256,
         blocks: BlockSelector = None,
         accumulate: bool = True,
         fuse_mlps: bool = False,

@@ -139,8 +139,13 @@ def linear(
         RuntimeError: `triton` where the kernels cannot run.
     """
     is_ours = dispatch.may_use_triton(backend, x.device, x.dtype)
-    accumulates = accumulation is not None and accumulation.is_expected and weight.requires_grad
-    if not (is_ours or (accumulates and torch.is_grad_enabled())) or not _is_dense(x):
+    accumulates = (
+        accumulation is not None
+        and accumulation.is_expected
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+    )
+    if not (is_ours or accumulates) or not _is_dense(x):
         return F.linear(x, weight, bias)
     if matmul.is_traced() or matmul.in_forward_mode():
         if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
@@ -150,7 +155,7 @@ def linear(
     if is_ours and backend == "auto":  # by sizes and dtypes: no tensor is made to ask
         num_rows = x.numel() // max(x.shape[-1], 1)
         is_ours = dispatch.may_help(num_rows, *weight.shape, dtype, weight.dtype, x.device)
-        if not (is_ours or (accumulates and torch.is_grad_enabled())):
+        if not (is_ours or accumulates):
             return F.linear(x, weight, bias)
     copy = None if dtype == weight.dtype else low_copy(weight, dtype)
     rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, as autocast's own cast is

@@ -26,8 +26,8 @@ from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
-from tests.callbacks._triton_gemm.test_mlp import Gated, Other, steps
 from tests.support.linear_layers import Tied, swapped, trained
+from tests.support.mlps import Gated, Other, steps
 
 
 def ours(*args: Any, **keywords: Any) -> Tensor:

@@ -70,14 +70,16 @@ class Layer(nn.Module):
 
 
 class Deep(LanguageModel):
-    """The speaker with two layers in the middle."""
+    """The speaker with two layers in the middle, a frozen one before them, and a table that is tied."""
 
     def __init__(self, weighted: bool) -> None:
         super().__init__(weighted)
+        self.frozen = nn.Linear(6, 6).requires_grad_(requires_grad=False)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.out.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.table(x))
+        hidden = torch.tanh(self.frozen(self.table(x)))
         for layer in self.layers:
             hidden = layer(hidden)
         return self.out(hidden)

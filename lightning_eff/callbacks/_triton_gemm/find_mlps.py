@@ -35,7 +35,7 @@ class _Tracer(fx.Tracer):
 
 
 def fuse_mlps(
-    model: nn.Module, *, min_features: int = 128, blocks: BlockSelector = None,
+    model: nn.Module, *, min_features: int = 256, blocks: BlockSelector = None,
     backend: str = "auto", accumulation: Accumulation | None = None,
 ) -> dict[str, FusedMLP]:  # fmt: skip
     """Compute the trained MLPs of a model each as one function; arguments are those of `swap`.

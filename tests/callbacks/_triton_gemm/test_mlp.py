@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,22 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps, layers_of
 from lightning_eff.kernels.linear import Accumulation
 from lightning_eff.models import gpt
+from tests.support.mlps import HIDDEN, Gated, K, Other, T, steps
 from tests.support.ranks import is_equal
-
-K, HIDDEN, T = 8, 24, 10
-
-
-class Gated(nn.Module):
-    """Two products of x, one through an activation, times each other."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor] = F.silu, *, swapped: bool = False) -> None:
-        super().__init__()
-        self.w1, self.w3, self.w2 = nn.Linear(K, HIDDEN), nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, K)
-        self.act, self.swapped = act, swapped
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, other = self.act(self.w1(x)), self.w3(x)
-        return self.w2(other * one if self.swapped else one * other)
 
 
 def sequential(*between: nn.Module, bias: bool = True) -> nn.Sequential:
@@ -53,17 +38,6 @@ MLPS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     "without a bias": (lambda: sequential(nn.ReLU(), bias=False), "relu", False),
     "SiLU": (lambda: sequential(nn.SiLU(inplace=True)), "silu", False),
 }
-
-
-class Other(nn.Module):
-    """A forward that is nearly one."""
-
-    def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.up, self.down, self.compute = nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, K), compute
-
-    def forward(self, x: Tensor) -> Any:
-        return self.compute(self, x)
 
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
@@ -96,21 +70,6 @@ def test_what_is_only_nearly_an_mlp_is_left_alone(name: str) -> None:
     module = OTHERS[name]()
     assert layers_of(module) is None
     assert fuse_mlps(nn.ModuleDict({"a": module}), min_features=1) == {}
-
-
-def steps(model: Any, accumulation: Accumulation | None = None, *, autocast: bool = False) -> list[Tensor]:
-    """Run two backward passes, and return results and gradients."""
-    found: list[Tensor] = []
-    torch.manual_seed(1)
-    for _ in range(2):
-        x = torch.randn(2, T // 2, K, requires_grad=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            y = model(x)
-        with nullcontext() if accumulation is None else accumulation:
-            y.float().square().sum().backward()
-        assert x.grad is not None
-        found += [y.detach(), x.grad]
-    return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("name", MLPS)

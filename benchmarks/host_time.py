@@ -1,0 +1,157 @@
+"""Measure the host time of a layer and of a launch: the Python around a GEMM, without a GPU.
+
+Two parts. A linear layer, forward and backward, beside `nn.Linear` on the CPU, where torch's library computes
+both: what is more is ours. And a launch of our kernels for a GPU that is not there: they are compiled for it,
+and its driver is replaced by one that launches nothing, so that what is left is the host's part.
+
+All take turns, in rounds of calls, on one thread; of each the fastest round counts, by the CPU's clock.
+
+    OMP_NUM_THREADS=1 python benchmarks/host_time.py --json benchmarks/host_time.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import nn
+from triton.backends.compiler import GPUTarget
+
+from lightning_eff.core.text import text_table
+from lightning_eff.kernels import devices, dispatch, matmul
+from lightning_eff.kernels.gemm_kernels import gemm_tma
+from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.linear import Accumulation, TritonLinear
+from lightning_eff.kernels.operands import check_operands
+
+FEATURES = (128, 256)
+ROWS = 64
+CALLS = 100
+"""Of a round."""
+Run = Callable[[], Any]
+
+
+def fastest_us(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """Return the microseconds per call of each in its fastest round."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            began = time.process_time()
+            for _ in range(CALLS):
+                run()
+            best[name] = min(best[name], (time.process_time() - began) / CALLS * 1e6)
+    return best
+
+
+def layer(
+    features: int, *, ours: bool = False, accumulation: Accumulation | None = None
+) -> Callable[[], None]:
+    """Return a forward and backward pass of a layer."""
+    made: Any = nn.Linear(features, features)
+    if ours:
+        made.__class__, made.accumulation = TritonLinear, accumulation
+    x = torch.randn(ROWS, features, requires_grad=True)
+    grad = torch.randn(ROWS, features)
+
+    def run() -> None:
+        y = made(x)
+        if accumulation is None:
+            y.backward(grad)
+        else:
+            with accumulation:
+                y.backward(grad)
+
+    return run
+
+
+def layers(rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each layer: its time, and how many times that of nn.Linear it is."""
+    rows: list[dict[str, Any]] = []
+    for features in FEATURES:
+        adding, idle = Accumulation(), Accumulation(is_expected=False)
+        runs = {
+            "nn.Linear": layer(features, ours=False),
+            "TritonLinear": layer(features),
+            "TritonLinear, one pass a step": layer(features, accumulation=idle),
+            "TritonLinear, adding gradients": layer(features, accumulation=adding),
+        }
+        times = fastest_us(runs, rounds)
+        what = f"{ROWS} x {features} x {features}, forward and backward"
+        for name, us in times.items():
+            rows.append({"what": what, "who": name, "us": us, "ratio": us / times["nn.Linear"]})
+    return rows
+
+
+def launches(rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each way to our kernels, for an H200 that launches nothing."""
+    gpu = devices.DEVICES["h200"]
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", gpu.capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        launcher_cls=lambda *_: lambda *_: None,
+        utils=SimpleNamespace(
+            load_binary=lambda *_: (None, None, 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": gpu.shared_bytes},
+        ),
+    )
+    a, b = (torch.zeros(1024, 1024, dtype=torch.bfloat16) for _ in range(2))
+    operands, out = check_operands(a, b.T, None), torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(devices, "of", return_value=gpu),
+        mock.patch.object(dispatch, "may_use_triton", return_value=True),
+    ):
+        dispatch.forget()
+        bound: Any = dispatch.find(operands, "triton", out)
+        by_triton = mock.MagicMock(side_effect=gemm_tma.run)
+        with mock.patch.object(gemm_tma, "run", by_triton):
+            launch(operands, bound.config, out)
+        (call,) = by_triton.call_args_list
+        keywords = call.kwargs | {"warmup": False}
+        runs: dict[str, Run] = {
+            "Triton's own launch": lambda: gemm_tma.run(*call.args, **keywords),
+            "our launch": lambda: bound(operands, out),
+            "a layer's product": lambda: matmul.compute(operands, out, "triton"),
+            "gemm()": lambda: matmul.gemm(a, b.T, backend="triton"),
+        }
+        times = fastest_us(runs, rounds)
+        dispatch.forget()
+    what = f"bf16 1024^3, {bound.config}"
+    return [
+        {"what": what, "who": name, "us": us, "ratio": us / times["Triton's own launch"]}
+        for name, us in times.items()
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [*layers(arguments.rounds), *launches(arguments.rounds)]
+    keys = list(rows[0])
+    cells = [[f"{row[key]:.2f}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows]
+    print(text_table(keys, cells))  # noqa: T201
+    if arguments.json is not None:
+        versions = {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        }
+        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
