@@ -103,7 +103,7 @@ def test_thirty_layers_have_a_table_and_what_is_incorrect_is_named(
     command: Command, devices: list[torch.device]
 ) -> None:
     out = command("bench", "--tune")[1]
-    assert len(devices) == 101, "thirty layers in three layouts, the cube, and four layers in two kinds more"
+    assert len(devices) == 109, "thirty layers in three layouts, the cube, four in two kinds more, four MLPs"
     row = next(line for line in out.splitlines() if line.startswith(" 8192x8192x8192 nt plain"))
     assert row.split()[3:] == [
         *("bfloat16", "1000.000", "(1000.000..1000.000)", "1250.000", "(1250.000..1250.000)", "0.800"),

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from lightning_eff.commands._bench import gemm_problem
 from lightning_eff.commands._bench import gemm_timing as bench
-from lightning_eff.commands._bench.gemm_problem import Case, Problem
+from lightning_eff.commands._bench.gemm_problem import GRADIENTS, Case, Problem
 from lightning_eff.commands._bench.gemm_timing import Comparison, Result
+from lightning_eff.kernels import choices, dispatch
+from lightning_eff.kernels.launch import CannotCompileError
 from lightning_eff.kernels.tile_configs import CONFIGS
 
 CPU = torch.device("cpu")
+MLP_KINDS: list[Any] = [*GRADIENTS, *GRADIENTS.values()]
 SMALL = Case(M=4, N=4, K=4, dtype=torch.float32)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 
@@ -62,6 +65,93 @@ def test_the_tolerance_lets_a_rounded_result_pass_and_sees_one_lost_term(
     assert problem.error(result(63)) > 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", MLP_KINDS)
+def test_everything_that_an_mlp_stores_is_compared(dtype: torch.dtype, kind: Any) -> None:
+    problem = Problem.draw(Case(M=40, N=24, K=64, dtype=dtype, kind=kind), CPU)
+    given = problem.operands
+    stored = {"gated": 2, "activated": 2, "gated gradient": 3, "activated gradient": 2}
+    assert 1 + len(problem.stored_besides) == stored[kind]
+
+    def write(terms: int) -> Tensor:
+        """Compute by autograd in float64; one rounding each."""
+        x = given.a[:, :terms].double() @ given.b[:terms].double()
+        activate = torch.nn.functional.silu if given.activation == "silu" else gelu
+        if not given.gradient:
+            values = [activate(x) if given.gate is None else activate(given.gate.double()) * x, x]
+        else:
+            inputs = [t.double().requires_grad_() for t in (given.gate, given.up) if t is not None]
+            result = activate(inputs[0]) * (inputs[1] if len(inputs) == 2 else 1.0)
+            d, *d2 = torch.autograd.grad(result, inputs, x)
+            values = [d, result.detach(), *d2]
+        for target, value in zip((problem.d, *problem.stored_besides), values, strict=True):
+            target.copy_(value)
+        return problem.d
+
+    assert bench.check(lambda _: write(64), problem).is_correct
+    for target in (problem.d, *problem.stored_besides):
+        write(64)
+        target[17, 5] *= 1.1
+        assert problem.error(problem.d) > 1.0
+    write(64)
+    problem.stored_besides[-1][0, 0] = float("nan")
+    assert problem.error(problem.d) == float("inf")
+    assert problem.error(write(63)) > 1.0
+
+
+def gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", MLP_KINDS)
+def test_torch_computes_an_mlps_product_and_its_copies(
+    dtype: torch.dtype, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_problem, "MAX_COPIES", 1)
+    case = Case(M=40, N=24, K=64, dtype=dtype, kind=kind)
+    problems = Problem.draw(case, CPU).rotation()
+    for problem in problems:
+        for run in (bench.run_library, bench.run_gemm):
+            assert bench.check(run, problem, rounds_twice=True).is_correct
+    pairs = zip(*(tensors_of(problem) for problem in problems), strict=True)
+    assert all(one.data_ptr() != other.data_ptr() for one, other in pairs)
+    assert Problem.empty(case, CPU).shape() == problems[1].shape()
+
+
+def tensors_of(problem: Problem) -> list[Tensor]:
+    given = problem.operands
+    tensors = (given.a, given.b, given.gate, given.up, problem.d, problem.pre, problem.d2)
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "marks"),
+    [
+        ("gated", "nt-fused-reads1-writes1"), ("activated", "nt-fused-writes1"),
+        ("gated gradient", "nn-fused-reads2-writes2"), ("activated gradient", "nn-fused-reads1-writes1"),
+    ],
+)  # fmt: skip
+def test_an_mlps_product_is_launched_where_a_config_was_chosen(
+    kind: Any, marks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.draw(Case(M=40, N=24, K=64, kind=kind, layout=marks[:2]), CPU)
+    shape = problem.shape()
+    assert choices.bucket(shape) == f"bfloat16-bfloat16-40x24x64-{marks}"
+    asked: list[Any] = []
+    launched: list[Any] = []
+
+    def find(operands: Any, backend: str, *, writes: int) -> Any:
+        asked.append((operands.shape(writes=writes), backend))
+        return lambda *tensors: launched.append(tensors) or tensors[1]
+
+    monkeypatch.setattr(dispatch, "may_use_triton", lambda *_: True)
+    monkeypatch.setattr(dispatch, "find", find)
+    assert bench.run_gemm(problem) is problem.d
+    assert asked == [(shape, "auto")]
+    assert launched == [(problem.operands, problem.d, problem.pre, problem.d2)]
+
+
 def test_a_second_rounding_is_allowed_only_to_the_library() -> None:
     problem = Problem.draw(Case(M=64, N=64, K=512), CPU)
     a, b = problem.operands.a.double(), problem.operands.b.double()
@@ -92,6 +182,11 @@ def test_a_candidate_that_writes_nothing_or_is_refused_is_incorrect() -> None:
     result = bench.check(refused, problem)
     assert not result.is_correct
     assert "Required: 262160" in result.refusal
+
+    def not_compiled(_: Problem) -> Tensor:
+        raise CannotCompileError("tma 128x256 cannot be compiled: OutOfResources")
+
+    assert "tma 128x256" in bench.check(not_compiled, problem).refusal
 
 
 def test_candidates_take_turns_and_what_is_incorrect_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_every_part_runs_its_smallest_size_on_a_cpu(
     cases = {name: part["cases"] for name, part in raw["parts"].items()}
     counts = {name: len(found) for name, found in cases.items()}
     assert counts == {
-        "planner": 1, "correctness": 0, "ceilings": 2, "gemm": 5, "host": 1, "layers": 4, "attention": 12,
+        "planner": 1, "correctness": 0, "ceilings": 2, "gemm": 9, "host": 1, "layers": 4, "attention": 12,
         "loss": 3, "float8": 2, "long": 1, "compare": 1,
     }  # fmt: skip
     assert cases["planner"]["baseline"]["ratio"] == 1.0, "on a CPU exact to the byte"
@@ -251,7 +251,7 @@ def test_only_results_of_the_same_machine_and_sizes_are_continued(tmp_path: Path
 
 def test_kernels_are_checked_in_every_layout_and_epilogue_at_odd_multiples_of_8() -> None:
     cases = gpu_products.checked_problems(gpu_products.ODD_SIZES)
-    assert len(cases) == 4 * 3 * 9
+    assert len(cases) == 4 * (3 * 9 + 4)
     assert {size % 16 for case in cases for size in (case.M, case.N, case.K)} == {8}
     jobs = compile_ahead.jobs_of(gpu_products.checked_problems(gpu_products.TINY_SIZES), CPU, DEVICES["h200"])
     assert {config for _, config in jobs} == set(CONFIGS)
@@ -264,13 +264,19 @@ def test_kernels_are_checked_in_every_layout_and_epilogue_at_odd_multiples_of_8(
 
 def test_the_cases_of_bench_come_by_value() -> None:
     cases = gpu_products.cases_by_value(torch.bfloat16)
-    assert len(cases) == len(set(cases)) == 101
+    assert len(cases) == len(set(cases)) == 109
     assert [str(case) for case in cases[:4]] == [
         "8192x8192x8192 nt plain", "8192x8192x8192 nn plain", "8192x8192x8192 tn plain",
         "2048x12288x4096 nt plain",
     ]  # fmt: skip
     assert [case.kind for case in cases[39:47]] == ["adds"] * 4 + ["fused"] * 4
-    assert {case.kind for case in cases[47:]} == {"plain"}
+    assert [str(case) for case in cases[47:55]] == [
+        "8192x14336x4096 nt gated", "8192x11008x4096 nt gated",
+        "8192x14336x4096 nn gated gradient", "8192x11008x4096 nn gated gradient",
+        "8192x16384x4096 nt activated", "8192x6400x1600 nt activated",
+        "8192x16384x4096 nn activated gradient", "8192x6400x1600 nn activated gradient",
+    ]  # fmt: skip
+    assert {case.kind for case in cases[55:]} == {"plain"}
 
 
 @pytest.mark.slow

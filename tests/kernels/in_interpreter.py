@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.commands._bench import gemm_timing
-from lightning_eff.commands._bench.gemm_problem import Case, Problem
+from lightning_eff.commands._bench.gemm_problem import GRADIENTS, Case, Problem
 from lightning_eff.kernels.launch import Launch, launch
 from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
@@ -191,7 +191,8 @@ def test_an_mlp_is_computed_in_the_epilogues(tile: TileConfig, is_gated: bool, a
     ids=str,
 )
 def test_candidates_of_bench_are_correct(tile: Any) -> None:
-    for kind in ("adds",) if tile.adds else ("plain", "adds", "fused"):
+    mlps = (*GRADIENTS, *GRADIENTS.values())
+    for kind in ("adds",) if tile.adds else ("plain", "adds", "fused", *mlps):
         for layout in ("nt", "nn", "tn"):
             problem = Problem.draw(Case(M=72, N=136, K=40, layout=layout, kind=kind), torch.device("cpu"))
             result = gemm_timing.check(gemm_timing.run_config(tile), problem)

@@ -20,7 +20,6 @@ from lightning_eff.commands._bench import gemm_timing
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.kernels import devices, tiles
 from lightning_eff.kernels.devices import Device
-from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 
 SMALL = 512
@@ -82,6 +81,6 @@ def compile_one(case: Case, number: int, device: torch.device) -> None:
     """Launch a config once; what it raises, the measurement will meet again."""
     problem = Problem.draw(case, device)
     with suppress(*gemm_timing.CANNOT_LAUNCH, RuntimeError):
-        launch(problem.operands, CONFIGS[number], problem.d)
+        gemm_timing.run_config(CONFIGS[number])(problem)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

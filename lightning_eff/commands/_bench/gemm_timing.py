@@ -21,11 +21,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.kernels import choices, devices, dispatch, tiles
 from lightning_eff.kernels.gemm_kernels import INTERPRETED, triton
-from lightning_eff.kernels.launch import launch
+from lightning_eff.kernels.launch import CannotCompileError, launch
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.tile_configs import TileConfig
 
@@ -44,9 +45,12 @@ HOST_S = 5e-6
 TOP_CONFIGS = 3
 """Configs that are measured unless all are: those that the cost model ranks first."""
 Run = Callable[[Problem], Tensor]
-"""Computes a problem, and returns the result."""
-CANNOT_LAUNCH: tuple[type[Exception], ...] = (triton.TritonError,) if triton is not None else ()
-"""What Triton raises where a kernel cannot be compiled, or exceeds a device's resources."""
+"""Computes a problem, and returns the result; what is stored besides is in the problem then."""
+CANNOT_LAUNCH: tuple[type[Exception], ...] = (
+    CannotCompileError, *((triton.TritonError,) if triton is not None else ()),
+)  # fmt: skip
+"""What is raised where a kernel cannot be compiled, or exceeds a device's resources."""
+aten: Any = torch.ops.aten
 
 
 @dataclass(kw_only=True)
@@ -176,23 +180,29 @@ def _is_slow(name: str, results: dict[str, Result], method: str) -> bool:
 
 def run_config(config: TileConfig) -> Run:
     """Return a candidate that launches a config directly."""
-    return lambda problem: launch(problem.operands, config, problem.d)
+    return lambda problem: launch(problem.operands, config, problem.d, pre=problem.pre, d2=problem.d2)
 
 
 def run_gemm(problem: Problem) -> Tensor:
-    """Compute as a user does, with what dispatch chooses."""
-    given = problem.operands
+    """Compute as a user does, with what dispatch chooses; for a product of an MLP, as a fused MLP does."""
+    given, d = problem.operands, problem.d
+    if problem.pre is not None:
+        is_ours = dispatch.may_use_triton("auto", d.device, given.a.dtype)
+        chosen = dispatch.find(given, "auto", writes=len(problem.stored_besides)) if is_ours else None
+        return run_library(problem) if chosen is None else chosen(given, d, problem.pre, problem.d2)
     return gemm(
         given.a, given.b, given.c, beta=given.beta, bias=given.bias, activation=given.activation,
-        out_dtype=given.out_dtype, out=problem.d,
+        out_dtype=given.out_dtype, out=d,
     )  # fmt: skip
 
 
 def run_library(problem: Problem) -> Tensor:
     """Compute with torch's own functions, in the fewest calls."""
+    if problem.pre is not None:
+        return _mlp_by_library(problem, problem.pre)
     a, b, bias, d = problem.operands.a, problem.operands.b, problem.operands.bias, problem.d
     if problem.operands.activation is not None and bias is not None:
-        return torch.nn.functional.gelu(torch.addmm(bias, a, b), approximate="tanh")
+        return functional.gelu(torch.addmm(bias, a, b), approximate="tanh")
     addend, dtype = problem.operands.c if bias is None else bias, d.dtype
     if addend is None:
         return torch.mm(a, b, out=d) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype, out=d)
@@ -201,8 +211,26 @@ def run_library(problem: Problem) -> Tensor:
     return torch.addmm(addend, a, b, out_dtype=dtype, out=d)  # on CUDA only, as `mm` with a dtype
 
 
+def _mlp_by_library(problem: Problem, pre: Tensor) -> Tensor:
+    """Compute a product of an MLP, and what is stored besides."""
+    given, d2 = problem.operands, problem.d2
+    gate, up = given.gate, given.up
+    if not given.gradient:
+        x = torch.mm(given.a, given.b, out=pre)
+        return functional.gelu(x, approximate="tanh") if gate is None else functional.silu(gate).mul_(x)
+    if up is None or d2 is None:
+        aten.gelu(gate, approximate="tanh", out=pre)
+        return aten.gelu_backward(torch.mm(given.a, given.b), gate, approximate="tanh")
+    activated = functional.silu(cast("Tensor", gate))
+    torch.mul(activated, up, out=pre)
+    x = torch.mm(given.a, given.b, out=d2)
+    d = aten.silu_backward(x * up, gate)
+    x.mul_(activated)  # in d2
+    return d
+
+
 def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> Result:
-    """Run a candidate into a result filled with NaN, or with C if it adds, and compare it with float64."""
+    """Run a candidate into results filled with NaN, or with C if it adds, and compare them with float64."""
     problem.reset()
     try:
         result = run(problem)

@@ -53,7 +53,11 @@ def correctness(setting: Setting) -> dict[str, Measurement]:
 
 
 def checked_problems(sizes: Iterable[tuple[int, int, int]]) -> list[Case]:
-    """Return sizes x layouts x epilogues in bfloat16; float16, float32 and a float32 result without one."""
+    """Return sizes x layouts x epilogues in bfloat16; float16, float32 and a float32 result without one.
+
+    Those of an MLP come in its own layouts.
+    """
+    sizes = list(sizes)
     square = Case(M=1, N=1, K=1)
     kinds = [square, replace(square, out_dtype=torch.float32)]
     kinds += [replace(square, kind=kind) for kind in ("adds", "bias", "fused", "c", "c32")]
@@ -61,7 +65,7 @@ def checked_problems(sizes: Iterable[tuple[int, int, int]]) -> list[Case]:
     return [
         replace(kind, M=M, N=N, K=K, layout=layout)
         for (M, N, K), layout, kind in product(sizes, ("nt", "nn", "tn"), kinds)
-    ]
+    ] + [*gemm_problem.mlp_cases("gated", sizes, BF16), *gemm_problem.mlp_cases("activated", sizes, BF16)]
 
 
 def check_config(config: TileConfig, cases: Iterable[Case], device: torch.device) -> dict[str, Any]:
@@ -112,7 +116,11 @@ def gemms(setting: Setting) -> dict[str, Measurement]:
     cases = cases_by_value(BF16)
     if setting.quick:
         tiny = [(16, 24, 32)]
-        cases = gemm_problem.cases_of(tiny, tiny, BF16 if is_cuda else torch.float32)
+        dtype = BF16 if is_cuda else torch.float32
+        cases = gemm_problem.cases_of(tiny, tiny, dtype)
+        cases += gemm_problem.mlp_cases("gated", tiny, dtype) + gemm_problem.mlp_cases(
+            "activated", tiny, dtype
+        )
     if is_cuda:
         jobs = compile_ahead.jobs_of(cases, setting.device, top=gemm_timing.TOP_CONFIGS)
         compile_ahead.compile_ahead(jobs, setting.device, limit_s=COMPILE_S)
@@ -121,11 +129,12 @@ def gemms(setting: Setting) -> dict[str, Measurement]:
 
 
 def cases_by_value(dtype: torch.dtype) -> list[Case]:
-    """Return the default cases: the cube, Llama with 2,048 and 8,192 tokens, adding, fused, the rest."""
+    """Return the default cases: the cube, Llama with 2,048 and 8,192 tokens, other kinds, the rest."""
     default = gemm_problem.default_cases(dtype)
     llama = [(tokens, *weight) for weight in gemm_problem.WEIGHTS[:NUM_LLAMA] for tokens in (2048, 8192)]
     first = gemm_problem.cases_of([CUBE, *llama], [], dtype)
-    first += [case for kind in ("adds", "fused") for case in default if case.kind == kind]
+    for kind in ("adds", *gemm_problem.KIND_ACTIVATIONS):
+        first += [case for case in default if case.kind == kind]
     return [*first, *(case for case in default if case not in first)]
 
 

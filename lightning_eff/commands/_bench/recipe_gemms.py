@@ -2,7 +2,8 @@
 
 The step runs on fake tensors, as for `plan`, with the callback on. Each forward pass of a converted layer is
 one product, also the one that recomputes it; each backward pass one for the input's gradient and one for the
-weight's, where they are needed, which is added in place from the second backward pass of a step on.
+weight's, where they are needed, which is added in place from the second backward pass of a step on. An MLP as
+one function calls none of its layers but the gate: its products are listed under the names of the others.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.commands._bench.gemm_problem import Case
+from lightning_eff.callbacks._triton_gemm.mlp import FusedMLP
+from lightning_eff.commands._bench.gemm_problem import GRADIENTS, Case, Kind
 from lightning_eff.core.errors import UsageError
-from lightning_eff.kernels.linear import TritonLinear
+from lightning_eff.kernels import matmul
+from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "input's gradient", "weight's gradient"
@@ -48,48 +51,105 @@ class _Watch(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        count = self.steps.setdefault(trainer.global_step, Counter())
+        self._count = self.steps.setdefault(trainer.global_step, Counter())
         for name, module in pl_module.named_modules():
-            if type(module) is TritonLinear and module not in self._watched:
-                self._watched.add(module)
+            mlp = vars(module).get("forward")
+            if module in self._watched or not (type(module) is TritonLinear or isinstance(mlp, FusedMLP)):
+                continue
+            self._watched.add(module)
+            if isinstance(mlp, FusedMLP):
+                names: dict[nn.Module, str] = {
+                    layer: each for each, layer in module.named_modules(prefix=name)
+                }
+                module.register_forward_pre_hook(partial(self._mlp_forward, names, mlp))
+                module.register_forward_hook(partial(self._mlp_result, names, mlp))
+            else:
                 module.register_forward_hook(partial(self._forward, name))
-        self._count = count
 
     def _forward(self, name: str, layer: TritonLinear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         (x,) = inputs
-        n, k = layer.weight.shape
-        has_bias = getattr(layer, "bias", None) is not None
-        rows = x.numel() // max(k, 1)
-        case = Case(M=rows, N=n, K=k, layout="nt", dtype=output.dtype)
-        self._count[name, FORWARD, replace(case, kind="bias" if has_bias else "plain")] += 1
+        case = _forward_case(layer, x, output.dtype)
+        self._count[name, FORWARD, case] += 1
         if output.requires_grad:
-            output.register_hook(partial(self._backward, name, layer, case, needs_input=x.requires_grad))
+            how: dict[str, Any] = {
+                "accumulation": getattr(layer, "accumulation", None),
+                "needs_input": x.requires_grad,
+            }
+            output.register_hook(partial(self._backward, name, layer, case, **how))
 
-    def _backward(self, name: str, layer: TritonLinear, case: Case, _: Tensor, *, needs_input: bool) -> None:
-        rows, n, k = case.M, case.N, case.K
+    def _mlp_forward(
+        self, names: Mapping[nn.Module, str], mlp: FusedMLP, _: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> None:
+        """Count before the MLP runs: one that is recomputed ends as soon as all that was saved is back."""
+        for layer, case in _mlp_cases(mlp, inputs).items():
+            self._count[names[layer], FORWARD, case] += 1
+
+    def _mlp_result(
+        self, names: Mapping[nn.Module, str], mlp: FusedMLP, _: nn.Module, inputs: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> None:  # fmt: skip
+        for layer, case in _mlp_cases(mlp, inputs).items() if output.requires_grad else ():
+            needs_input, kind = inputs[0].requires_grad, None
+            if layer is mlp.layers.down:
+                before = [each for each in mlp.layers.all if each is not layer]
+                needs_input |= any(p.requires_grad for each in before for p in each.parameters())
+                if layer.weight.requires_grad:  # else what went in is not stored
+                    kind = GRADIENTS.get(_mlp_kind(mlp) or "plain")
+            output.register_hook(
+                partial(self._backward, names[layer], layer, case, needs_input=needs_input,
+                        accumulation=mlp.accumulation, kind=kind or "plain")
+            )  # fmt: skip
+
+    def _backward(
+        self, name: str, layer: nn.Linear, case: Case, _: Tensor, *, needs_input: bool,
+        accumulation: Accumulation | None, kind: Kind = "plain",
+    ) -> None:  # fmt: skip
+        """Count the input's gradient, of a kind, and the weight's."""
+        rows, n, k, weight = case.M, case.N, case.K, layer.weight
+        plain = replace(case, kind="plain")
         if needs_input:
-            self._count[name, INPUT_GRADIENT, replace(case, N=k, K=n, layout="nn")] += 1
-        weight = layer.weight
+            self._count[name, INPUT_GRADIENT, replace(plain, N=k, K=n, layout="nn", kind=kind)] += 1
         if not weight.requires_grad:
             return
-        adds = _adds(layer)
+        adds = _adds(weight, accumulation)
         total = weight.grad if adds and weight.grad is not None else weight
         usual = torch.float32 if adds else case.dtype
         made = replace(
-            case, M=n, N=k, K=rows, layout="tn", kind="adds" if adds else "plain",
+            plain, M=n, N=k, K=rows, layout="tn", kind="adds" if adds else "plain",
             out_dtype=None if total.dtype == usual else total.dtype,
         )  # fmt: skip
         self._count[name, WEIGHT_GRADIENT, made] += 1
 
 
-def _adds(layer: TritonLinear) -> bool:
+def _forward_case(layer: nn.Linear, x: Tensor, dtype: torch.dtype) -> Case:
+    n, k = layer.weight.shape
+    kind = "bias" if getattr(layer, "bias", None) is not None else "plain"
+    return Case(M=x.shape[:-1].numel(), N=n, K=k, layout="nt", dtype=dtype, kind=kind)
+
+
+def _mlp_kind(mlp: FusedMLP) -> Kind | None:
+    """Return the kind of the up projection, None where `bench` has none with this activation."""
+    kinds: dict[tuple[str, bool], Kind] = {("silu", True): "gated", ("gelu_tanh", False): "activated"}
+    return kinds.get((mlp.layers.activation, mlp.layers.gate is not None))
+
+
+def _mlp_cases(mlp: FusedMLP, inputs: tuple[Tensor, ...]) -> dict[nn.Linear, Case]:
+    """Return the forward products of the layers that are no modules of their own; empty if none is fused."""
+    if len(inputs) != 1 or not mlp._applies(inputs[0]):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return {}
+    (x,), up, down = inputs, mlp.layers.up, mlp.layers.down
+    dtype = matmul.autocast_dtype(x.device.type, x.dtype, up.weight.dtype) or x.dtype
+    case, kind = _forward_case(up, x, dtype), _mlp_kind(mlp)
+    return {up: replace(case, kind=kind) if kind else case, down: _forward_case(down, x, dtype)}
+
+
+def _adds(weight: Tensor, accumulation: Accumulation | None) -> bool:
     """Return whether a weight's gradient is added to the present one, as `Accumulation.takes` decides.
 
     Not by calling it: it takes plain tensors alone, and those of this run are fake.
     """
-    weight, accumulation = layer.weight, getattr(layer, "accumulation", None)
     has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-    is_open = accumulation is not None and accumulation._depth > 0  # noqa: SLF001
+    is_open = accumulation is not None and accumulation._depth > 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     return is_open and weight.grad is not None and not has_hooks
 
 
