@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 K, HIDDEN, T = 8, 24, 6
 FUSED = [
     "model.d_model=128", "data.batch_size=4", "precision=bf16_mixed", "+callbacks=triton_gemm",
-    "callbacks.triton_gemm.fuse_mlps=true",
+    "callbacks.triton_gemm.fuse_mlps=true", "callbacks.triton_gemm.min_features=128",
 ]  # fmt: skip
 Found = dict[tuple[str, str, str], int]
 

@@ -30,7 +30,10 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 OURS = str(CONFIGS[0])
 NOT_MEASURED = "torch's library: not measured, no time left"
-WIDE = ["model.d_model=128", "data.batch_size=4", "+callbacks=triton_gemm"]
+WIDE = [
+    "model.d_model=128", "data.batch_size=4", "+callbacks=triton_gemm",
+    "callbacks.triton_gemm.min_features=128",
+]  # fmt: skip
 """64 tokens, channels that are enough for `triton_gemm`."""
 
 
@@ -276,13 +279,13 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_command_measures_a_recipe_and_the_next_call_only_what_is_missing(
     command: Command, measured: list[str], tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--tune", "baseline", *tiny, "model.d_model=128", "precision=auto", "--out", str(tmp_path)]
+    words = ["--tune", "baseline", *tiny, "model.d_model=256", "precision=auto", "--out", str(tmp_path)]
     code, out, err = command("bench", *words)
     assert code == 0, err
     assert len(measured) == len(set(measured)) == 15
-    assert measured[0] == "32x512x128 nt plain"
+    assert measured[0] == "32x1024x256 nt plain"
     assert "compiling 15 kernels\n" in err
-    assert "\n1/15 32x512x128 nt plain\n" in err
+    assert "\n1/15 32x1024x256 nt plain\n" in err
     rows = [line.split("  ") for line in out.splitlines() if line.startswith(" head ")]
     assert len(rows) == 3
     assert (
