@@ -42,7 +42,7 @@ from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdic
 from lightning_eff.kernels import choices, dispatch
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
-from lightning_eff.kernels.tile_configs import Shape, TileConfig
+from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
 
 
@@ -240,18 +240,15 @@ class TritonGemm(Managed):
         self._is_settled = True
         if self._step is None:
             for name in self._rows:
-                if all(config is None for config in self._configs(name).values()):
+                if not any(map(self._chooses_ours, self._shapes(name).values())):
                     unswap(self._swapped[name])
                     self._num_left += 1
 
-    def _configs(self, name: str) -> dict[str, TileConfig | None]:
-        """Return our config of each product of a layer that has run; None is torch's library."""
-        shapes = self._shapes(name).items()
-        if self._device.type != "cuda" or self.backend == "torch":
-            return dict.fromkeys(product for product, _ in shapes)
-        return {product: dispatch.choose(shape, self._device, self.backend) for product, shape in shapes}
+    def _chooses_ours(self, shape: Shape) -> bool:
+        return dispatch.choose(shape, self._device, self.backend) is not None
 
     def _shapes(self, name: str) -> dict[str, Shape]:
+        """Return the products of a layer that has run, by name."""
         weight = self._swapped[name].weight
         dtype = layer_matmul_dtype(weight.dtype, self._dtype)
         outputs, inputs = full_shape(weight)
@@ -277,13 +274,10 @@ class TritonGemm(Managed):
         backends: dict[str, dict[str, str]] = {}
         saved_s = 0.0
         for name in self._rows:
-            shapes, configs = self._shapes(name), self._configs(name)
-            backends[name] = {
-                product: dispatch.describe_backend(shape, self._device, self.backend)
-                for product, shape in shapes.items()
-            }
-            for product, config in configs.items():
-                measured = choices.measured(shapes[product], self._device) if config is not None else None
+            backends[name] = {}
+            for product, shape in self._shapes(name).items():
+                backends[name][product] = dispatch.describe_backend(shape, self._device, self.backend)
+                measured = choices.measured(shape, self._device) if self._chooses_ours(shape) else None
                 saved_s += measured.saved_s if measured is not None else 0.0
         all_backends = [backend for products in backends.values() for backend in products.values()]
         added, num_layers = self._accumulation.num_added, len(self._swapped)

@@ -111,10 +111,10 @@ def choose(shape: Shape, device: torch.device, backend: str) -> TileConfig | Non
 
     Args:
         shape: Of the GEMM.
-        device: A GPU; with `triton` also the interpreter's CPU.
-        backend: `auto`: by what was measured; `triton`: the cost model's where nothing was.
+        device: Where it is computed.
+        backend: `auto`: by what was measured; `triton`: the cost model's where nothing was; `torch`: None.
     """
-    if backend == "auto" and shape.flop < MIN_FLOP:
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or shape.flop < MIN_FLOP)):
         return None
     info = devices.of(device)
     if device.type == "cuda":
