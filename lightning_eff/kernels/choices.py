@@ -88,7 +88,7 @@ def of(device: torch.device) -> Mapping[str, Choice]:
 
 def measured(shape: Shape, device: torch.device) -> Choice | None:
     """Return what was measured for a shape; None where nothing was."""
-    return of(device).get(bucket(shape))
+    return of(device).get(bucket(shape)) if device.type == "cuda" else None
 
 
 def use(device: torch.device, agreed: Mapping[str, Choice]) -> None:

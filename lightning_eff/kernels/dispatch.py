@@ -116,12 +116,10 @@ def choose(shape: Shape, device: torch.device, backend: str) -> TileConfig | Non
     """
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or shape.flop < MIN_FLOP)):
         return None
-    info = devices.of(device)
-    if device.type == "cuda":
-        measured = choices.measured(shape, device)
-        config = _CONFIGS_BY_NAME.get(measured.config) if measured is not None else None
-        if config is not None and config not in _dropped and tiles.fits(config, shape, info):
-            return config
+    measured, info = choices.measured(shape, device), devices.of(device)
+    config = _CONFIGS_BY_NAME.get(measured.config) if measured is not None else None
+    if config is not None and config not in _dropped and tiles.fits(config, shape, info):
+        return config
     if backend == "auto":
         return None
     ranked = (cost.config for cost in tiles.rank_configs(shape, info))
