@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
@@ -25,6 +26,10 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
 )
 from typing_extensions import override
+
+from lightning_eff.kernels.matmul import is_traced
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
@@ -51,19 +56,29 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         if len(names) != 1 or self.disable_adapters or self.merged or names[0] not in self.lora_A:
             return None
         name: str = names[0]
-        if name in self.lora_variant or self.lora_bias[name] or type(base) is not nn.Linear:
+        if name in self.lora_variant or self.lora_bias[name]:
             return None
-        # Hooks of the base layer would see its result change; those of B, which is not called, may gather it.
+        parts = (base, self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
+        is_number = isinstance(self.scaling[name], (int, float))
+        if not is_number or any(type(part) is not nn.Linear for part in parts[:3]):
+            return None
+        # Hooks of the base layer would see its result change, those of A another shape; B is not called.
+        if _has_any_global_hook() or any(has_hooks(part) for part in parts):
+            return None
         b = self.lora_B[name]
-        if type(b) is not nn.Linear or base._forward_hooks or b._forward_hooks or b._forward_pre_hooks:  # noqa: SLF001
-            return None
         is_one_dtype = x.dtype == base.weight.dtype == b.weight.dtype
         return name if is_one_dtype or torch.is_autocast_enabled(x.device.type) else None
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether somebody listens to a module, or has replaced its forward."""
+    state = vars(module)
+    return "forward" in state or any(state[hooks] for hooks in HOOKS)
+
+
 def _keeps_results() -> bool:
     """Return whether selective checkpointing, or a compiler, keeps results, which must not change then."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return True
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)

@@ -41,7 +41,7 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
 from lightning_eff.kernels import choices, dispatch
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
-from lightning_eff.kernels.linear import Accumulation, TritonLinear
+from lightning_eff.kernels.linear import Accumulation, TritonLinear, forget_copies
 from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
 
@@ -94,6 +94,11 @@ def unswap(layer: TritonLinear) -> None:
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _record(rows: dict[str, int], name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Record the rows of a layer's input; a function of the module's, so that the layer can be pickled."""
+    rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+
+
 class TritonGemm(Managed):
     """Convert linear layers to `kernels.linear.TritonLinear` while a model is trained.
 
@@ -140,6 +145,7 @@ class TritonGemm(Managed):
         self._fused: dict[str, FusedMLP] = {}
         self._rows: dict[str, int] = {}  # rows of each layer's first input, by name
         self._num_left = 0  # layers that were converted back, since they gain nothing
+        self._handles: list[RemovableHandle] = []
         self._is_settled = False
         self._step: lightning_loop.ExactStep | None = None
         self._device = torch.device("cpu")
@@ -209,15 +215,9 @@ class TritonGemm(Managed):
         if trainer.world_size > 1 and self._device.type == "cuda":
             choices.use(self._device, trainer.strategy.broadcast(dict(choices.of(self._device))))
             dispatch.forget()
-        handles: dict[str, RemovableHandle] = {}
-
-        def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
-            handles[name].remove()  # of a copy of the layer too, where it does nothing
-
         for name, layer in self._swapped.items():
-            handles[name] = layer.register_forward_pre_hook(partial(record, name))
-            self.cleanup.callback(handles[name].remove)  # of a layer that never runs
+            self._handles.append(layer.register_forward_pre_hook(partial(_record, self._rows, name)))
+        self.cleanup.callback(self._stop_recording)
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         self._step = step if self.accumulate and isinstance(step, lightning_loop.ExactStep) else None
         if self._step is not None:
@@ -228,6 +228,7 @@ class TritonGemm(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Let layers prepare to add only where the step may have several backward passes."""
+        forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
 
     @override
@@ -235,14 +236,19 @@ class TritonGemm(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After the first batch, convert those layers back that gain nothing."""
-        if self._is_settled or self.backend != "auto":
+        if self._is_settled:
             return
         self._is_settled = True
-        if self._step is None:
+        self._stop_recording()
+        if self._step is None and self.backend == "auto":
             for name in self._rows:
                 if not any(map(self._chooses_ours, self._shapes(name).values())):
                     unswap(self._swapped[name])
                     self._num_left += 1
+
+    def _stop_recording(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     def _chooses_ours(self, shape: Shape) -> bool:
         return dispatch.choose(shape, self._device, self.backend) is not None
@@ -281,14 +287,19 @@ class TritonGemm(Managed):
                 saved_s += measured.saved_s if measured is not None else 0.0
         all_backends = [backend for products in backends.values() for backend in products.values()]
         added, num_layers = self._accumulation.num_added, len(self._swapped)
-        did = f"{num_layers} linear layer{'s' * (num_layers != 1)} "
-        did += "swapped" if self._num_left < num_layers else "converted back, since nothing was gained"
+        num_mlps = sum(mlp.num_fused > 0 for mlp in self._fused.values())
+        did = f"{num_mlps} MLP{'s' * (num_mlps != 1)} as one function each; " if self.fuse_mlps else ""
+        did += f"{num_layers} linear layer{'s' * (num_layers != 1)} converted"
+        did += " and, since nothing was gained, converted back" if 0 < self._num_left == num_layers else ""
+        did += (
+            f" (frozen ones and those below {self.min_features} features are left out)"
+            if not num_layers
+            else ""
+        )
         by = [f"{count} products by {backend}" for backend, count in Counter(all_backends).most_common()]
         did += f": {'; '.join(by)}" if by else ""
         did += f"; {saved_s * 1e3:.3g} ms less per backward pass, by bench --tune" if saved_s else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
-        num_mlps = sum(mlp.num_fused > 0 for mlp in self._fused.values())
-        did += f"; {num_mlps} MLP{'s' * (num_mlps != 1)} as one function each" if self.fuse_mlps else ""
         ours = any(not backend.startswith("torch's") for backend in all_backends)
         numbers: dict[str, Any] = {
             "layers": backends, "added_in_place": added, "saved_s": saved_s, "left": self._num_left,

@@ -30,11 +30,30 @@ TWO_METHODS = (
 )
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raise a UsageError for options that do not go together: none is ignored in silence."""
+    modes = [name for name in ("tune", "suite", "blocking") if getattr(options, name)]
+    if len(modes) > 1:
+        text = f"bench --{' --'.join(modes)}: expected one of --tune, --suite gpu, --blocking"
+        raise UsageError(text)
+    if (options.recipe or options.overrides) and modes != ["tune"]:
+        text = "bench: a recipe and its overrides are for --tune"
+        tried = (
+            f"\n  try: lightning-eff bench --tune {options.recipe}" if options.recipe and not modes else ""
+        )
+        raise UsageError(text + tried)
+    for name, mode in (("resume", "suite"), ("only", "suite"), ("tokens", "suite"), ("again", "tune")):
+        if getattr(options, name) and modes != [mode]:
+            text = f"bench --{name}: expected with --{mode}{' gpu' if mode == 'suite' else ' RECIPE'}"
+            raise UsageError(text)
+    if options.shapes and modes not in ([], ["tune"]):
+        text = f"bench --{modes[0]} --shapes: expected without --shapes, since it measures fixed sizes"
+        raise UsageError(text)
+
+
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    if options.recipe and not options.tune:
-        text = f"bench: a recipe is for --tune\n  try: lightning-eff bench --tune {options.recipe}"
-        raise UsageError(text)
+    check_options(options)
     if options.suite:
         from lightning_eff.commands._bench import gpu_run
 

@@ -151,7 +151,11 @@ def linear(
         if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
             return matmul.gemm(x, weight.T, bias=bias, backend=backend)
         return F.linear(x, weight, bias)
-    dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype) or x.dtype
+    dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype)
+    if dtype is None:
+        if x.dtype != weight.dtype:
+            return F.linear(x, weight, bias)  # which says what is wrong
+        dtype = x.dtype
     if is_ours and backend == "auto":  # by sizes and dtypes: no tensor is made to ask
         num_rows = x.numel() // max(x.shape[-1], 1)
         is_ours = dispatch.may_help(num_rows, *weight.shape, dtype, weight.dtype, x.device)
@@ -174,7 +178,8 @@ _low_copies: Any = WeakTensorKeyDictionary()
 def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in autocast's dtype: the same copy while a graph holds it, as autocast has it.
 
-    A layer that is called a hundred times in a forward pass casts once, and keeps one copy.
+    A layer that is called a hundred times in a forward pass casts once, and keeps one copy. A change through
+    `weight.data` is not seen while a graph holds the copy: whoever steps an optimizer calls `forget_copies`.
     """
     version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
     kept, reference = _low_copies.get(weight, (None, None))
@@ -183,6 +188,11 @@ def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
         copy = weight.detach().to(dtype)
         _low_copies[weight] = (version, TensorWeakRef(copy))
     return copy
+
+
+def forget_copies() -> None:
+    """Cast weights anew."""
+    _low_copies.clear()
 
 
 class _Linear(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,6 +102,19 @@ def gathered(model: Any) -> None:
     model[0].lora_B["default"].register_forward_pre_hook(lambda *_: None)
 
 
+def backward_listened_to(model: Any) -> None:
+    model[0].base_layer.register_full_backward_hook(lambda *_: None)
+
+
+def patched(model: Any) -> None:
+    layer = model[0].lora_B["default"]
+    layer.forward = lambda x: F.linear(x, layer.weight * 2.0)
+
+
+def scaled(model: Any) -> None:
+    model[0].scaling["default"] = torch.tensor(0.5)
+
+
 def merged(model: Any) -> None:
     model[0].merge()
 
@@ -118,7 +132,12 @@ def twice(model: Any) -> None:
     model[0].set_adapter(["default", "second"])
 
 
-@pytest.mark.parametrize("change", [listened_to, gathered, merged, disabled, of_other_dtypes, twice])
+LEFT_TO_PEFT = [
+    listened_to, gathered, backward_listened_to, patched, scaled, merged, disabled, of_other_dtypes, twice
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LEFT_TO_PEFT)
 def test_what_is_not_one_plain_adapter_is_left_to_peft(change: Any) -> None:
     model, other = layers()
     for each in (model, other):

@@ -82,8 +82,9 @@ def test_what_is_wrong_is_not_timed_and_fails_the_command(
     [
         ([], None, 3, "no compiler was found\n  try: apt-get install g++"),
         ([], "/bin/false", 3, "fails: exit code 1\n  try: apt-get install g++"),
-        (["--tune"], "g++", 2, "expected neither --tune nor --shapes"),
-        (["--shapes", "1,2,3"], "g++", 2, "expected neither --tune nor --shapes"),
+        (["--tune"], "g++", 2, "--tune --blocking: expected one of --tune, --suite gpu, --blocking"),
+        (["--shapes", "1,2,3"], "g++", 2, "expected without --shapes"),
+        (["--resume"], "g++", 2, "bench --resume: expected with --suite gpu"),
     ],
 )
 def test_what_cannot_be_measured_is_said(

@@ -5,17 +5,22 @@ The forward is traced with symbols (torch.fx), with linear layers as single oper
     down(act(up(x)))               GPT
     down(act(gate(x)) * up(x))     Llama: SwiGLU, GeGLU
 
-with plain linear layers, an activation of `mlp.ACTIVATIONS`, and dropout only with p = 0. A module whose
-forward does anything else, or cannot be traced, is left as it is.
+with plain linear layers that are its own children, an activation of `mlp.ACTIVATIONS`, and dropout only with
+p = 0. A module whose forward does anything else, draws random numbers, keeps what it computes, or cannot be
+traced, is left as it is. A copy is traced, which shares the parameters alone.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
+import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import fx, nn
 from typing_extensions import override
 
@@ -26,6 +31,7 @@ from lightning_eff.kernels.linear import Accumulation
 
 _ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
 _PRODUCTS = (operator.mul, torch.mul)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Tracer(fx.Tracer):
@@ -67,14 +73,36 @@ def layers_of(module: nn.Module) -> Layers | None:
         >>> layers_of(nn.Sequential(nn.Linear(2, 8), nn.Softmax(-1), nn.Linear(8, 2))) is None
         True
     """
-    linears = [layer for layer in module.modules() if type(layer) is nn.Linear]
+    if not _may_be(module):
+        return None
+    traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    before = dict(vars(traced))
+    with isolate_rng():
+        numbers = (torch.get_rng_state(), random.getstate())
+        try:
+            found = _match(traced, _Tracer().trace(traced))
+        except Exception:  # noqa: BLE001 - a forward may do anything with what it takes for a tensor
+            found = None
+        has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
+    after = vars(traced)
+    has_kept = after.keys() != before.keys() or any(after[name] is not before[name] for name in before)
+    if found is None or has_drawn or has_kept:
+        return None
+    own: dict[Any, Any] = dict(zip(traced.modules(), module.modules(), strict=True))
+    gate = own[found.gate] if found.gate is not None else None
+    return replace(found, up=own[found.up], down=own[found.down], gate=gate)
+
+
+def _may_be(module: nn.Module) -> bool:
+    """Return whether a module has nothing but two or three linear layers, and nothing that could change."""
+    linears = [child for child in module.children() if type(child) is nn.Linear]
     num_parameters = sum(len(list(layer.parameters())) for layer in linears)
     if len(linears) not in (2, 3) or len(list(module.parameters())) != num_parameters:
-        return None
-    try:
-        return _match(module, _Tracer().trace(module))
-    except Exception:  # noqa: BLE001 - a forward may do anything with what it takes for a tensor
-        return None
+        return False
+    if any("forward" in vars(part) for part in module.modules()) or list(module.buffers()):
+        return False
+    own = (value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    return not any(isinstance(value, (list, dict, set, torch.Tensor)) for value in own)
 
 
 def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.kernels import dispatch, library, matmul
@@ -35,6 +36,7 @@ ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Te
 """Functions, and from the gradient of a result and the input the gradient of the input."""
 IN_EPILOGUES = tuple(library.ACTIVATIONS)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SIMPLE = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class FusedMLP:
     """Replaces the forward of an MLP: it is assigned to the attribute `forward` of the module.
 
     Args:
-        module: The MLP, in the mode (`training`) in which it was recognized.
+        module: The MLP, in the state in which it was recognized; in any other its own forward computes.
         layers: Its layers.
         backend: As in `kernels.matmul.gemm`.
         accumulation: Allows the weights' gradients to be added in place.
@@ -67,7 +69,7 @@ class FusedMLP:
     ) -> None:
         self.module, self.layers, self.backend, self.accumulation = module, layers, backend, accumulation
         self.num_fused = 0
-        self._training = module.training
+        self._state = state_of(module, layers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the MLP; by its own forward where somebody listens to a layer or no gradient is needed."""
@@ -94,15 +96,31 @@ class FusedMLP:
     def _applies(self, x: Tensor) -> bool:
         if not torch.is_grad_enabled() or matmul.is_traced() or matmul.in_forward_mode():
             return False
-        if x.dtype not in DTYPES or x.is_nested or self.module.training != self._training:
-            return False
         weights = [layer.weight for layer in self.layers.all]
         if any(weight.dtype != weights[0].dtype or is_sharded(weight) for weight in weights):
             return False
-        # The gate is called; the other two are not, and whoever waits for that would wait in vain.
-        return not any(
-            getattr(layer, hooks) for layer in (self.layers.up, self.layers.down) for hooks in HOOKS
-        )
+        is_cast = matmul.autocast_dtype(x.device.type, x.dtype, weights[0].dtype) is not None
+        if x.dtype not in DTYPES or x.is_nested or not (is_cast or x.dtype == weights[0].dtype):
+            return False
+        return not _has_any_global_hook() and state_of(self.module, self.layers) == self._state
+
+
+def state_of(module: nn.Module, layers: Layers) -> list[Any]:
+    """Return what an MLP's forward may depend on: its modules, their attributes and who listens to them.
+
+    Of the gate only which module it is, since it is called; and not who listens to the MLP itself.
+    """
+    state: list[Any] = []
+    for part in module.modules():
+        state += [id(part), type(part) if part is not layers.gate else None]
+        if part is layers.gate:
+            continue
+        attributes = vars(part)
+        state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in HOOKS))
+        for name, value in attributes.items():
+            if not (part is module and name == "forward"):
+                state.append(value if isinstance(value, SIMPLE) else id(value))
+    return state
 
 
 class _MLP(torch.autograd.Function):
@@ -211,7 +229,7 @@ def _fused_gradients(
 def _activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     """Return A [T, F]."""
     activate = ACTIVATIONS[activation][0]
-    return activate(h) if gate is None else activate(gate).mul_(h)
+    return activate(h) if gate is None else activate(gate) * h  # a checkpoint may keep the factor
 
 
 def _input_gradients(

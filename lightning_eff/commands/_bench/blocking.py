@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_eff.commands._bench.gemm_problem import Case, Problem
 from lightning_eff.core import machine
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError, UsageError
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, EnvironmentLacksError
 from lightning_eff.core.text import human_bytes, text_table
 
 SIZES = ((48, 48, 48), (256, 256, 256), (64, 1024, 1024), (32, 3072, 3072))
@@ -47,9 +47,6 @@ Run = Callable[[Tensor, Tensor, Tensor], object]
 
 def main(options: argparse.Namespace) -> int:
     """Check and time every variant, print a table or JSON, and write the numbers into a folder."""
-    if options.tune or options.shapes:
-        text = "bench --blocking: expected neither --tune nor --shapes: it measures fixed sizes on the CPU"
-        raise UsageError(text)
     compiler = machine.find_compiler("cpu")
     if compiler is None:
         text = "bench --blocking: its loops are C++, and no compiler was found\n  try: apt-get install g++"

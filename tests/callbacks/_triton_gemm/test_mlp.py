@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,59 @@ def test_where_somebody_listens_its_own_forward_computes() -> None:
     assert (len(heard), mlp.num_fused) == (1, 0)
     model(x)
     assert mlp.num_fused == 1
+
+
+def draws(m: Any, x: Tensor) -> Tensor:
+    return m.down(F.gelu(m.up(x))) if random.random() < 2.0 else x
+
+
+def keeps(m: Any, x: Tensor) -> Tensor:
+    m.hidden = F.gelu(m.up(x))
+    return m.down(m.hidden)
+
+
+@pytest.mark.parametrize("compute", [draws, keeps])
+def test_a_forward_that_may_change_is_no_mlp_and_a_look_at_it_leaves_no_trace(compute: Any) -> None:
+    """Found by a tester: one trace decided for all steps, drew random numbers, and left a proxy behind."""
+    module = Other(compute)
+    before, numbers = dict(vars(module)), (torch.get_rng_state(), random.getstate())
+    assert layers_of(module) is None
+    assert vars(module) == before
+    assert torch.equal(torch.get_rng_state(), numbers[0])
+    assert random.getstate() == numbers[1]
+
+
+def test_only_the_innermost_is_one() -> None:
+    model = nn.Sequential(llama())
+    assert list(fuse_mlps(model, min_features=1)) == ["0"]
+
+
+def drop(model: Any) -> None:
+    model[2].p = 0.5
+
+
+def exchange(model: Any) -> None:
+    model[1] = nn.ReLU()
+
+
+def listen(model: Any) -> None:
+    model[1].register_forward_hook(lambda *_: None)
+
+
+def patch(model: Any) -> None:
+    layer = model[0]
+    layer.forward = lambda x: F.linear(x, layer.weight * 0.5)
+
+
+@pytest.mark.parametrize("change", [drop, exchange, listen, patch])
+def test_what_has_changed_since_computes_as_it_is_now(change: Any) -> None:
+    plain = sequential(nn.GELU(), nn.Dropout(0.0))
+    model = copy.deepcopy(plain)
+    (mlp,) = fuse_mlps(model, min_features=1).values()
+    change(model)
+    change(plain)
+    assert is_equal(steps(model), steps(plain))
+    assert mlp.num_fused == 0
 
 
 def test_it_is_copied_and_pickled() -> None:
