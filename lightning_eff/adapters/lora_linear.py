@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
@@ -27,9 +27,14 @@ from torch.utils.checkpoint import (
 )
 from typing_extensions import override
 
+from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.kernels.matmul import is_traced
 
+PLAIN = (nn.Linear, TritonLinear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
+"""They make views of results, which must not be changed in place."""
 
 
 class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
@@ -60,10 +65,10 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
             return None
         parts = (base, self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
         is_number = isinstance(self.scaling[name], (int, float))
-        if not is_number or any(type(part) is not nn.Linear for part in parts[:3]):
+        if not is_number or any(type(part) not in PLAIN for part in parts[:3]):
             return None
         # Hooks of the base layer would see its result change, those of A another shape; B is not called.
-        if _has_any_global_hook() or any(has_hooks(part) for part in parts):
+        if any(map(has_hooks, parts)) or any(vars(torch_module)[hooks] for hooks in GLOBAL_HOOKS):
             return None
         b = self.lora_B[name]
         is_one_dtype = x.dtype == base.weight.dtype == b.weight.dtype

@@ -19,14 +19,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
@@ -88,15 +86,10 @@ def swap(
 
 def unswap(layer: TritonLinear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing."""
-    for name in ("backend", "accumulation"):
+    for name in ("backend", "accumulation", "num_rows"):
         layer.__dict__.pop(name, None)
     if type(layer) is TritonLinear:  # a class derived from it since stays: torch's parametrizations make one
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _record(rows: dict[str, int], name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Record the rows of a layer's input; a function of the module's, so that the layer can be pickled."""
-    rows[name] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
 
 
 class TritonGemm(Managed):
@@ -145,7 +138,6 @@ class TritonGemm(Managed):
         self._fused: dict[str, FusedMLP] = {}
         self._rows: dict[str, int] = {}  # rows of each layer's first input, by name
         self._num_left = 0  # layers that were converted back, since they gain nothing
-        self._handles: list[RemovableHandle] = []
         self._is_settled = False
         self._step: lightning_loop.ExactStep | None = None
         self._device = torch.device("cpu")
@@ -177,7 +169,14 @@ class TritonGemm(Managed):
             self.cleanup.callback(self._restore)
             self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
 
+    def _record(self) -> None:
+        """Note how many rows each layer has seen that has run."""
+        for name, layer in self._swapped.items():
+            if getattr(layer, "num_rows", 0):
+                self._rows[name] = layer.num_rows
+
     def _restore(self) -> None:
+        self._record()
         for layer in self._swapped.values():
             unswap(layer)
         for mlp in self._fused.values():
@@ -215,9 +214,6 @@ class TritonGemm(Managed):
         if trainer.world_size > 1 and self._device.type == "cuda":
             choices.use(self._device, trainer.strategy.broadcast(dict(choices.of(self._device))))
             dispatch.forget()
-        for name, layer in self._swapped.items():
-            self._handles.append(layer.register_forward_pre_hook(partial(_record, self._rows, name)))
-        self.cleanup.callback(self._stop_recording)
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         self._step = step if self.accumulate and isinstance(step, lightning_loop.ExactStep) else None
         if self._step is not None:
@@ -239,16 +235,12 @@ class TritonGemm(Managed):
         if self._is_settled:
             return
         self._is_settled = True
-        self._stop_recording()
+        self._record()
         if self._step is None and self.backend == "auto":
             for name in self._rows:
                 if not any(map(self._chooses_ours, self._shapes(name).values())):
                     unswap(self._swapped[name])
                     self._num_left += 1
-
-    def _stop_recording(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     def _chooses_ours(self, shape: Shape) -> bool:
         return dispatch.choose(shape, self._device, self.backend) is not None
@@ -279,6 +271,7 @@ class TritonGemm(Managed):
         """Report how many layers were converted, who computes them and what it gains, and what was added."""
         backends: dict[str, dict[str, str]] = {}
         saved_s = 0.0
+        self._record()
         for name in self._rows:
             backends[name] = {}
             for product, shape in self._shapes(name).items():

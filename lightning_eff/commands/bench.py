@@ -37,7 +37,7 @@ def check_options(options: argparse.Namespace) -> None:
         text = f"bench --{' --'.join(modes)}: expected one of --tune, --suite gpu, --blocking"
         raise UsageError(text)
     if (options.recipe or options.overrides) and modes != ["tune"]:
-        text = "bench: a recipe and its overrides are for --tune"
+        text = "bench: a recipe is for --tune"
         tried = (
             f"\n  try: lightning-eff bench --tune {options.recipe}" if options.recipe and not modes else ""
         )

@@ -107,10 +107,14 @@ class TritonLinear(nn.Linear):
     backend: str = "auto"
     """As in `matmul.gemm`."""
     accumulation: Accumulation | None = None
+    num_rows: int = 0
+    """Of the first input; 0 before it. No hook counts them: hooks change what others do with a layer."""
 
     @override
     def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """Compute the layer."""
+        if not torch.compiler.is_compiling() and not self.num_rows:
+            self.num_rows = input.numel() // max(input.shape[-1], 1)
         return linear(input, self.weight, self.bias, backend=self.backend, accumulation=self.accumulation)
 
 

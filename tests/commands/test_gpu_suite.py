@@ -175,6 +175,7 @@ def run(parts: list[Part], folder: Path, raw: Any = None, *, start: Any, minutes
     return raw["parts"]
 
 
+@pytest.mark.slow
 def test_a_case_that_dies_loses_only_itself(tmp_path: Path) -> None:
     parts = [part("mixed", mixed), part("none", none_here), part("list", no_cases)]
     found = run(parts, tmp_path, start=gpu_suite.run_in_process)
@@ -395,3 +396,14 @@ def test_the_prediction_and_the_run_come_from_processes_of_their_own(tmp_path: P
     code, raw = suite(tmp_path, "--quick", "--only", "planner", start=gpu_suite.run_in_process)
     assert code == 0
     assert raw["parts"]["planner"]["cases"]["baseline"]["ratio"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["garbage", "[]", '{"parts": 3}', '{"environment": {}, "calls": [], "parts": 3}']
+)
+def test_damaged_results_are_not_continued(command: Command, tmp_path: Path, text: str) -> None:
+    (tmp_path / "gpu_suite.json").write_text(text)
+    words = ["--suite", "gpu", "--quick", "--resume", "--only", "ceilings", "--out", str(tmp_path)]
+    code, _, err = command("bench", *words)
+    assert code == 2
+    assert "gpu_suite.json is damaged\n  try: another --out" in err

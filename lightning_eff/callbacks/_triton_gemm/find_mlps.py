@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from typing_extensions import override
 
 from lightning_eff.callbacks._triton_gemm.mlp import FusedMLP, Layers
@@ -77,7 +78,7 @@ def layers_of(module: nn.Module) -> Layers | None:
         return None
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
-    with isolate_rng():
+    with unset_fake_temporarily(), isolate_rng():  # random numbers are real in a prediction too
         numbers = (torch.get_rng_state(), random.getstate())
         try:
             found = _match(traced, _Tracer().trace(traced))

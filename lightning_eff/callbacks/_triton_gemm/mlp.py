@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.kernels import dispatch, library, matmul
@@ -102,13 +101,14 @@ class FusedMLP:
         is_cast = matmul.autocast_dtype(x.device.type, x.dtype, weights[0].dtype) is not None
         if x.dtype not in DTYPES or x.is_nested or not (is_cast or x.dtype == weights[0].dtype):
             return False
-        return not _has_any_global_hook() and state_of(self.module, self.layers) == self._state
+        return state_of(self.module, self.layers) == self._state
 
 
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
     """Return what an MLP's forward may depend on: its modules, their attributes and who listens to them.
 
-    Of the gate only which module it is, since it is called; and not who listens to the MLP itself.
+    Of the gate only which module it is, since it is called; and not who listens to the MLP itself, or to all
+    modules (torch's global hooks), as the report and `plan` do.
     """
     state: list[Any] = []
     for part in module.modules():

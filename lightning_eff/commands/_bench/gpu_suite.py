@@ -263,6 +263,10 @@ def _child(part: Part, setting: Setting, finished: set[str], left: float, sender
     os._exit(code)  # the usual cleanup at exit takes seconds
 
 
+KINDS = {"environment": dict, "calls": list, "parts": dict}
+"""What a file of results holds."""
+
+
 def begin_call(path: Path, setting: Setting, command: str, *, resume: bool) -> Raw:
     """Return what a call adds to: an earlier one's results, or none.
 
@@ -274,7 +278,14 @@ def begin_call(path: Path, setting: Setting, command: str, *, resume: bool) -> R
     environment["sizes"] = "the smallest" if setting.quick else "full"
     raw: Raw = {"environment": environment, "calls": [], "parts": {}}
     if resume and path.exists():
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            is_whole = all(isinstance(raw[key], kind) for key, kind in KINDS.items())
+        except (ValueError, KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
+            text = f"bench: {path} is damaged\n  try: another --out, or no --resume"
+            raise UsageError(text)
         other = [key for key in SAME if raw["environment"].get(key) != environment[key]]
         if other:
             text = f"bench: {path} has another {', '.join(other)}: its results cannot be continued"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.callbacks._triton_gemm.mlp import FusedMLP
+from lightning_eff.callbacks.triton_gemm import FusedMLP
 from lightning_eff.commands._bench.gemm_problem import GRADIENTS, Case, Kind
 from lightning_eff.core.errors import UsageError
 from lightning_eff.kernels import matmul
