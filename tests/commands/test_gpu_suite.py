@@ -194,6 +194,7 @@ def test_a_case_that_dies_loses_only_itself(tmp_path: Path) -> None:
     assert (found["list"]["state"], found["list"]["reason"]) == ("failed", "RuntimeError: cannot be listed")
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_the_time_was_over_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
