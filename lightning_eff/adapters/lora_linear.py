@@ -76,7 +76,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether somebody listens to a module, or has replaced its forward."""
+    """Return whether a module has hooks, or a forward of its own."""
     state = vars(module)
     return "forward" in state or any(state[hooks] for hooks in HOOKS)
 

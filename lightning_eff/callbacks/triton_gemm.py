@@ -183,10 +183,9 @@ class TritonGemm(Managed):
             mlp.restore()
 
     def _apply(self, model: nn.Module) -> int:
-        accumulation = self._accumulation if self.accumulate else None
         how: dict[str, Any] = {
             "min_features": self.min_features, "blocks": self.blocks, "backend": self.backend,
-            "accumulation": accumulation,
+            "accumulation": self._accumulation if self.accumulate else None,
         }  # fmt: skip
         try:
             fused = fuse_mlps(model, **how) if self.fuse_mlps else {}
@@ -284,11 +283,8 @@ class TritonGemm(Managed):
         did = f"{num_mlps} MLP{'s' * (num_mlps != 1)} as one function each; " if self.fuse_mlps else ""
         did += f"{num_layers} linear layer{'s' * (num_layers != 1)} converted"
         did += " and, since nothing was gained, converted back" if 0 < self._num_left == num_layers else ""
-        did += (
-            f" (frozen ones and those below {self.min_features} features are left out)"
-            if not num_layers
-            else ""
-        )
+        if not num_layers:
+            did += f" (frozen ones and those below {self.min_features} features are left out)"
         by = [f"{count} products by {backend}" for backend, count in Counter(all_backends).most_common()]
         did += f": {'; '.join(by)}" if by else ""
         did += f"; {saved_s * 1e3:.3g} ms less per backward pass, by bench --tune" if saved_s else ""

@@ -48,6 +48,8 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
         result = (torch.bmm if batch else torch.mm)(a, b, **options)
     else:
         addend, beta = (a.new_empty(()), 0.0) if addend is None else (addend, beta)  # with 0 it is not read
+        if "out_dtype" in options:  # torch makes a result of the addend's size and dtype then
+            addend = addend.to(wide).expand(*a.shape[:-1], b.shape[-1])
         multiply = torch.baddbmm if batch else torch.addmm
         result = multiply(addend, a, b, beta=beta, alpha=operands.alpha, **options)
     if c is not None and bias is not None:

@@ -71,7 +71,7 @@ class FusedMLP:
         self._state = state_of(module, layers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the MLP; by its own forward where somebody listens to a layer or no gradient is needed."""
+        """Compute the MLP; by its own forward where a layer has hooks, or where no gradient is needed."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or not self._applies(x):
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -105,10 +105,10 @@ class FusedMLP:
 
 
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
-    """Return what an MLP's forward may depend on: its modules, their attributes and who listens to them.
+    """Return what an MLP's forward may depend on: its modules, their attributes and their hooks.
 
-    Of the gate only which module it is, since it is called; and not who listens to the MLP itself, or to all
-    modules (torch's global hooks), as the report and `plan` do.
+    Of the gate only which module it is, since it is called; and no hooks of the MLP itself or of all modules
+    (torch's global ones), which the report and `plan` have.
     """
     state: list[Any] = []
     for part in module.modules():
