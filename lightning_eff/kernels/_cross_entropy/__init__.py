@@ -1,0 +1,1 @@
+"""Private parts of `kernels/cross_entropy`."""

@@ -1,0 +1,208 @@
+"""What is made of rows of logits l: values, and gradients of the logits.
+
+    l = softcap * tanh(l / softcap);  l = l / temperature
+    lse = log(sum_c exp(l_c)),  p_c = exp(l_c - lse)
+
+    cross-entropy, with target t, class weights w (1 without), label smoothing s and z-loss z:
+    loss = w_t * ((1 - s) * (lse - l_t) + z * lse^2) + s / V * sum_c w_c * (lse - l_c)
+    dloss / dl_c = A * p_c - (1 - s) * w_t * [c = t] - s / V * w_c
+    A = w_t * (1 - s + 2 * z * lse) + s / V * sum_c w_c
+
+Where logits are rounded to 16 bits (a CPU has no product of 16 bits with a float32 result), the target's
+logit is computed in float32, in the loss and in lse alike: the other roundings average out, its own does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels._cross_entropy.tiles import Projection, Rows, parts
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which losses of logits are computed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Scaled:
+    """A loss of scaled logits."""
+
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def scale(self, logits: Tensor) -> Tensor:
+        """Return scaled logits, in float32 at least and in their own memory if they have that dtype."""
+        logits = logits.to(wide_dtype(logits.dtype))
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def unscale(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Return the gradient of the logits before they were scaled, in its memory; overwrite the logits."""
+        if self.softcap is not None:
+            tanh = logits.mul_(self.temperature / self.softcap)
+            grad.addcmul_(grad * tanh, tanh, value=-1.0)
+        return grad if self.temperature == 1.0 else grad.div_(self.temperature)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _OfTarget(_Scaled):
+    """A loss that reads one logit of each row."""
+
+    target: Tensor
+
+    def target_logit(self, projection: Projection, at: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scaled logit of each row's target [r, 1], as it is among the logits and exact."""
+        rounded = self.scale(logits.gather(1, self.target[at].unsqueeze(1)))
+        if logits.dtype.itemsize > 2:
+            return rounded, rounded
+        return rounded, self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
+
+    def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities, and the scaled logits, which are overwritten where nothing needs them."""
+        scaled = self.scale(logits)
+        if self.softcap is not None:  # whose derivative needs them
+            return torch.softmax(scaled, -1), scaled
+        return torch.softmax(scaled, -1, out=scaled), scaled
+
+
+def log_sum(top: Tensor, p_max: Tensor, change: tuple[Tensor, Tensor], p_target: Tensor) -> Tensor:
+    """Return log of the sum of exponentials from the largest logit and its probability, which is never 0.
+
+    `change` is the target's logit as it was in the sum, and as it should have been.
+    """
+    rounded, exact = change
+    lse = top - p_max.log()
+    return lse if rounded is exact else lse + torch.log1p(p_target * torch.expm1(exact - rounded))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CrossEntropy(_OfTarget):
+    label_smoothing: float
+    z_loss: float
+    class_weight: Tensor | None
+    num_values: int = 1
+
+    def of_tile(
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        smoothing, width = self.label_smoothing, logits.shape[1]
+        target, weights = self.target[at].unsqueeze(1), self.class_weight
+        of_target = self.target_logit(projection, at, logits)
+        top = self.scale(logits.amax(-1, keepdim=True))
+        p_max, p_target, spread = (torch.empty_like(top) for _ in range(3))
+        weight = torch.ones_like(top) if weights is None else weights[target]
+        each: Any = smoothing / width if weights is None else weights * (smoothing / width)
+        total: Any = smoothing if weights is None else each.sum()  # of each
+        factor = weight * (1.0 - smoothing) + total
+        for part in parts(logits):
+            if smoothing:
+                spread[part] = (self.scale(logits[part].clone()) * each).sum(-1, keepdim=True)
+            row = logits[part]
+            p, scaled = self.softmax(row)
+            torch.amax(p, -1, keepdim=True, out=p_max[part])
+            torch.gather(p, 1, target[part], out=p_target[part])
+            if grads is None or out is None:
+                continue
+            if self.z_loss:
+                factor[part] += weight[part] * (2.0 * self.z_loss) * (top[part] - p_max[part].log())
+            p.mul_(grads[part] * factor[part])
+            p.scatter_add_(1, target[part], grads[part] * weight[part] * (smoothing - 1.0))
+            if smoothing:
+                p.sub_(grads[part] * each)
+            if self.unscale(p, scaled) is not row:  # else it is where it belongs
+                out[part] = p
+            del p, scaled  # before the next part is converted
+        lse = log_sum(top, p_max, of_target, p_target)
+        value = (lse - of_target[1]) * weight * (1.0 - smoothing) + self.z_loss * weight * lse.square()
+        return value + (total * lse - spread) if smoothing else value
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogProb(_OfTarget):
+    """Log-probability of the target and, as a second value, entropy."""
+
+    num_values: int
+
+    def of_tile(
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        target = self.target[at].unsqueeze(1)
+        of_target = self.target_logit(projection, at, logits)
+        top = self.scale(logits.amax(-1, keepdim=True))
+        p_max, p_target, entropy = (torch.empty_like(top) for _ in range(3))
+        for part in parts(logits):
+            row = logits[part]
+            p, scaled = self.softmax(row)
+            torch.amax(p, -1, keepdim=True, out=p_max[part])
+            torch.gather(p, 1, target[part], out=p_target[part])
+            surprise = None
+            if self.num_values == 2:
+                surprise = torch.special.entr(p)  # -p log p
+                entropy[part] = surprise.sum(-1, keepdim=True)
+            if grads is None or out is None:
+                continue
+            given = grads[part, :1]
+            if surprise is None:
+                p.mul_(-given)
+            else:  # d entropy / d l_c = -p_c * log p_c - p_c * entropy
+                of_entropy = grads[part, 1:]
+                p.mul_(-given - of_entropy * entropy[part]).addcmul_(surprise, of_entropy)
+            p.scatter_add_(1, target[part], given)
+            if self.unscale(p, scaled) is not row:
+                out[part] = p
+            del p, scaled  # before the next part is converted
+        value = of_target[1] - log_sum(top, p_max, of_target, p_target)
+        return value if self.num_values == 1 else torch.cat([value, entropy], 1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divergence(_Scaled):
+    """Generalized Jensen-Shannon divergence of a student s and a teacher t, with m = (1 - beta) s + beta t.
+
+    beta * KL(t, m) + (1 - beta) * KL(s, m), and its limits: KL(t, s) for beta 0, KL(s, t) for beta 1. The
+    gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m), or log(s / t).
+    """
+
+    teacher: tuple[Tensor, Tensor]
+    beta: float
+    num_values: int = 1
+
+    def of_tile(
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        del projection
+        x, weight = self.teacher
+        taught = x[at] @ weight.T
+        values: list[Tensor] = []
+        for part in parts(logits):
+            scaled = self.scale(logits[part])
+            log_s = torch.log_softmax(scaled, -1)
+            log_t = torch.log_softmax(self.scale(taught[part]), -1)
+            value, gradient = self._value(log_s, log_t)
+            values.append(value)
+            if grads is not None and out is not None:
+                out[part] = self.unscale(gradient.mul_(grads[part]), scaled)
+        return torch.cat(values)
+
+    def _value(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the divergence of rows [r, 1], and the gradient of their scaled logits [r, V]."""
+        s, t, beta = log_s.exp(), log_t.exp(), self.beta
+        if beta == 0.0:
+            return (t * (log_t - log_s)).sum(-1, keepdim=True), s - t
+        log_m = log_t
+        if beta < 1.0:
+            log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+        u = log_s - log_m
+        of_student = (s * u).sum(-1, keepdim=True)
+        gradient = s.mul_(u - of_student)
+        if beta == 1.0:
+            return of_student, gradient
+        of_teacher = (t * (log_t - log_m)).sum(-1, keepdim=True)
+        return beta * of_teacher + (1.0 - beta) * of_student, gradient.mul_(1.0 - beta)

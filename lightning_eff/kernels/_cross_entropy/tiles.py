@@ -1,0 +1,270 @@
+"""Losses of an output projection, tile by tile: logits exist for a few rows at a time.
+
+    logits [R, V] = x [R, D] @ W [V, D].T + bias      for R of the N rows
+    values [R], G [R, V] = what a `RowLoss` makes of them, G being the gradient of the logits
+    dx [R, D] = G @ W;  dW [V, D] += G.T @ x
+
+Two modes. *In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the
+forward pass, and the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose
+gradients would underflow without the loss scale; a recomputed block, which would compute them twice): the
+forward pass keeps nothing but its inputs, and the backward pass computes the logits again, a fourth GEMM.
+
+Gradients are returned through the Function's own inputs, so that hooks, DDP, FSDP2, tied weights and
+optimizers in the backward pass see one gradient of a weight. A projection with an adapter is a sum of two
+products: x @ W.T + u @ B.T, which are never merged.
+
+Why not an inner `backward()` of each tile: hooks fire once a tile, and DDP rejects the second. Why not a
+checkpoint of each tile: autograd adds each tile's dW [V, D] to the last one, which takes its memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_eff.core.errors import ConfigError
+
+MIB = 1 << 20
+LEAST_BUDGET_MIB = {"cpu": 16, "cuda": 64}
+"""Least default of `tile_budget_mib`: a CPU's tiles stay near its caches, a GPU's fill it."""
+MAX_16_BIT_TILES = 16
+"""Each tile rounds a weight gradient of 16 bits once more."""
+CACHED_BYTES = 1 << 18
+"""Float32 logits that a CPU works on at once within a tile, at least."""
+CONVERTED_ROWS = 32
+"""Rows that are converted to float32 at once."""
+MAX_PARTS = 64
+"""Of a tile on a CPU."""
+
+Rows = Any
+"""Which rows: a slice, or indices."""
+
+
+class RowLoss(Protocol):
+    """What is made of rows of logits."""
+
+    @property
+    def num_values(self) -> int:
+        """Values of a row."""
+        ...
+
+    def of_tile(
+        self,
+        projection: Projection,
+        at: Rows,
+        logits: Float[Tensor, "r v"],
+        grads: Float[Tensor, "r k"] | None,
+        out: Float[Tensor, "r v"] | None,
+    ) -> Float[Tensor, "r k"]:
+        """Return the values of rows and, with their gradients `grads`, write those of the logits to `out`.
+
+        Args:
+            projection: What made the logits.
+            at: Which rows of the loss's own tensors they are.
+            logits: May be overwritten.
+            grads: Gradients of the values; None for none.
+            out: In the dtype of the products; where that is the logits' dtype, `out` is `logits`.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A sum of products, in the dtype in which they are multiplied.
+
+    Args:
+        pairs: Rows [N, D] and weight [V, D], each with its own D.
+        bias: [V], or None.
+        index: The rows that have a loss; None for all.
+        tile_rows: Rows of a tile.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    bias: Tensor | None
+    index: Tensor | None
+    tile_rows: int
+
+    def tiles(self) -> Iterator[tuple[Rows, Tensor]]:
+        """Yield rows and their logits, all in one buffer."""
+        x, weight = self.pairs[0]
+        num_rows = len(x) if self.index is None else len(self.index)
+        wide = x.is_cuda and x.dtype.itemsize == 2  # CUDA can keep the float32 that it accumulated
+        options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
+        step = max(1, min(self.tile_rows, num_rows))
+        buffer = torch.empty(step, len(weight), dtype=torch.float32 if wide else x.dtype, device=x.device)
+        for start in range(0, num_rows, step):
+            at = slice(start, min(start + step, num_rows))
+            logits = buffer[: at.stop - start]
+            at = at if self.index is None else self.index[at]
+            torch.mm(x[at], weight.T, **options, out=logits)
+            for more, low_rank in self.pairs[1:]:
+                logits.addmm_(more[at].to(logits.dtype), low_rank.T.to(logits.dtype))
+            if self.bias is not None:
+                logits.add_(self.bias)
+            yield at, logits
+
+    def columns(self, at: Rows, columns: Tensor) -> Tensor:
+        """Return one logit of each row in float32 [r]: that of the given column."""
+        exact = torch.zeros(len(columns), device=columns.device)
+        for x, weight in self.pairs:
+            rows = x[at]
+            for start in range(0, len(columns), CONVERTED_ROWS):
+                some = slice(start, start + CONVERTED_ROWS)
+                exact[some] += (rows[some].float() * weight[columns[some]].float()).sum(-1)
+        return exact if self.bias is None else exact + self.bias[columns]
+
+
+def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
+    """Return how many rows of float32 logits fit into the budget.
+
+    Args:
+        x: The rows [N, D].
+        width: Columns of the logits.
+        budget_mib: In MiB; None for the larger of `LEAST_BUDGET_MIB` and the bytes of `x`.
+
+    Raises:
+        ConfigError: The budget is not above 0.
+
+    Example:
+        >>> tile_rows_of(torch.zeros(1024, 256), 32000, None)
+        128
+    """
+    if budget_mib is not None and not budget_mib > 0:
+        raise ConfigError(key="tile_budget_mib", value=budget_mib, allowed="a number of MiB above 0, or None")
+    least = LEAST_BUDGET_MIB.get(x.device.type, LEAST_BUDGET_MIB["cuda"]) * MIB
+    budget = max(least, x.nbytes) if budget_mib is None else budget_mib * MIB
+    fitting = max(1, int(budget / (4 * max(width, 1))))
+    if x.dtype.itemsize == 2:
+        fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
+    # As many tiles as needed, of about the same size: a multiple of 8 where that still fits.
+    even = -(-len(x) // max(1, -(-len(x) // fitting)))
+    return max(1, min(-(-even // 8) * 8, fitting))
+
+
+def values_of(projection: Projection, loss: RowLoss) -> Float[Tensor, "n k"]:
+    """Return the values of all rows; 0 for rows without a loss."""
+    values = _no_values(projection, loss)
+    for at, logits in projection.tiles():
+        values[at] = loss.of_tile(projection, at, logits, None, None)
+    return values
+
+
+def gradients_of(
+    projection: Projection, loss: RowLoss, grads: Float[Tensor, "n k"], receivers: Sequence[Tensor | None]
+) -> tuple[Float[Tensor, "n k"], list[Tensor | None]]:
+    """Return the values of all rows, and the gradients of what receives one.
+
+    Args:
+        projection: What makes the logits.
+        loss: What is made of them.
+        grads: Gradients of the values.
+        receivers: The bias, then each pair's rows and weight; None for what needs no gradient. Their
+            gradients have their dtypes.
+    """
+    values = _no_values(projection, loss)
+    found = [None if each is None else torch.zeros_like(each) for each in receivers]
+    dtype = projection.pairs[0][0].dtype
+    low: Tensor | None = None  # gradient of the logits, in the dtype of the products
+    for at, logits in projection.tiles():
+        if low is None:
+            low = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        grad = low[: len(logits)]
+        values[at] = loss.of_tile(projection, at, logits, grads[at], grad)
+        if found[0] is not None:
+            found[0] += grad.sum(0, dtype=values.dtype)
+        for (x, weight), grad_x, grad_weight in zip(projection.pairs, found[1::2], found[2::2], strict=True):
+            if grad_x is not None:
+                grad_x[at] = grad @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, grad, x[at])
+    return values, found
+
+
+def _no_values(projection: Projection, loss: RowLoss) -> Tensor:
+    x = projection.pairs[0][0]
+    return x.new_zeros(len(x), loss.num_values, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def parts(logits: Float[Tensor, "r v"]) -> Iterator[slice]:
+    """Yield the rows of a tile, on a CPU as many at once as stay in its caches."""
+    num_rows, width = logits.shape
+    step = num_rows if logits.is_cuda else max(CACHED_BYTES // (4 * width), -(-num_rows // MAX_PARTS), 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add `grad.T @ x` [V, D] to `total`."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad.T, x)
+        return
+    # A float32 gradient of 16-bit products, in slices: each is added when it is made.
+    step = max(1, len(total) // MAX_16_BIT_TILES)
+    for start in range(0, len(total), step):
+        total[start : start + step] += grad[:, start : start + step].T @ x
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a loss is computed.
+
+    Args:
+        loss: What is made of the logits.
+        dtype: In which they are multiplied.
+        index: The rows that have a loss; None for all.
+        tile_rows: Rows of a tile.
+        factors: Of the values [N, k], for a scalar whose gradients are formed in forward; None for values.
+    """
+
+    loss: RowLoss
+    dtype: torch.dtype
+    index: Tensor | None
+    tile_rows: int
+    factors: Tensor | None = None
+
+    def projection(self, bias: Tensor | None, pairs: Sequence[Tensor]) -> Projection:
+        """Return the projection in the dtype of its products."""
+        cast = [each.detach().to(self.dtype) for each in pairs]
+        low_bias = None if bias is None else bias.detach()
+        return Projection(list(zip(cast[::2], cast[1::2], strict=True)), low_bias, self.index, self.tile_rows)
+
+    def gradients(
+        self, grads: Tensor, needs: Sequence[bool], bias: Tensor | None, pairs: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return what `gradients_of` does, of the inputs that need a gradient."""
+        receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
+        with torch.autocast(pairs[0].device.type, enabled=False):
+            return gradients_of(self.projection(bias, pairs), self.loss, grads, receivers)
+
+
+class TiledLoss(torch.autograd.Function):
+    """The values of rows [N, k], or with factors the sum of values * factors."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
+        """Compute values, and with factors the gradients too."""
+        ctx.save_for_backward(bias, *pairs)
+        ctx.plan, ctx.gradients = plan, None
+        if plan.factors is None:
+            with torch.autocast(pairs[0].device.type, enabled=False):
+                return values_of(plan.projection(bias, pairs), plan.loss)
+        values, ctx.gradients = plan.gradients(plan.factors, ctx.needs_input_grad[1:], bias, pairs)
+        return (values * plan.factors).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients that forward has formed, times `grad`; else form them."""
+        bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
+        plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
+        if gradients is not None:
+            return None, *(None if each is None else each.mul_(grad) for each in gradients)
+        # Also the second backward pass of a graph that was retained.
+        grads = grad if plan.factors is None else grad * plan.factors
+        return None, *plan.gradients(grads, ctx.needs_input_grad[1:], bias, pairs)[1]
