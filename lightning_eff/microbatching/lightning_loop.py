@@ -75,6 +75,8 @@ class ExactStep(_AutomaticOptimization):
         self.is_search_due = False  # whether the next step begins with a search for the size
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
+        self.weigh: Callable[[Any], Any] | None = None
+        """May add a weight to what `training_step` returned."""
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
@@ -180,6 +182,7 @@ class ExactStep(_AutomaticOptimization):
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
         output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
         self.trainer.strategy.post_training_step()
+        output = output if self.weigh is None else self.weigh(output)
         if output is None and self._num_ranks > 1:
             text = "training_step returned None on one of several ranks, which would leave the others waiting"
             raise RuntimeError(text)

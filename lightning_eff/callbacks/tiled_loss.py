@@ -1,0 +1,171 @@
+"""Compute the loss of a language model in tiles, without its logits [tokens, vocabulary].
+
+The logits, their gradient and the log-softmax between them are often the largest tensors of a step. The
+output projection then returns logits that are not computed; the cross-entropy that reads them is computed
+some rows at a time (kernels/cross_entropy.py), and where something else reads them they are computed as ever.
+So an unchanged `training_step` profits, by whatever functions it or a library reaches the loss. A mean loss
+that is returned gives its number of targets to GradientAccumulation and MicroBatch as its weight.
+
+Costs: in float16, and within recomputed blocks, the projection's GEMM a fourth time. A metric of whole logits
+    has them computed beside the loss. A gradient of 16 bits is rounded once per tile, of which there are at
+    most 16.
+Conflicts: a projection that is quantized, or LoRA around it under ZeRO-3. A model that is compiled as a whole
+    has a graph break at its projection.
+Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_eff.callbacks._tiled_loss.projection import LateProjection, find_head
+from lightning_eff.core import model_surgery
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, name_of
+from lightning_eff.microbatching import lightning_loop
+
+CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
+"""What a `training_step` can do itself."""
+
+
+def tile_loss(
+    model: nn.Module, *, head: str | None = None, tile_budget_mib: float | None = None
+) -> dict[str, LateProjection]:
+    """Have a model's loss computed in tiles from now on; for Fabric, or your own training loop.
+
+    Args:
+        model: Any module.
+        head: Name of its output projection; None to find it.
+        tile_budget_mib: As in `kernels.cross_entropy.linear_cross_entropy`.
+
+    Returns:
+        The projection by name, whose `remove()` undoes it; empty where the model has none, or it is done.
+
+    Raises:
+        ConfigError: The projection cannot be found, or is no linear layer.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+        >>> list(tile_loss(model))
+        ['1']
+        >>> logits = model(torch.zeros(1, 4, dtype=torch.long))
+        >>> nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(4, dtype=torch.long)).backward()
+    """
+    found = find_head(model, head)
+    if found is None or "_compiled_call_impl" in vars(found[1]):
+        return {}
+    name, module = found
+    return {name: LateProjection(module, tile_budget_mib=tile_budget_mib)}
+
+
+class TiledLoss(Managed):
+    """Compute the loss of a language model in tiles.
+
+    Args:
+        head: Name of the output projection (`model.lm_head`); None finds it.
+        tile_budget_mib: Memory for a tile's float32 logits, in MiB; None for the larger of the hidden states
+            and 16 on a CPU or 64 on a GPU.
+
+    Raises:
+        ConfigError: A value is outside its range, or the projection is not found or no linear layer.
+
+    Warns:
+        NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[TiledLoss()], logger=False, accelerator="cpu")
+        >>> TiledLoss(tile_budget_mib=0)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: tile_budget_mib=0: expected a number above 0...
+    """
+
+    @check_arguments
+    def __init__(self, *, head: str | None = None, tile_budget_mib: float | None = None) -> None:
+        if tile_budget_mib is not None and not tile_budget_mib > 0:
+            allowed = "a number above 0, in MiB, or None"
+            raise ConfigError(key="tile_budget_mib", value=tile_budget_mib, allowed=allowed)
+        self.head = head
+        self.tile_budget_mib = tile_budget_mib
+        self._tiled: dict[str, LateProjection] = {}
+
+    def facts(self) -> Facts:
+        """State that it changes the model."""
+        return Facts(provides=(TRANSFORM,))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._tiled = {}
+            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
+            self.cleanup.callback(self._restore)
+            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
+
+    def _restore(self) -> None:
+        for projection in self._tiled.values():
+            projection.remove()
+
+    def _apply(self, model: nn.Module) -> int:
+        try:
+            new = tile_loss(model, head=self.head, tile_budget_mib=self.tile_budget_mib)
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
+        self._tiled |= new
+        if not self._tiled:
+            text = "TiledLoss found no output projection with more outputs than inputs: name it with head="
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return len(new)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the number of targets to exact accumulation."""
+        step = trainer.fit_loop.epoch_loop.automatic_optimization
+        if isinstance(step, lightning_loop.ExactStep):
+            step.weigh = self._weigh
+
+    def _weigh(self, output: Any) -> Any:
+        """Add the weight to a step's output, where that is the mean loss itself and has none."""
+        loss = output.get("loss") if isinstance(output, dict) else output
+        for projection in self._tiled.values():
+            mean, projection.mean = projection.mean, None
+            if isinstance(loss, Tensor) and mean is not None and mean[0]() is loss:
+                rest: dict[str, Any] = output if isinstance(output, dict) else {}
+                return {"loss": loss, "weight": mean[1], **rest}
+        return output
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        outcome = self.outcome()
+        if self._tiled and not outcome.effective:
+            text = f"TiledLoss had no effect: {outcome.did}\n  try: {CHANGE}"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+
+    def outcome(self) -> Outcome:
+        """Report the tiles, the bytes that were not held, and what needed whole logits."""
+        for name, each in self._tiled.items():
+            width = each.linear.out_features
+            by = ", ".join(f"{reader} ({count})" for reader, count in each.readers.most_common(3))
+            numbers = {
+                "head": name, "losses": each.num_losses, "tile_rows": each.tile_rows, "rows": each.rows,
+                "bytes_not_held": each.held_bytes, "whole": dict(each.readers),
+            }  # fmt: skip
+            if not each.num_losses:
+                did = f"no loss of {name}'s logits was computed in tiles"
+                did += f", since they were read by {by}" if by else ""
+                return Outcome(did=did, effective=False, numbers=numbers)
+            did = (
+                f"{each.num_losses} losses of {name} in tiles of {each.tile_rows} of up to {each.rows} rows:"
+            )
+            did += f" {each.held_bytes / 2**20:.4g} MiB of logits [{each.rows}, {width}] not held"
+            did += f"; computed whole for {by}" if by else ""
+            return Outcome(did=did, numbers=numbers)
+        return Outcome(did="no output projection found", effective=False)
