@@ -24,6 +24,7 @@ from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.kernels.matmul import autocast_dtype
 
 PLAIN = (nn.Linear, TritonLinear)
+_untraced: Any = torch.compiler.disable
 Compute = Callable[[Tensor], Tensor]
 
 
@@ -56,16 +57,20 @@ class LateProjection:
         """The last mean loss, and its number of targets."""
         self._compute: Compute | None = None
         self._forward: Compute = self.module.forward
-        self.module.forward = self._in_forward
-        # What `nn.Module.compile` sets too: it is called in place of the module and its hooks.
-        untraced: Any = torch.compiler.disable
-        self.module._compiled_call_impl = untraced(self._call)  # noqa: SLF001
+        self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
+        self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
+
+    @staticmethod
+    def is_late(module: nn.Module) -> bool:
+        """Return whether a module's logits are computed when they are read."""
+        return "_call_impl" in vars(module)
 
     def remove(self) -> None:
         """Have the module compute its logits when it is called."""
-        for name in ("forward", "_compiled_call_impl"):
+        for name in ("forward", "_call_impl"):
             self.module.__dict__.pop(name, None)
 
+    @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         is_plain = (
@@ -84,7 +89,7 @@ class LateProjection:
         """Call the module with its hooks, and compute in its forward."""
         self._compute = compute
         try:
-            return self.module._call_impl(*args, **kwargs)  # noqa: SLF001
+            return self._call_with_hooks(*args, **kwargs)
         finally:
             self._compute = None
 

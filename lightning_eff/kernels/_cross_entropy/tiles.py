@@ -33,6 +33,10 @@ from lightning_eff.core.errors import ConfigError
 MIB = 1 << 20
 LEAST_BUDGET_MIB = {"cpu": 16, "cuda": 64}
 """Least default of `tile_budget_mib`: a CPU's tiles stay near its caches, a GPU's fill it."""
+LEAST_TILES = 8
+"""Of a loss with the default budget: of a small vocabulary a larger part would save too little."""
+LEAST_ROWS = 64
+"""Of a tile with the default budget."""
 MAX_16_BIT_TILES = 16
 """Each tile rounds a weight gradient of 16 bits once more."""
 CACHED_BYTES = 1 << 18
@@ -126,7 +130,8 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     Args:
         x: The rows [N, D].
         width: Columns of the logits.
-        budget_mib: In MiB; None for the larger of `LEAST_BUDGET_MIB` and the bytes of `x`.
+        budget_mib: In MiB; None for the larger of `LEAST_BUDGET_MIB` and the bytes of `x`, but at most an
+            eighth of the rows.
 
     Raises:
         ConfigError: The budget is not above 0.
@@ -140,6 +145,8 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     least = LEAST_BUDGET_MIB.get(x.device.type, LEAST_BUDGET_MIB["cuda"]) * MIB
     budget = max(least, x.nbytes) if budget_mib is None else budget_mib * MIB
     fitting = max(1, int(budget / (4 * max(width, 1))))
+    if budget_mib is None:
+        fitting = min(fitting, max(LEAST_ROWS, -(-len(x) // LEAST_TILES)))
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
     # As many tiles as needed, of about the same size: a multiple of 8 where that still fits.
