@@ -29,7 +29,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, name_of
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.microbatching import lightning_loop
 
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
@@ -98,8 +98,16 @@ class TiledLoss(Managed):
         self._tiled: dict[str, LateProjection] = {}
 
     def facts(self) -> Facts:
-        """State that it changes the model."""
-        return Facts(provides=(TRANSFORM,))
+        """State that it changes the model, and which strategies would miss the backward pass of its loss."""
+        unseen = tuple(
+            Rule(
+                name=name,
+                reason="it waits for the gradient of the model's logits, which there is not",
+                remedies=("strategy=fsdp2", "~callbacks.tiled_loss"),
+            )
+            for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy")
+        )
+        return Facts(provides=(TRANSFORM,), excludes=unseen)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

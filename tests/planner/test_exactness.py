@@ -17,6 +17,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
@@ -53,7 +54,11 @@ OPTIMIZERS: dict[str, Callable[[], Plugins]] = {
     "on the host": lambda: {"callbacks": [choice(CpuOffload)]},
 }
 CLIPPING: dict[str, Callable[[], Plugins]] = {"free": dict, "clipped": lambda: {"gradient_clip_val": 1.0}}
-FACTORS = (STEPS, RECOMPUTING, PRECISIONS, OPTIMIZERS, CLIPPING)
+LOSSES: dict[str, Callable[[], Plugins]] = {
+    "whole logits": dict,
+    "tiled": lambda: {"callbacks": [TiledLoss(tile_budget_mib=1e-2)]},
+}
+FACTORS = (STEPS, RECOMPUTING, PRECISIONS, OPTIMIZERS, CLIPPING, LOSSES)
 MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Plugins]]] = {
     "gpt": (functools.partial(GPT_OF, tie_word_embeddings=False, dropout=0.1), dict),
     "tied": (GPT_OF, dict),
@@ -69,7 +74,7 @@ def _allowed(names: tuple[str, ...]) -> bool:
 
     Lightning's own mixed precision refuses to clip what a fused optimizer steps on.
     """
-    steps, _, precision, optimizer, clipping = names
+    steps, _, precision, optimizer, clipping, _ = names
     if (precision, optimizer, clipping) == ("lightning's bf16", "fused", "clipped"):
         return False
     return optimizer != "in backward" or (steps == "whole batches" and clipping == "free")

@@ -17,6 +17,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core import model_surgery
 from lightning_eff.precision.auto import AutoPrecision
@@ -126,7 +127,8 @@ def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
     callbacks: list[Any] = [GradientAccumulation(global_batch_size=case.window * 2 * BATCH)]
     callbacks += [adapter(), Draws()] if case.lora else []
     callbacks += [GradientCheckpointing(blocks="Layer")] if case.recomputed else []
-    callbacks += [TritonGemm(min_features=1)] if case.tiled else []
+    tiled_loss = TiledLoss(tile_budget_mib=1e-4)  # some rows each
+    callbacks += [TritonGemm(min_features=1), tiled_loss] if case.tiled else []
     callbacks += [MicroBatch(micro_batch_size=case.size)] if case.size else []
     plugins = [AutoPrecision(precision=case.precision)] if case.precision == "bf16-mixed" else []
     trainer = make_trainer(
@@ -136,6 +138,8 @@ def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
     dataset = TensorDataset(*token_rows(NUM_BATCHES * BATCH * 2))
     rank = range(trainer.global_rank, len(dataset), 2)
     trainer.fit(model, DataLoader(dataset, batch_size=BATCH, sampler=rank))
+    if tiled_loss.outcome().effective is not case.tiled or tiled_loss.outcome().numbers.get("whole"):
+        raise RuntimeError(tiled_loss.outcome().did)
     return trainer.strategy.lightning_module_state_dict()
 
 

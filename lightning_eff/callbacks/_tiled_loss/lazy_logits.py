@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 import torch
 from torch import Tensor
@@ -32,10 +32,12 @@ PROPERTIES = [
     for name in (
         "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_cpu",
         "is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu", "itemsize", "nbytes",
-        "grad_fn", "_backward_hooks",
+        "grad_fn", "_base", "_backward_hooks",
     )
 ]  # fmt: skip
 """Attributes that read no values."""
+IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
+"""DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
 
 
 class Head(Protocol):
@@ -137,10 +139,13 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
             first = args[0] if args else kwargs.get("input")
             if isinstance(first, LazyLogits) and not first.is_computed():
+                if type(first.grad_fn).__name__ not in ("NoneType", *IDENTITIES):
+                    _refuse_gradient(first)
                 result = first.head.read(first, func, args, kwargs)
                 if result is not None:
                     return result
-            reader = getattr(func, "__qualname__", name)
+            attribute = getattr(func, "__self__", None) if name == "__get__" else None
+            reader = f"Tensor.{attribute.__name__}" if attribute is not None else name
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 for each in _all_logits(args):  # what was made of them before must not see the change
                     _ = [other.whole(reader) for ref in each.derived if (other := ref()) is not None]
@@ -186,7 +191,7 @@ def lazy(
     return made
 
 
-def _refuse_gradient(_: Tensor) -> None:
+def _refuse_gradient(_: Tensor) -> Never:
     raise ConfigError(
         key="callbacks.tiled_loss", value="a loss that reads logits unseen by torch's function protocol",
         allowed="a loss by torch's functions",

@@ -140,7 +140,8 @@ class LateProjection:
             )  # fmt: skip
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-            return self._run(compute, logits.x)
+            result: Tensor = self._run(compute, logits.x)
+        return result.to(torch.promote_types(result.dtype, logits.dtype))
 
     def _low_rank(self, x: Tensor) -> LowRank | None:
         """Return what an adapter adds: its rows, and its second weight."""

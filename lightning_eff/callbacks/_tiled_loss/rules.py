@@ -92,7 +92,7 @@ def _permuted(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogi
 
 
 def _cast(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
-    """Note another dtype: losses in tiles are float32 whatever it is."""
+    """Note a wider dtype; losses in tiles are float32 at least whatever it is."""
     given = [*args[1:], *kwargs.values()]
     if any(
         isinstance(each, Tensor)
@@ -101,12 +101,15 @@ def _cast(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits |
     ):
         return None
     dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
-    allowed = {logits.dtype, torch.float32} if logits.dtype.itemsize <= 4 else {logits.dtype}
-    return _derive(logits, func, args, kwargs, dtype=dtype) if dtype in allowed else None
+    is_wider = dtype in (torch.float32, torch.float64) and dtype.itemsize >= logits.dtype.itemsize
+    is_same = dtype == logits.dtype
+    return _derive(logits, func, args, kwargs, dtype=dtype) if is_same or is_wider else None
 
 
 def _detached(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits:
-    return _derive(logits, func, args, kwargs, x=logits.x.detach())
+    # Without gradients it may be a function of autograd that returns its input: its result has a gradient.
+    is_cut = torch.is_grad_enabled()
+    return _derive(logits, func, args, kwargs, x=logits.x.detach() if is_cut else logits.x)
 
 
 def _scaled(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
@@ -188,7 +191,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), _reshaped),
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _permuted),
     **dict.fromkeys((Tensor.swapaxes, Tensor.movedim, torch.movedim, MATRIX_TRANSPOSE), _permuted),
-    **dict.fromkeys((Tensor.float, Tensor.to, Tensor.type), _cast),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.to, Tensor.type), _cast),
     **dict.fromkeys((Tensor.detach, torch.detach), _detached),
     **dict.fromkeys(PRODUCTS, _scaled),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _scaled),
