@@ -101,7 +101,7 @@ def _tile(
             allowed = f"modules that compute every token from that token alone: {refused[name]}"
             raise ConfigError(key="modules", value=name, allowed=allowed)
     for forward in tiled.values():
-        forward.module.forward = forward
+        forward.attach()
     return tiled
 
 
