@@ -189,6 +189,9 @@ class GradientCheckpointing(Managed):
             reason = "compiled blocks hide the products that are to be kept"
             remedies = (f"{option}=budget", f"{option}=full")
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
+            reason = "the products of all tiles would be kept"
+            remedies = (f"{option}=full", "~callbacks.tiled_mlp")
+            excludes.append(Rule(name="callbacks/tiled_mlp", reason=reason, remedies=remedies))
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
 
     @override

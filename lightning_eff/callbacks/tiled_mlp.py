@@ -205,7 +205,8 @@ class TiledMLP(Managed):
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
         flops = sum(2 * each.recomputed_tokens * _num_weights(each.module) for each in tiled.values())
         tokens = max((each.max_tokens for each in self._tiled.values()), default=0)
-        reasons = "; ".join(f"{reason}: {name}" for name, reason in _first_of_each(self._refused).items())
+        kinds = {name.rpartition(".")[2]: reason for name, reason in self._refused.items()}
+        refused = "; ".join(f"{kind} is left out: {reason}" for kind, reason in kinds.items())
         if not self._tiled:
             did = "no token-wise MLP found in repeated blocks"
         elif not tiled:
@@ -215,7 +216,7 @@ class TiledMLP(Managed):
                 f"{len(tiled)} MLP{'s' * (len(tiled) != 1)} in up to {tiles} tiles of {tokens:,} tokens: "
                 f"{human_bytes(not_held)} less in each one's backward pass, {flops:.2g} FLOP computed again"
             )
-        did += f"; left as they are: {reasons}" if reasons else ""
+        did += f"; {refused}" if refused else ""
         numbers = {
             "mlps": list(tiled), "tiles": tiles, "tokens": tokens, "not_held_bytes": not_held,
             "recomputed_flops": flops, "refused": dict(self._refused),
@@ -227,12 +228,3 @@ def _num_weights(module: nn.Module) -> int:
     """Return the number of elements of a module's matrices."""
     shapes = [full_shape(parameter) for parameter in module.parameters()]
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-
-
-def _first_of_each(refused: Mapping[str, str]) -> dict[str, str]:
-    """Return the first module of each reason."""
-    first: dict[str, str] = {}
-    for name, reason in refused.items():
-        if reason not in first.values():
-            first[name] = reason
-    return first

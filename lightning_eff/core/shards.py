@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 LEAF = "_z3_leaf"
-"""DeepSpeed's mark of a module whose weights stage 3 gathers together; ranks may run its parts differently."""
+"""DeepSpeed's mark of a module whose weights stage 3 gathers at once; ranks may differ inside it."""
 
 
 def is_sharded(tensor: object) -> bool:

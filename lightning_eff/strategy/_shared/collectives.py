@@ -118,7 +118,7 @@ class RankDivergenceCheck:
 
 
 def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield modules with their own parameters, and those of LEAF with all: what is inside, a rank may skip."""
+    """Yield modules with their own parameters; a module marked LEAF with all, and nothing inside it."""
     is_leaf = getattr(module, LEAF, False)
     yield module, list(module.parameters(recurse=is_leaf))
     for child in () if is_leaf else module.children():

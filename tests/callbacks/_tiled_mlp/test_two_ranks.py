@@ -1,4 +1,4 @@
-"""Tiles on two ranks (gloo) whose sequences have other lengths: the steps of one device, in one process pair."""
+"""Tiles on two ranks (gloo) whose sequences differ in length: the steps of one device; one process pair."""
 
 from __future__ import annotations
 
@@ -120,4 +120,6 @@ def test_ranks_with_other_lengths_train_as_one_device(tmp_path: Path) -> None:
         assert numbers["mlps"] == [f"blocks.{index}.mlp" for index in range(3)], name
         assert numbers["tiles"] == 4, name
         for key, value in one.items():
-            torch.testing.assert_close(weights[key].double(), value, rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
+            torch.testing.assert_close(
+                weights[key].double(), value, rtol=1e-5, atol=1e-6, msg=f"{name} {key}"
+            )
