@@ -180,7 +180,7 @@ class _Observed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        self.routing = name if name in ROUTING else self.routing
+        self.routing = self.routing or (name if name in ROUTING else "")
         if isinstance(out, Tensor) and out.dim() > 1 and out.shape[-2] == NUM_TOKENS:
             self.widest = max(self.widest, out.shape[-1])
         return out
