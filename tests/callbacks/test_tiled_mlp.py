@@ -23,7 +23,7 @@ from lightning_eff.callbacks._tiled_mlp.token_wise import check_token_wise
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
@@ -360,6 +360,14 @@ def test_modules_that_are_named_must_be_token_wise() -> None:
         train(Language(), TiledMLP(modules="MLPP"))
     assert list(tile_mlps(model, modules="MLP")) == ["blocks.0.mlp", "blocks.1.mlp"]
     assert tile_mlps(model) == {}, "tiled already"
+
+
+def test_an_adapted_layer_is_no_mlp() -> None:
+    """LoRA's matrices are not counted: a block's own linear layer holds nothing wide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)))
+    assert list(adapt(model, options={"r": 2})) == ["0.0", "1.0"]
+    assert tile_mlps(model) == {}
 
 
 def test_a_fused_mlp_is_a_conflict() -> None:

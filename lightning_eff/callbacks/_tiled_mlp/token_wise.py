@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
+from lightning_eff.core.model_surgery import ADAPTER
 from lightning_eff.core.shards import full_shape
 
 NUM_TOKENS = 4
@@ -61,10 +62,10 @@ def num_matrices(module: nn.Module) -> int:
         >>> num_matrices(nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
         2
     """
-    linear = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    own = {id(parameter) for layer in linear for parameter in layer.parameters()}
-    others = [p for p in module.parameters() if id(p) not in own and len(full_shape(p)) > 1]
-    return len(linear) + len(others)
+    if isinstance(module, nn.Linear) or hasattr(module, ADAPTER):
+        return 1
+    own = sum(len(full_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
+    return own + sum(map(num_matrices, module.children()))
 
 
 def check_token_wise(module: nn.Module) -> TokenWise:
@@ -82,7 +83,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
     ]
     if len(required) != 1:
         return TokenWise(f"its forward takes {len(required)} inputs")
-    with _disable_current_modes(), isolate_rng(), torch.no_grad():
+    with _disable_current_modes(), torch.device("cpu"), isolate_rng(), torch.no_grad():
         torch.manual_seed(0)
         try:
             trial = stand_in(module)
@@ -90,7 +91,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
             return TokenWise(f"it cannot be copied: {type(error).__name__}")
         refusal = "its forward fails on a tensor of tokens x features"
         for features in _input_features(module):
-            x = torch.randn(1, NUM_TOKENS, features, dtype=torch.float64)
+            x = torch.randn(1, NUM_TOKENS, features).double()
             try:
                 return _compare(trial, x)
             except Exception as error:  # noqa: BLE001 - so may its forward
@@ -110,7 +111,7 @@ def _compare(trial: nn.Module, x: Tensor) -> TokenWise:
     parts = torch.cat(halves, dim=1)
     if full.shape[:-1] != x.shape[:-1] or parts.shape != full.shape:
         return TokenWise(f"{list(x.shape)} becomes {list(full.shape)}")
-    if not torch.allclose(full, parts, rtol=1e-9, atol=1e-12, equal_nan=True):
+    if not torch.allclose(full, parts, rtol=1e-9, atol=1e-12):
         return TokenWise("a token's output depends on other tokens")
     before = [buffer.clone() for buffer in trial.buffers()]
     trial.train()(x)
@@ -127,11 +128,11 @@ def stand_in(module: nn.Module) -> nn.Module:
             memo[id(part)] = _CheapLinear(part.in_features, part.out_features)
             continue
         for parameter in part.parameters(recurse=False):
-            values = torch.randn(full_shape(parameter), dtype=torch.float64)
+            values = torch.randn(full_shape(parameter)).double()  # DeepSpeed's Init ignores dtype=
             memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
         for buffer in part.buffers(recurse=False):
             dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
-            memo[id(buffer)] = torch.ones(buffer.shape, dtype=dtype)
+            memo[id(buffer)] = torch.ones(buffer.shape).to(dtype)
         for name, value in vars(part).items():
             if name.endswith("_hooks") or "_hooks_" in name:
                 memo[id(value)] = OrderedDict() if isinstance(value, dict) else value
@@ -157,8 +158,8 @@ class _CheapLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = in_features, out_features, None
         # Read by adapters for its dtype; a product with it is token-wise as well.
-        self.weight = torch.full((), 0.5, dtype=torch.float64).expand(out_features, in_features)
-        self.scale = torch.randn(out_features, dtype=torch.float64)
+        self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
+        self.scale = torch.randn(out_features).double()
         self.source = torch.arange(out_features) % in_features
 
     @override
