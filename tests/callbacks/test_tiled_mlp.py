@@ -92,6 +92,24 @@ def test_an_mlp_is_computed_twice_a_step_also_in_recomputed_blocks(policy: str |
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
+def kept_bytes(*, tiled: bool) -> int:
+    """Return the bytes that the forward pass of recomputed blocks leaves alive for the backward pass."""
+    model, live = make_gpt(), LiveBytes()
+    if tiled:
+        tile_mlps(model, tile_budget_mib=FOUR_TILES_MIB, min_tokens=1)
+    recompute(model)
+    live.add([*model.parameters(), *model.buffers()])
+    before = live.now_bytes
+    with live:
+        loss = loss_of(model)
+    assert loss.requires_grad
+    return live.now_bytes - before
+
+
+def test_recomputed_blocks_keep_no_more_than_without_tiles() -> None:
+    assert kept_bytes(tiled=True) == kept_bytes(tiled=False)
+
+
 def test_a_retained_graph_goes_backward_twice() -> None:
     model = make_gpt()
     tile_mlps(model, tile_budget_mib=FOUR_TILES_MIB, min_tokens=1)
@@ -225,10 +243,12 @@ def test_in_bfloat16_the_error_is_as_plain_pytorchs() -> None:
     for num_tiles in (1, 16):
         model = nn.ModuleDict({"mlp": SwiGLU()})
         model["mlp"].load_state_dict(exact.state_dict())
-        tile_mlps(model, modules="mlp", tile_budget_mib=512 * 128 * 5 * 2 / num_tiles / 2**20, min_tokens=1)
+        budget_mib = 512 * 128 * 5 * 2 / num_tiles / 2**20
+        (forward,) = tile_mlps(model, modules="mlp", tile_budget_mib=budget_mib, min_tokens=1).values()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model["mlp"](x).float().square().mean()
         loss.backward()
+        assert forward.max_tiles == num_tiles
         pairs = zip(model.parameters(), exact.parameters(), strict=True)
         errors.append(max(float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs))
     assert errors[1] <= 2 * errors[0] + 2 * 2.0**-8
