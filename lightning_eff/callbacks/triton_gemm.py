@@ -156,11 +156,8 @@ class TritonGemm(Managed):
             reason="backend=triton requires a CUDA GPU",
             remedies=("callbacks.triton_gemm.backend=auto",),
         )
-        tiled = Rule(
-            name="callbacks/tiled_mlp",
-            reason="both replace the forward of an MLP",
-            remedies=("callbacks.triton_gemm.fuse_mlps=false", "~callbacks.tiled_mlp"),
-        )
+        either = ("callbacks.triton_gemm.fuse_mlps=false", "~callbacks.tiled_mlp")
+        tiled = Rule(name="callbacks/tiled_mlp", reason="both replace the forward of an MLP", remedies=either)
         excludes = [compiled, *([tiled] if self.fuse_mlps else [])]
         excludes += [no_gpu] if self.backend == "triton" and not INTERPRETED else []
         return Facts(provides=(TRANSFORM,), excludes=tuple(excludes))
