@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
-from lightning_eff.core.recompute import HostOffload
 from lightning_eff.report.flops import flops_of, masked_flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 

@@ -1,4 +1,4 @@
-"""The longest sequence: it fits and a granule more does not, with and without host memory; what is expected."""
+"""The longest sequence fits and a granule more does not, with and without host memory; expected seconds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_search_ends() -> None:
     assert list(nothing) == [1024]
     found = LongestSequence.of(ON_DEVICE, [], nothing, 5)
     assert (found.num_tokens, found.too_long) == (0, 1024)
-    everything = search(lambda n: forecast_of(n), 1024, 10**9)
+    everything = search(forecast_of, 1024, 10**9)
     assert max(everything) == MAX_TOKENS
     assert LongestSequence.of("", [], everything, 10**9).too_long is None
     assert len(search(lambda n: forecast_of(n**3), 1024, 10**15)) <= MAX_RUNS

@@ -15,7 +15,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
-from lightning_eff.core.recompute import HostOffload
+from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
