@@ -21,6 +21,7 @@ SMALLEST = {
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
     "planner_ladder": ["--only", "plain"],
     "step_overhead": ["--steps", "1100"],
+    "tiled_mlp": ["--rounds", "1"],
 }
 """The arguments with which each script measures least."""
 

@@ -169,7 +169,7 @@ def test_every_command_runs(
         if words[1] == "train" and "--cfg" not in words:
             given = {word.partition("=")[0] for word in words}
             extra = [word for word in tiny if word.partition("=")[0] not in given]
-            if {"full_finetune", "qlora"} & {*words}:
+            if {"full_finetune", "qlora", "long_context"} & {*words}:
                 extra = [*own_data, "trainer.max_steps=2", "trainer.limit_val_batches=1"]
             if {"numbers", "data=numbers"} & {*words}:
                 extra = [*own_data, "trainer.max_steps=2"]

@@ -33,15 +33,30 @@ SMALL_FINETUNE = [
     "data.batch_size=2",
     "data.paths=[source/*.py]",
 ]
-MORE = {"fast": ["callbacks.torch_compile.backend=aot_eager"], "low_memory": ["trainer.val_check_interval=8"]}
+MORE = {
+    "fast": ["callbacks.torch_compile.backend=aot_eager"],
+    "low_memory": ["trainer.val_check_interval=8"],
+    "long_context": ["trainer.val_check_interval=2", "data.batch_size=1"],
+}
 """What else makes a recipe small: no C++ is built, and a window of four micro-batches passes twice."""
 NAMES = [entry.name for entry in catalog.recipes()]
+OF_TRANSFORMERS = ("full_finetune", "qlora", "long_context")
 ON_TWO_RANKS = ("zero2", "zero3_offload", "fsdp2")
 """In tests/launch/test_stop.py."""
 
 
 def test_recipes_say_what_they_are_in_a_flat_list_of_options() -> None:
-    assert {"lm", "baseline", "images", "low_memory", "fast", "full_finetune", "lora", "qlora"} <= set(NAMES)
+    assert {
+        "lm",
+        "baseline",
+        "images",
+        "low_memory",
+        "fast",
+        "full_finetune",
+        "lora",
+        "qlora",
+        "long_context",
+    } <= set(NAMES)
     for name in NAMES:
         path = catalog.RECIPES / f"{name}.yaml"
         assert catalog.yaml_header(path).endswith("."), name
@@ -54,14 +69,14 @@ def test_recipes_say_what_they_are_in_a_flat_list_of_options() -> None:
 def test_recipe_trains_two_steps(name: str, tiny: list[str], tiny_llama: Path, command: Command) -> None:
     trainer = tiny[:5]
     finetune = [*trainer, *SMALL_FINETUNE, f"model.name={tiny_llama}"]
-    small = {"images": [*trainer, *SMALL_IMAGES], "full_finetune": finetune, "qlora": finetune}
+    small = dict.fromkeys(OF_TRANSFORMERS, finetune) | {"images": [*trainer, *SMALL_IMAGES]}
     if name == "lora":  # which adapts what lm has trained
         assert command("train", "lm", *tiny)[0] == 0
     _, out, err = command("train", name, *small.get(name, tiny), *MORE.get(name, []), "--json", code=0)
     report = json.loads(out)
     assert report["status"] == "finished"
     assert report["num_steps"] == 2
-    shown = {"images": "val_accuracy", "full_finetune": "val_loss", "qlora": "val_loss"}.get(name)
+    shown = (dict.fromkeys(OF_TRANSFORMERS, "val_loss") | {"images": "val_accuracy"}).get(name)
     assert shown in report["metrics"] if shown else "unigram entropy" in err
     (run_dir,) = Path("outputs", name).iterdir()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]

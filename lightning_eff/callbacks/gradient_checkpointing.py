@@ -8,8 +8,9 @@ lets the compiler choose which fraction of the activations is kept. Random numbe
 (batch statistics) are those of the first run, so the result is the same to the bit.
 
 Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
-    part for `selective`; `offload` adds two copies of each block's inputs over the bus. Forward hooks that
-    a block has already run again with it.
+    part for `selective`; `offload` adds two copies of each block's inputs over the bus, and pinned host
+    memory of up to twice the inputs of a step. Forward hooks that a block has already run again
+    with it.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
     `selective` cannot be used with compiled blocks and has no second derivatives. Where the peak is the
     optimizer step, recomputing saves nothing.
@@ -36,9 +37,10 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Fraction, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.recompute import ContextFn, HostOffload, RecomputedBlock, noop_context_fn
+from lightning_eff.core.recompute import ContextFn, RecomputedBlock, noop_context_fn
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
@@ -189,6 +191,9 @@ class GradientCheckpointing(Managed):
             reason = "compiled blocks hide the products that are to be kept"
             remedies = (f"{option}=budget", f"{option}=full")
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
+            reason = "the products of all tiles would be kept"
+            remedies = (f"{option}=full", "~callbacks.tiled_mlp")
+            excludes.append(Rule(name="callbacks/tiled_mlp", reason=reason, remedies=remedies))
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
 
     @override

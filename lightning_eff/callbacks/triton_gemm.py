@@ -156,8 +156,11 @@ class TritonGemm(Managed):
             reason="backend=triton requires a CUDA GPU",
             remedies=("callbacks.triton_gemm.backend=auto",),
         )
-        needs_gpu = self.backend == "triton" and not INTERPRETED
-        return Facts(provides=(TRANSFORM,), excludes=(compiled, no_gpu) if needs_gpu else (compiled,))
+        either = ("callbacks.triton_gemm.fuse_mlps=false", "~callbacks.tiled_mlp")
+        tiled = Rule(name="callbacks/tiled_mlp", reason="both replace the forward of an MLP", remedies=either)
+        excludes = [compiled, *([tiled] if self.fuse_mlps else [])]
+        excludes += [no_gpu] if self.backend == "triton" and not INTERPRETED else []
+        return Facts(provides=(TRANSFORM,), excludes=tuple(excludes))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -103,6 +103,7 @@ EXAMPLES = {
     "plan": """
   lightning-eff plan lm                 what is on, who set it, and the memory of a step
   lightning-eff plan lm device=rtx4090  on another device: h100, h200, a100, b200, cpu
+  lightning-eff plan long_context model.name=NAME device=h200   the longest sequence that fits
   lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu
                                         and the memory of each of 1 to 1,024 devices
 

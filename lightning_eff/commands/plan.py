@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_eff.planner.advice import Compose
+    from lightning_eff.planner.device_memory import DeviceMemory
+    from lightning_eff.planner.longest import LongestSequences
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
@@ -71,8 +73,7 @@ def main(options: argparse.Namespace) -> int:
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
-    advised_with = compose if options.advice else None
-    sections, content, error = _predict(composed.values, trainer, device, advised_with)
+    sections, content, error = _predict(trainer, device, compose, has_advice=options.advice)
     if options.json:
         print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | content)
     else:
@@ -88,9 +89,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _predict(
-    values: dict[str, Any], trainer: pl.Trainer, device: str, compose: Compose | None
+    trainer: pl.Trainer, device: str, compose: Compose, *, has_advice: bool
 ) -> tuple[list[str], dict[str, Any], Exception | None]:
-    """Predict memory and, with `compose`, the savings of further techniques.
+    """Predict memory and, if wanted, the savings of further techniques and the longest sequence.
 
     Returns:
         The sections of the report, the same as plain values, and why the step could not be predicted.
@@ -100,6 +101,7 @@ def _predict(
     from lightning_eff.planner.dry_run import dry_run
     from lightning_eff.planner.sharding import sharding_table_of
 
+    values = compose(())
     division = sharding_table_of(values, trainer)
     memory = DeviceMemory.of(device, trainer.strategy.root_device)
     prediction = dry_run(values, is_cuda=memory.is_cuda)
@@ -113,17 +115,37 @@ def _predict(
         "division_assumed": division.assumed,
         "peak": expected.as_dict(),
     }
-    if compose is not None:
+    if has_advice:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
             reason = prediction.reason
             advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, memory))
         sections.append(str(advice))
         content["advice"] = asdict(advice)
+    if values["plan_longest"] and not prediction.reason:
+        longest = _longest_sequences(values, trainer, device, memory, compose)
+        sections.append(str(longest))
+        content["longest"] = longest.as_dict()
     sections += [str(division)] if division.about else []
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
     return sections, content, prediction.error
+
+
+def _longest_sequences(
+    values: Mapping[str, Any], trainer: pl.Trainer, device: str, memory: DeviceMemory, compose: Compose
+) -> LongestSequences:
+    from lightning_eff.core.dtypes import matmul_dtype
+    from lightning_eff.kernels import devices
+    from lightning_eff.planner.longest import longest_sequences
+
+    sys.stderr.write(" searching the longest sequence, by up to a dozen predictions\n")
+    root = trainer.strategy.root_device
+    is_auto = memory.is_cuda and (values.get("precision") or {}).get("precision") == "auto"
+    dtype = matmul_dtype("bf16-mixed" if is_auto else str(trainer.precision), root.type)
+    found = devices.named(device) if device else devices.of(root)
+    with redirect_stdout(sys.stderr):
+        return longest_sequences(compose, memory, found, dtype)
 
 
 def _judge(

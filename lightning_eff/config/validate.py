@@ -30,7 +30,9 @@ GROUP_BASES = {
     "scheduler": "torch.optim.lr_scheduler.LRScheduler",
     "logger": "lightning.pytorch.loggers.Logger",
 }
-RUN_TYPES = {"seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str}
+RUN_TYPES = {
+    "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
+}  # fmt: skip
 RUN_KEYS = tuple(RUN_TYPES)
 TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)
 """Keys at the top level of a composed config."""

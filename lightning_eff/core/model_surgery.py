@@ -207,7 +207,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-_ADAPTER = "adapter_layer_names"
+ADAPTER = "adapter_layer_names"
 """Attribute of PEFT's BaseTunerLayer: importing PEFT for isinstance takes seconds."""
 
 
@@ -216,7 +216,7 @@ def _siblings(module: nn.Module) -> set[str]:
     layers = {
         name: type(child)
         for name, child in _children(module).items()
-        if _children(child) and any(True for _ in child.parameters()) and not hasattr(child, _ADAPTER)
+        if _children(child) and any(True for _ in child.parameters()) and not hasattr(child, ADAPTER)
     }
     classes = list(layers.values())
     return {name for name, kind in layers.items() if classes.count(kind) > 1}
@@ -225,7 +225,7 @@ def _siblings(module: nn.Module) -> set[str]:
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     """Return a module's children by name; of a PEFT layer only copies of modules that are trained in full."""
     children = dict(module.named_children())
-    if not hasattr(module, _ADAPTER):
+    if not hasattr(module, ADAPTER):
         return children
     return {name: child for name, child in children.items() if name == "modules_to_save"}
 

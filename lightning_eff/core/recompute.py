@@ -13,17 +13,17 @@ removed, a second backward through a retained graph fails in it, and it ignores 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import noop_context_fn
+
+from lightning_eff.core.host_offload import HostOffload
 
 # Private, as of torch 2.13: runs up to the forward, and past it when it is resumed.
 _checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
@@ -43,7 +43,7 @@ class RecomputedBlock:
     Args:
         block: Any module.
         contexts: Contexts around forward and recomputation; for selective checkpointing.
-        host: Offloads the block's inputs until they are needed; None leaves them where they are.
+        host: Offloads the block's inputs until they are needed, as those of other blocks; None leaves them.
     """
 
     def __init__(
@@ -71,10 +71,12 @@ class RecomputedBlock:
         return block.__dict__.get(_MARK)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and free the host memory of all blocks that have the same `host`."""
         self._block.__dict__.pop(_MARK, None)
         for handle in self._handles:
             handle.remove()
+        if self._host is not None:
+            self._host.close()
 
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,73 +152,3 @@ class RecomputedBlock:
         # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
         options = (True, lambda: (first(), nullcontext()), "default", False, True)
         return _checkpoint(again, *options, *args, **kwargs)
-
-
-@dataclass(eq=False)
-class HostOffload:
-    """Offloads the inputs of recomputed blocks to pinned host memory, on a CUDA stream of its own.
-
-    On CUDA the copy to the host overlaps the next block's forward, and the copy back of one block the
-    recomputation of the block after it. On the CPU they are plain copies, which save and change nothing.
-    """
-
-    observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
-
-    moved_bytes: int = field(default=0, init=False)
-    _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
-    _stream: torch.cuda.Stream | None = field(default=None, init=False)
-
-    def pack(self, tensor: Tensor) -> _OnHost | Tensor:
-        """Return a tensor that autograd saves as one on the host."""
-        if not tensor.is_floating_point():
-            return tensor  # masks and positions are small, and shared by all blocks
-        self.moved_bytes += tensor.nbytes
-        if tensor.device.type == "cuda":
-            stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(stream):
-                host.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(stream)  # its memory must not be reused before the copy is done
-        else:
-            host = tensor.detach().to("cpu", copy=True)
-            for observe in HostOffload.observers:
-                observe(host)
-        packed = _OnHost(host, tensor.device)
-        self._waiting = [reference for reference in self._waiting if reference() is not None]
-        self._waiting.append(weakref.ref(packed))
-        return packed
-
-    def unpack(self, packed: _OnHost | Tensor) -> Tensor:
-        """Return it on its device, and begin to copy the one that the backward pass needs next."""
-        if isinstance(packed, Tensor):
-            return packed
-        back, packed.back = self._copy_back(packed), None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(packed.device)
-            current.wait_stream(self._stream)
-            back.record_stream(current)
-        # Prefetch what was packed before it: the backward pass goes in the opposite direction.
-        while self._waiting and self._waiting.pop()() is not packed:
-            pass
-        previous = self._waiting[-1]() if self._waiting else None
-        if previous is not None:
-            self._copy_back(previous)
-        return back
-
-    def _copy_back(self, packed: _OnHost) -> Tensor:
-        """Start to copy a tensor back, if that is not done yet, without waiting for it."""
-        if packed.back is None:
-            with torch.cuda.stream(self._stream):  # no stream on a CPU
-                packed.back = packed.host.to(packed.device, non_blocking=True, copy=True)
-        return packed.back
-
-
-@dataclass(eq=False)
-class _OnHost:
-    """One tensor on the host, and its copy on the device while that is awaited."""
-
-    host: Tensor
-    device: torch.device
-    back: Tensor | None = None

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+LEAF = "_z3_leaf"
+"""DeepSpeed's mark of a module whose weights stage 3 gathers at once; ranks may differ inside it."""
+
 
 def is_sharded(tensor: object) -> bool:
     """Return whether this rank holds only a shard of a tensor.

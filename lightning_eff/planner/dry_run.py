@@ -7,14 +7,18 @@ its data. Data that are not prepared yet are not prepared for this: a data modul
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
@@ -37,6 +41,26 @@ class ExampleBatch:
     """Of the loader; None if it has none."""
     about: str = ""
     """A note on the batch."""
+
+    def with_length(self, num_tokens: int) -> ExampleBatch:
+        """Return it with rows of another length: axes as long as the first integer matrix, repeated or cut.
+
+        Raises:
+            ValueError: It has no rows of tokens.
+        """
+        leaves, spec = tree_flatten(self.batch)
+        is_matrix = (isinstance(x, Tensor) and x.ndim > 1 and not x.is_floating_point() for x in leaves)
+        rows = next(itertools.compress(leaves, is_matrix), None)
+        if rows is None:
+            msg = "the batch has no rows of tokens"
+            raise ValueError(msg)
+        index = torch.arange(num_tokens) % rows.shape[1]
+        for at, leaf in enumerate(leaves):
+            axes = range(1, leaf.ndim) if isinstance(leaf, Tensor) else ()
+            for axis in axes:
+                if leaf.shape[axis] == rows.shape[1]:
+                    leaves[at] = leaves[at].index_select(axis, index)
+        return replace(self, batch=tree_unflatten(leaves, spec))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ExampleBatch:

@@ -29,8 +29,8 @@ aten: Any = torch.ops.aten
 
 OWN = tuple(Path(__file__).parent.parent / name for name in ("planner", "report"))
 """Folders of the code that predicts, as opposed to the training."""
-SMALL = 1 << 18
-"""Maximum elements of a tensor whose values are propagated."""
+SMALL = 1 << 20
+"""Maximum elements of a tensor whose values are propagated: a batch of a million tokens."""
 SMALL_CONSTANT = 1024
 """Maximum elements of a tensor that is real, for example made from a list of numbers."""
 CONSTANTS = ("full", "zeros", "ones", "scalar_tensor", "arange", "lift_fresh", "zeros_like", "ones_like")
@@ -78,19 +78,16 @@ class FakeValues(InfraMode):
                     indices.append(index)
             args = (args[0], indices)
         name = getattr(func, "__name__", str(func)).partition(".")[0]
-        known = self._compute(func, name, args, kwargs)
-        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
+        # An output shape that depends on values needs them first. Else the fake comes first, since two known
+        # rows of tokens may give a mask of 16 GiB.
+        by_value = torch.Tag.dynamic_output_shape in func.tags
+        known = self._compute(func, name, args, kwargs) if by_value else None
+        if known is not None:
             out = tree_map(lambda real: torch.empty_like(real, device="cpu"), known)
         else:
             out = func(*args, **kwargs)
-            weight_index = NORM_WEIGHT_INDEX.get(func, len(args))
-            weight = args[weight_index] if weight_index < len(args) else None
-            if isinstance(weight, Tensor) and isinstance(out, tuple):
-                result, *statistics = out  # pyright: ignore[reportUnknownVariableType]
-                for i, tensor in enumerate(statistics):
-                    if tensor.dtype != weight.dtype:
-                        statistics[i] = torch.empty_like(tensor, dtype=weight.dtype)
-                out = (result, *statistics)
+            known = self._compute(func, name, args, kwargs) if not by_value and _is_small(out) else None
+            out = _with_statistics_of_weight(func, args, out)
         self._update(func, name, args, out, known)
         return out
 
@@ -163,3 +160,18 @@ class FakeValues(InfraMode):
                 break
             frame = frame.f_back
         return value
+
+
+def _is_small(out: Any) -> bool:
+    return all(value.numel() <= SMALL for value in tree_leaves(out) if isinstance(value, Tensor))
+
+
+def _with_statistics_of_weight(func: Any, args: Any, out: Any) -> Any:
+    """Return a result with the statistics of a norm, if it is one, in the dtype of the norm's weight."""
+    weight_index = NORM_WEIGHT_INDEX.get(func, len(args))
+    weight = args[weight_index] if weight_index < len(args) else None
+    if not isinstance(weight, Tensor) or not isinstance(out, tuple):
+        return out
+    result, *statistics = out  # pyright: ignore[reportUnknownVariableType]
+    dtype = weight.dtype
+    return (result, *(t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t in statistics))

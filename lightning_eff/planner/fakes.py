@@ -60,6 +60,7 @@ class Fakes(AbstractContextManager["Fakes"]):
         self._values = FakeValues()
         self.assumed = self._values.assumed
         self._open = ExitStack()
+        self._is_hidden = False
 
     @override
     def __enter__(self) -> Fakes:
@@ -102,8 +103,20 @@ class Fakes(AbstractContextManager["Fakes"]):
 
         return run
 
+    def _hide_from_transformers(self) -> None:
+        """Let transformers read values of fakes as of real tensors, once something has imported it.
+
+        It takes a fake for a tensor of a compiler, and then (5.23) makes a mask of T x T values for rows
+        whose real mask it would find to be causal, and leave to the attention kernel.
+        """
+        module = sys.modules.get("transformers.utils.import_utils")
+        if module is not None and not self._is_hidden:
+            self._is_hidden = True
+            self._open.enter_context(patch.object(module, "is_fake_tensor", lambda _: False))
+
     def of(self, value: Any) -> Any:
         """Copy a module, or anything that holds tensors, with fakes that share storage alike."""
+        self._hide_from_transformers()  # every batch comes this way, after the model is built
         storages: dict[Any, Any] = {}
 
         def fake(real: Tensor, _: dict[int, Any]) -> Tensor:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.planner.fakes import FakeLoader, Fakes
 from lightning_eff.report.meter import Probe, samples_and_tokens
-from lightning_eff.report.peak import Peak
+from lightning_eff.report.peak import Peak, host_bytes
 from lightning_eff.report.recording import Recorder
 
 CUDA_BLOCK_BYTES = 512
@@ -53,6 +53,8 @@ class Prediction:
         assumed: Values that were assumed.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
+        masked_flops: Of these, what lies behind a causal mask, which kernels for CUDA leave out.
+        host_bytes: Peak of what `in_blocks` leaves out.
         error: Exception that ended the prediction.
     """
 
@@ -61,6 +63,8 @@ class Prediction:
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
     flops: int = 0
+    masked_flops: int = 0
+    host_bytes: int = 0
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 
@@ -168,7 +172,10 @@ def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
         if any(isinstance(module, nn.LSTM) for module in model.modules()):
             assumed.append("what oneDNN keeps of an LSTM on a CPU for its backward pass is not counted")
         in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
-        return Prediction(Peak.of(recorder), in_blocks, assumed, flops=probe.flops)
+        return Prediction(
+            Peak.of(recorder), in_blocks, assumed,
+            flops=probe.flops, masked_flops=probe.masked_flops, host_bytes=host_bytes(recorder),
+        )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values
         return Prediction(assumed=list(fakes.assumed), reason=reason_of(error), error=error)
 

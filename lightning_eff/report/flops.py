@@ -46,6 +46,19 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
+def masked_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
+    """Return how many of a call's FLOPs lie behind the causal mask of attention, where CUDA computes nothing.
+
+    The formulas count all of the T x T scores.
+    """
+    names = [argument.name for argument in func._schema.arguments] if flops else []  # noqa: SLF001
+    if "is_causal" not in names:
+        return 0
+    index = names.index("is_causal")
+    is_causal = args[index] if index < len(args) else kwargs.get("is_causal", False)
+    return flops // 2 if is_causal else 0
+
+
 _CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (  # noqa: SLF001
         lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)

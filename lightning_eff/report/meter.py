@@ -133,6 +133,8 @@ class Probe:
         self.num_batches = 0
         self.flops = 0
         """Of the first batch."""
+        self.masked_flops = 0
+        """Of these, what lies behind a causal mask; counted by a recorder."""
         self._recorder = recorder
         self._count: Recorder | FlopCount = recorder or FlopCount()
         self._open = ExitStack()
@@ -155,6 +157,7 @@ class Probe:
         self.num_batches += 1
         if self.num_batches == 1:
             self.flops = self._count.flops
+            self.masked_flops = self._recorder.masked_flops if self._recorder is not None else 0
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""

@@ -109,6 +109,18 @@ class Peak:
         )
 
 
+def host_bytes(recorder: Recorder) -> int:
+    """Return the maximum of bytes that stay in host memory whatever the model's device."""
+    sizes: dict[int, int] = {}
+    live = top = 0
+    for event in recorder.events:
+        if event.allocation in recorder.on_host:
+            live += event.num_bytes - sizes.get(event.allocation, 0)
+            sizes[event.allocation] = event.num_bytes
+            top = max(top, live)
+    return top
+
+
 def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[Holder]:
     """Return the largest holders after some events."""
     sizes: Counter[tuple[str, str, str]] = Counter()

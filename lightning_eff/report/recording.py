@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
-from lightning_eff.core.recompute import HostOffload
-from lightning_eff.report.flops import flops_of
+from lightning_eff.report.flops import flops_of, masked_flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 
 FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
@@ -145,6 +145,8 @@ class Recorder(LiveBytes):
         self.on_host: set[int] = set()
         """Indices of storages that stay in host memory whatever the model's device."""
         self.flops = 0
+        self.masked_flops = 0
+        """Of these, what lies behind the causal mask of attention."""
         self.num_batches = 0
         self._index_of: dict[int, int] = {}
         """Index of each storage that is alive, by its key."""
@@ -215,7 +217,9 @@ class Recorder(LiveBytes):
                 self._mark_activations(recomputed=True)
             self._was_recomputing = tracker.is_recomputing
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.flops += flops_of(func, args, kwargs or {}, out)
+        flops = flops_of(func, args, kwargs or {}, out)
+        self.flops += flops
+        self.masked_flops += masked_flops_of(func, args, kwargs or {}, flops)
         return out
 
     def _storage_index(self, tensor: Tensor) -> int:

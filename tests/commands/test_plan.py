@@ -279,6 +279,25 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
         assert alone["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
 
 
+def test_the_peak_of_long_context_gives_its_longest_sequence(
+    command: Command, tiny_llama: Path, tmp_path: Path
+) -> None:
+    for index in range(2):
+        (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)
+    words = [f"model.name={tiny_llama}", f"data.paths=[{tmp_path}/*.txt]", "data.context_length=64"]
+    words += ["trainer.accelerator=cpu", "device=h200"]
+    out = command("plan", "long_context", *words, "--json", code=0)[1]
+    longest = json.loads(out)["longest"]
+    assert (longest["rows"], longest["reason"]) == (1, "")
+    kept, offloaded = longest["found"]
+    assert offloaded["overrides"] == ["callbacks.gradient_checkpointing.policy=offload"]
+    assert kept["host_bytes"] == 0
+    for each in (kept, offloaded):
+        assert (each["num_tokens"], each["too_long"]) == (2**20, None), "a card for a thousand such models"
+        assert each["peak_bytes"] == sum(each["by_category"].values()) + 32 * 2**20
+        assert each["expected_step_s"] > 0
+
+
 def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:
     _, out, err = command("plan", "lm", "data.batch_size=24", "trainer.accelerator=cpu", code=2)
     assert "peak not predicted: " in out

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.recompute import HostOffload, RecomputedBlock
+from lightning_eff.core.host_offload import HostOffload
+from lightning_eff.core.recompute import RecomputedBlock
 
 WIDTH = 8
 

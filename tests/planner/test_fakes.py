@@ -96,3 +96,11 @@ def test_unknown_values_are_those_of_a_good_step() -> None:
     assert len(fakes.assumed) == 6
     name = "test_unknown_values_are_those_of_a_good_step (test_fakes.py:"
     assert all(name in each for each in fakes.assumed)
+
+
+def test_values_of_a_result_that_no_memory_holds_are_not_computed() -> None:
+    with Fakes() as fakes:
+        row = fakes.of(torch.arange(1_000_000))
+        mask = row[:, None] >= row[None, :]
+        assert mask.numel() == 10**12
+        assert int(row.sum()) == 499_999_500_000

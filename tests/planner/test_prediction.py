@@ -15,7 +15,8 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
-from lightning_eff.core.recompute import HostOffload
+from lightning_eff.core.host_offload import HostOffload
+from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
@@ -92,6 +93,21 @@ def test_lora_with_the_tiled_layer_takes_no_byte_more_than_lora_alone(
 
     alone, together = peak(), peak(TritonGemm(min_features=1))
     assert alone.by_phase == together.by_phase
+
+
+class OnRows(HFCausalLM):
+    """Takes the batch of the other models."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({"input_ids": batch[0], "labels": batch[1]}, batch_idx)
+
+
+def test_a_model_of_transformers_gets_no_mask_that_the_real_one_does_not_get(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """A batch without padding needs none: one of T x T would be the largest tensor of a long sequence."""
+    make = functools.partial(OnRows, name=str(tiny_llama), pretrained=False)
+    assert_predicted_is_measured(make, dict, tmp_path)
 
 
 def test_a_model_is_copied_and_not_changed() -> None:

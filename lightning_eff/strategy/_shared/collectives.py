@@ -14,7 +14,7 @@ modules is not checked, since the hooks would be compiled too.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.shards import is_sharded
+from lightning_eff.core.shards import LEAF, is_sharded
 from lightning_eff.strategy._shared.checks import conflict
 
 _MAX_HASH = 2**62 - 1
@@ -66,13 +66,13 @@ class RankDivergenceCheck:
         self._group: Any = None
         if is_compiled(module) or dist.get_world_size() == 1:
             return
-        for index, submodule in enumerate(module.modules()):
+        for index, (submodule, parameters) in enumerate(_gathered_together(module)):
 
             def note(ran: nn.Module, _: Any, index: int = index) -> None:  # a deep copy shares a closure
                 if ran.training and (gathers or torch.is_grad_enabled()):
                     self._seen = hash((self._seen, index)) if ordered else self._seen | 1 << index
 
-            if any(gathers or parameter.requires_grad for parameter in submodule.parameters(recurse=False)):
+            if any(gathers or parameter.requires_grad for parameter in parameters):
                 self._handles.append(submodule.register_forward_pre_hook(note))
         self._group = dist.new_group(backend="gloo")  # all ranks
 
@@ -115,6 +115,14 @@ class RankDivergenceCheck:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Yield modules with their own parameters; a module marked LEAF with all, and nothing inside it."""
+    is_leaf = getattr(module, LEAF, False)
+    yield module, list(module.parameters(recurse=is_leaf))
+    for child in () if is_leaf else module.children():
+        yield from _gathered_together(child)
 
 
 class Ranks:

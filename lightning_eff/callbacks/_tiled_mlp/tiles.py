@@ -1,0 +1,146 @@
+"""A module's forward in tiles of its tokens, each under a non-reentrant checkpoint.
+
+    y = cat(f(x[0:n]), f(x[n:2n]), ...)        x [*batch, T, C] as [T, C], n tokens a tile
+
+The forward pass keeps x alone; the backward pass computes one tile at a time again. Autograd adds the tiles'
+gradients of a weight before its hooks run, so DDP, FSDP2, ZeRO and an optimizer in the backward pass see one.
+
+Within a block that is recomputed itself, a tile would be computed three times: by the block's forward, by its
+recomputation, and by the tile's own. So the inputs of all tiles are saved before the first tile is computed:
+a recomputation of the block ends when it has computed the last tensor that it saved, which is then the MLP's
+input, and no tile runs in it. What a block saves after its MLP (the mask of a dropout, the input of a norm)
+still makes it run the tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_eff.core.shards import LEAF
+
+NUM_WIDE = 5
+"""Tensors of tokens x widest in the backward pass of a gated MLP: two products, an activation, their product,
+and a gradient."""
+MIN_BUDGET_BYTES = 64 << 20
+
+
+class TiledForward:
+    """Replaces the forward of a token-wise module: it is assigned to the attribute `forward`.
+
+    Args:
+        module: The module.
+        widest: Features of its widest activation.
+        budget_bytes: Bytes that the wide activations of one tile may take; None for the larger of 64 MiB and
+            the input's own.
+        min_tokens: Inputs with fewer tokens are not tiled.
+    """
+
+    def __init__(self, module: nn.Module, widest: int, *, budget_bytes: int | None, min_tokens: int) -> None:
+        self.module, self.widest = module, widest
+        self.budget_bytes, self.min_tokens = budget_bytes, min_tokens
+        self._was_leaf = vars(module).get(LEAF)
+        self.max_tokens = 0
+        self.max_tiles = 0
+        self.not_held_bytes = 0
+        self.recomputed_tokens = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module; in one piece where it is called with more than one tensor."""
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or x.dim() < 2 or torch.compiler.is_compiling():
+            return self._compute(*args, **kwargs)
+        num_tiles = self.num_tiles(x)
+        return self._compute(x) if num_tiles == 1 else self._tiled(x, num_tiles)
+
+    def num_tiles(self, x: Tensor) -> int:
+        """Return the number of tiles for an input, and note it for the report."""
+        num_tokens = math.prod(x.shape[:-1])
+        device = x.device.type
+        is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+        itemsize = torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
+        wide_bytes = num_tokens * self.widest * NUM_WIDE * itemsize
+        budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
+        num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
+        self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
+        self.max_tiles = max(self.max_tiles, num_tiles)
+        self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)
+        return num_tiles
+
+    def attach(self) -> None:
+        """Replace the module's forward, and let its weights be gathered once for all tiles.
+
+        Stage 3 of ZeRO would gather them in every tile otherwise, and ranks may have other numbers of tiles.
+        """
+        self.module.forward = self
+        setattr(self.module, LEAF, True)
+
+    def restore(self) -> None:
+        """Give the module its own forward back; a second call does nothing."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            delattr(self.module, LEAF)
+            if self._was_leaf is not None:
+                setattr(self.module, LEAF, self._was_leaf)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _tiled(self, x: Tensor, num_tiles: int) -> Tensor:
+        # As many axes as the input has, since a forward may count them.
+        rows = x.reshape(*([1] * (x.dim() - 2)), -1, x.shape[-1])
+        tiles = rows.split(-(-rows.shape[-2] // num_tiles), dim=-2)
+        if not torch.is_grad_enabled():
+            outputs = [self._compute(tile) for tile in tiles]
+        else:
+            saved = [_save(tile) for tile in tiles]  # before any tile runs
+            with saved_tensors_hooks(_same, _same):  # what the tiles save is no block's to recompute
+                outputs = [self._checkpointed(*each) for each in zip(tiles, saved, strict=True)]
+        return torch.cat(outputs, dim=-2).reshape(*x.shape[:-1], -1)
+
+    def _checkpointed(self, tile: Tensor, saved: Tensor) -> Tensor:
+        first = [tile]  # taken by the first run, so that the checkpoint does not hold it
+        run = functools.partial(self._run, first)
+        # `saved` has no elements: it says of which device random numbers and autocast are restored.
+        return checkpoint(run, saved, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    def _run(self, first: list[Tensor], saved: Tensor) -> Any:
+        if first:
+            return self._compute(first.pop())
+        node: Any = saved.grad_fn
+        (tile,) = node.saved_tensors
+        self.recomputed_tokens += tile.shape[-2]
+        return self._compute(tile)
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor for whoever has the result, which has no elements."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, needs_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _save(x: Tensor) -> Tensor:
+    needs_grad = torch.empty(0, requires_grad=True)  # for a node also where x needs no gradient
+    apply: Callable[..., Tensor] = _Save.apply  # pyright: ignore[reportAssignmentType]
+    return apply(x, needs_grad)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

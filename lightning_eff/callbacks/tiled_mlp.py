@@ -1,0 +1,230 @@
+"""Compute the MLPs of a model in tiles of their tokens, so that wide activations exist for one tile at once.
+
+For long sequences, the wide activations of an MLP (two products, an activation, their product, a gradient)
+are the largest part of a block's backward pass. Here the forward of each MLP runs over tiles of its tokens,
+each under torch's non-reentrant checkpoint: it keeps its input alone, and its backward pass computes one tile
+at a time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
+gets one gradient. MLPs are the token-wise children of repeated blocks: that a token's output depends on that
+token alone is tested, not read from names. Attention, routed experts and batch statistics are left alone.
+
+An MLP is tiled where its input has `min_tokens` or more, and `tokens x widest x 5 x itemsize` bytes exceed
+the budget; the number of tiles is the quotient. Its own part of the backward pass then always falls. Whether
+the step's peak lies there, and not in the loss, only a whole step shows: `lightning-eff plan` predicts it.
+The default budget is the input's own size, below which the rest of a block holds more than a tile. It also
+keeps tiles few (at most 20 where the MLP is four times as wide as its input): the gradients of a weight are
+added in the dtype of that weight.
+
+Costs: one more forward of the MLPs, by operations at most a third of theirs. Nothing in blocks that
+    `callbacks/gradient_checkpointing` recomputes, where the recomputation ends before the MLP; but where a
+    block saves something after its MLP (dropout, a norm of its output), the MLP is computed three times.
+    Dropout inside an MLP draws for each tile: statistically equal, not to the bit.
+Conflicts: `callbacks/torch_compile`; `callbacks/gradient_checkpointing` with `selective`, which keeps the
+    products of all tiles; `callbacks/triton_gemm` with `fuse_mlps`, which replaces the same forward.
+Source: Arctic long sequence training, https://arxiv.org/abs/2506.13996; torch.utils.checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+
+import lightning.pytorch as pl
+from torch import nn
+from typing_extensions import override
+
+from lightning_eff.callbacks._tiled_mlp.tiles import TiledForward
+from lightning_eff.callbacks._tiled_mlp.token_wise import check_token_wise, num_matrices
+from lightning_eff.core import model_surgery
+from lightning_eff.core.arguments import Count, Positive, check_arguments
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.shards import full_shape
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.text import human_bytes
+
+MIN_MATRICES = 2
+"""Of an MLP; a single linear layer holds nothing between its input and its output."""
+
+
+def tile_mlps(
+    model: nn.Module,
+    *,
+    modules: BlockSelector = None,
+    tile_budget_mib: float | None = None,
+    min_tokens: int = 16384,
+) -> dict[str, TiledForward]:
+    """Compute the MLPs of a model in tiles from now on; for Fabric, or your own training loop.
+
+    Args:
+        model: Any module; MLPs that are tiled already, or whose forward is replaced, are left as they are.
+        modules: As in `TiledMLP`.
+        tile_budget_mib: As in `TiledMLP`.
+        min_tokens: As in `TiledMLP`.
+
+    Returns:
+        What replaces the forward of each, by name; its `restore` undoes it.
+
+    Raises:
+        ConfigError: A module that `modules` selects is not token-wise, or it selects none.
+
+    Example:
+        >>> block = lambda: nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 4)))
+        >>> list(tile_mlps(nn.Sequential(block(), block())))
+        ['0.1', '1.1']
+    """
+    return _tile(model, modules, tile_budget_mib, min_tokens, {})
+
+
+def _tile(
+    model: nn.Module,
+    modules: BlockSelector,
+    tile_budget_mib: float | None,
+    min_tokens: int,
+    refused: dict[str, str],
+) -> dict[str, TiledForward]:
+    """Tile, and add to `refused` why children of blocks are not."""
+    budget_bytes = None if tile_budget_mib is None else max(1, int(tile_budget_mib * 2**20))
+    tiled: dict[str, TiledForward] = {}
+    for name, module in _candidates(model, modules).items():
+        if isinstance(vars(module).get("forward"), TiledForward):
+            continue
+        found = check_token_wise(module)
+        if "forward" in vars(module):
+            refused[name] = "its forward is replaced already"
+        elif found.refusal:
+            refused[name] = found.refusal
+        else:
+            tiled[name] = TiledForward(module, found.widest, budget_bytes=budget_bytes, min_tokens=min_tokens)
+        if modules is not None and name in refused:
+            allowed = f"modules that compute every token from that token alone: {refused[name]}"
+            raise ConfigError(key="modules", value=name, allowed=allowed)
+    for forward in tiled.values():
+        forward.attach()
+    return tiled
+
+
+def _candidates(model: nn.Module, modules: BlockSelector) -> Mapping[str, nn.Module]:
+    """Return the selected modules; by default children of repeated blocks with two or more matrices."""
+    if modules is not None:
+        try:
+            return model_surgery.select_blocks(model, modules)
+        except ConfigError as error:
+            raise ConfigError(key="modules", value=error.value, allowed=error.allowed) from error
+    return {
+        f"{prefix}.{name}": child
+        for prefix, block in model_surgery.repeated_blocks(model).items()
+        for name, child in block.named_children()
+        if num_matrices(child) >= MIN_MATRICES
+    }
+
+
+class TiledMLP(Managed):
+    """Compute the MLPs of repeated blocks in tiles of their tokens.
+
+    Args:
+        modules: Class names or patterns of module names (`net.layers.*.mlp`), classes, or a predicate of name
+            and module; None finds the MLPs of repeated blocks.
+        tile_budget_mib: MiB that the wide activations of one tile may take; None for the larger of 64 and the
+            MLP's input.
+        min_tokens: Inputs with fewer tokens (samples x length) are not tiled.
+
+    Raises:
+        ConfigError: A value is outside its range, or `modules` selects nothing or what is not token-wise.
+        ConflictError: The blocks are compiled, or another technique replaces or keeps what is tiled.
+
+    Warns:
+        NoEffectWarning: No MLP was found, or each was computed as one tile.
+
+    Example:
+        >>> callback = TiledMLP(tile_budget_mib=256)
+        >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
+        >>> TiledMLP(min_tokens=0)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: min_tokens=0: expected a whole number of at least 1
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        modules: BlockSelector = None,
+        tile_budget_mib: Positive | None = None,
+        min_tokens: Count = 16384,
+    ) -> None:
+        self.modules = modules
+        self.tile_budget_mib = tile_budget_mib
+        self.min_tokens = min_tokens
+        self._tiled: dict[str, TiledForward] = {}
+        self._refused: dict[str, str] = {}
+
+    def facts(self) -> Facts:
+        """State that compiled blocks are not tiled."""
+        compiled = Rule(
+            name="callbacks/torch_compile",
+            reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
+            remedies=("~callbacks.tiled_mlp", "~callbacks.torch_compile"),
+        )
+        return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._tiled, self._refused = {}, {}
+            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
+            self.cleanup.callback(self._restore)
+            self.cleanup.callback(model_surgery.restore, pl_module)
+
+    def _apply(self, model: nn.Module) -> int:
+        try:
+            new = _tile(model, self.modules, self.tile_budget_mib, self.min_tokens, self._refused)
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
+        self._tiled |= new
+        if not self._tiled:
+            text = f"TiledMLP had no effect: {self.outcome().did}; name them with modules="
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+        return len(new)
+
+    def _restore(self) -> None:
+        for forward in self._tiled.values():
+            forward.restore()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        outcome = self.outcome()
+        if self._tiled and not outcome.effective:
+            warnings.warn(f"TiledMLP had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
+
+    def outcome(self) -> Outcome:
+        """Report how many MLPs were tiled, the bytes not held, and the FLOPs of what was computed again."""
+        tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
+        tiles = max((each.max_tiles for each in tiled.values()), default=1)
+        not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
+        flops = sum(2 * each.recomputed_tokens * _num_weights(each.module) for each in tiled.values())
+        tokens = max((each.max_tokens for each in self._tiled.values()), default=0)
+        kinds = {name.rpartition(".")[2]: reason for name, reason in self._refused.items()}
+        refused = "; ".join(f"{kind} is left out: {reason}" for kind, reason in kinds.items())
+        if not self._tiled:
+            did = "no token-wise MLP found in repeated blocks"
+        elif not tiled:
+            did = f"{tokens:,} tokens: one tile (min_tokens={self.min_tokens:,})"
+        else:
+            did = (
+                f"{len(tiled)} MLP{'s' * (len(tiled) != 1)} in up to {tiles} tiles of {tokens:,} tokens: "
+                f"{human_bytes(not_held)} less in each one's backward pass, {flops:.2g} FLOP computed again"
+            )
+        did += f"; {refused}" if refused else ""
+        numbers = {
+            "mlps": list(tiled), "tiles": tiles, "tokens": tokens, "not_held_bytes": not_held,
+            "recomputed_flops": flops, "refused": dict(self._refused),
+        }  # fmt: skip
+        return Outcome(did=did, effective=bool(tiled), numbers=numbers)
+
+
+def _num_weights(module: nn.Module) -> int:
+    """Return the number of elements of a module's matrices."""
+    shapes = [full_shape(parameter) for parameter in module.parameters()]
+    return sum(math.prod(shape) for shape in shapes if len(shape) > 1)

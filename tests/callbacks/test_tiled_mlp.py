@@ -1,0 +1,395 @@
+"""Tiles by exact counts (products, hooks, bytes alive), against the plain run in float64, and refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+from lightning_eff.callbacks._tiled_mlp.token_wise import check_token_wise
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
+from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
+from lightning_eff.callbacks.triton_gemm import TritonGemm
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.models.gpt import GPT, MLP, Attention
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.planner.fakes import Fakes
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.report.live_bytes import LiveBytes
+from tests.support.models import make_trainer
+from tests.support.prediction import GPT_OF, Llama, assert_predicted_is_measured
+from tests.support.ranks import is_equal
+
+CHANNELS, LENGTH, LAYERS = 16, 64, 2
+FOUR_TILES_MIB = 2 * LENGTH * (4 * CHANNELS) * 5 * 8 / 4 / 2**20
+"""Of float64, for a batch of two."""
+
+
+def make_gpt(**options: Any) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "context_length": LENGTH, "d_model": CHANNELS, "num_heads": 2}
+    return GPT(**sizes, num_layers=LAYERS, **options).double()
+
+
+def loss_of(model: GPT) -> Tensor:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 11, (2, LENGTH + 1))
+    return model.loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+class Products(TorchDispatchMode):
+    """Counts the rows of an MLP's products: of [rows, C] @ [C, 4C], and of [rows, 4C] @ [4C, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "mm":
+            (rows, inner), (_, outputs) = args[0].shape, args[1].shape
+            self.rows["up"] += rows * ((inner, outputs) == (CHANNELS, 4 * CHANNELS))
+            self.rows["down"] += rows * ((inner, outputs) == (4 * CHANNELS, CHANNELS))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [None, "full", "offload"])
+def test_an_mlp_is_computed_twice_a_step_also_in_recomputed_blocks(policy: str | None) -> None:
+    results, tokens = [], 2 * LENGTH * LAYERS
+    for tiled in (False, True):
+        model, hooks = make_gpt(), Counter[int]()
+        forwards = tile_mlps(model, tile_budget_mib=FOUR_TILES_MIB, min_tokens=1) if tiled else {}
+        if tiled and policy is not None:
+            recompute(model, policy=policy)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, hooks=hooks: hooks.update([id(p)]))
+        with Products() as products:
+            loss = loss_of(model)
+            loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+        assert set(hooks.values()) == {1}
+        # The gradient of down's input is a product of up's sizes, and the other way around; the last product
+        # of a tile is not needed again.
+        assert products.rows == {"up": tokens * (3 if tiled else 2), "down": tokens * 2}
+    assert [(each.max_tiles, each.recomputed_tokens) for each in forwards.values()] == [
+        (4, 2 * LENGTH)
+    ] * LAYERS
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+
+
+def kept_bytes(*, tiled: bool) -> int:
+    """Return the bytes that the forward pass of recomputed blocks leaves alive for the backward pass."""
+    model, live = make_gpt(), LiveBytes()
+    if tiled:
+        tile_mlps(model, tile_budget_mib=FOUR_TILES_MIB, min_tokens=1)
+    recompute(model)
+    live.add([*model.parameters(), *model.buffers()])
+    before = live.now_bytes
+    with live:
+        loss = loss_of(model)
+    assert loss.requires_grad
+    return live.now_bytes - before
+
+
+def test_recomputed_blocks_keep_no_more_than_without_tiles() -> None:
+    assert kept_bytes(tiled=True) == kept_bytes(tiled=False)
+
+
+def test_a_retained_graph_goes_backward_twice() -> None:
+    model = make_gpt()
+    tile_mlps(model, tile_budget_mib=FOUR_TILES_MIB, min_tokens=1)
+    recompute(model)
+    loss = loss_of(model)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert is_equal(first, torch.autograd.grad(loss, list(model.parameters())))
+
+
+class SwiGLU(nn.Module):
+    """Llama's MLP, with dropout inside if asked for."""
+
+    def __init__(self, channels: int = 32, width: int = 128, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(channels, width, bias=False) for _ in range(2))
+        self.down, self.dropout = nn.Linear(width, channels, bias=False), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(F.silu(self.gate(x)) * self.up(x)))
+
+
+def peak_bytes(num_tiles: int) -> int:
+    """Return the bytes of a forward and backward pass beyond weights and input."""
+    model, x = nn.ModuleDict({"mlp": SwiGLU()}), torch.randn(1, 512, 32, requires_grad=True)
+    if num_tiles > 1:
+        tile_mlps(model, modules="mlp", tile_budget_mib=512 * 128 * 5 * 4 / num_tiles / 2**20, min_tokens=1)
+    live, grad = LiveBytes(), torch.ones(1, 512, 32)
+    live.add([*model.parameters(), x, grad])
+    before = live.now_bytes
+    with live:
+        model["mlp"](x).backward(grad)
+    return live.peak_bytes - before
+
+
+def test_peak_of_an_mlp() -> None:
+    wide, narrow, weight = 512 * 128 * 4, 512 * 32 * 4, 32 * 128 * 4
+    # Output, four wide activations and the gradients of two; the weight and the gradient of the third.
+    plain = peak_bytes(1)
+    assert plain == 6 * wide + narrow + weight
+    assert peak_bytes(16) <= 0.22 * plain
+    assert peak_bytes(4) <= 0.37 * plain
+
+
+def test_dropout_inside_draws_the_same_in_forward_and_recomputation() -> None:
+    model = nn.ModuleDict({"mlp": SwiGLU(dropout=0.5)}).double()
+    mlp, x = model["mlp"], torch.randn(8, 32, dtype=torch.float64)
+    results = []
+    for tiled in (False, True):
+        if tiled:
+            tile_mlps(model, modules=["mlp"], tile_budget_mib=4 * 128 * 5 * 8 / 2**20, min_tokens=1)
+        model.zero_grad()
+        torch.manual_seed(3)
+        y = mlp(x) if tiled else torch.cat([mlp(part) for part in x.split(4)])
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+
+
+class Language(GPT):
+    """A GPT in float64 that SGD with momentum trains, and keeps its losses."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=11, context_length=16, d_model=16, num_layers=2, num_heads=2)
+        self.double()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+ALONGSIDE: dict[str, Callable[[], list[Any]]] = {
+    "nothing": list,
+    "recomputed": lambda: [GradientCheckpointing()],
+    "accumulated, by our GEMM": lambda: [
+        GradientAccumulation(global_batch_size=8),
+        TritonGemm(min_features=1),
+    ],
+    "in backward": lambda: [
+        OptimizerChoice(optimizer=functools.partial(InBackward, optimizer=torch.optim.SGD, lr=0.1))
+    ],
+    "LoRA inside": lambda: [PeftAdapter(target_modules=["up", "down"]), GradientCheckpointing()],
+}
+
+
+def train(model: Language, *callbacks: Any, num_steps: int = 10) -> None:
+    torch.manual_seed(2)
+    tokens = torch.randint(0, 11, (16, 17))
+    loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
+    make_trainer(callbacks=list(callbacks), max_steps=num_steps, precision="64-true").fit(model, loader)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+@pytest.mark.parametrize("name", list(ALONGSIDE))
+def test_a_run_is_the_plain_run_and_is_restored(name: str) -> None:
+    models: list[Language] = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = Language()
+        parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
+        technique = TiledMLP(tile_budget_mib=0.04, min_tokens=64)
+        techniques = [*ALONGSIDE[name](), *([technique] if tiled else [])]
+        train(model, *techniques, num_steps=50 if name == "nothing" else 10)
+        if name != "LoRA inside":
+            assert (list(map(id, model.parameters())), list(model.state_dict())) == (parameters, keys)
+        models.append(model)
+        assert all({"forward", "_z3_leaf"}.isdisjoint(vars(module)) for module in model.modules())
+    outcome = technique.outcome()
+    assert outcome.numbers["mlps"] == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert outcome.numbers["tiles"] == 4
+    assert outcome.did.startswith(
+        "2 MLPs in up to 4 tiles of 64 tokens: 120.0 KiB less in each one's backward"
+    )
+    assert outcome.did.endswith("; attention is left out: a token's output depends on other tokens")
+    plain, ours = models
+    assert plain.losses[0] != plain.losses[-1], "nothing was trained"
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-10)
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+
+
+def test_in_bfloat16_the_error_is_as_plain_pytorchs() -> None:
+    """T3; 16 tiles, whose gradients of a weight are added in bfloat16."""
+    exact, errors = SwiGLU().double(), []
+    x = torch.randn(512, 32)
+    exact(x.double()).square().mean().backward()
+    for num_tiles in (1, 16):
+        model = nn.ModuleDict({"mlp": SwiGLU()})
+        model["mlp"].load_state_dict(exact.state_dict())
+        budget_mib = 512 * 128 * 5 * 2 / num_tiles / 2**20
+        (forward,) = tile_mlps(model, modules="mlp", tile_budget_mib=budget_mib, min_tokens=1).values()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model["mlp"](x).float().square().mean()
+        loss.backward()
+        assert forward.max_tiles == num_tiles
+        pairs = zip(model.parameters(), exact.parameters(), strict=True)
+        errors.append(max(float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs))
+    assert errors[1] <= 2 * errors[0] + 2 * 2.0**-8
+    assert errors[0] != errors[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "plugins"),
+    [
+        pytest.param(Llama, lambda: {"callbacks": [PeftAdapter()]}, marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(GPT_OF, dropout=0.1),
+            lambda: {"callbacks": [GradientCheckpointing()]},
+            marks=pytest.mark.slow,
+        ),
+        (
+            GPT_OF,
+            lambda: {
+                "callbacks": [GradientCheckpointing(policy="offload")],
+                "plugins": [AutoPrecision(precision="bf16-mixed")],
+            },
+        ),
+    ],
+)
+def test_predicted_is_measured(
+    make: Callable[[], pl.LightningModule], plugins: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    techniques: list[TiledMLP] = []
+
+    def tiled() -> dict[str, Any]:
+        techniques.append(TiledMLP(tile_budget_mib=0.01, min_tokens=1))
+        options = plugins()
+        return options | {"callbacks": [*options["callbacks"], techniques[-1]]}
+
+    assert_predicted_is_measured(make, tiled, tmp_path)
+    predicted, measured = (technique.outcome().numbers for technique in techniques)
+    assert predicted["tiles"] == measured["tiles"] > 4
+    assert predicted["not_held_bytes"] == measured["not_held_bytes"]
+
+
+def test_short_inputs_are_one_tile_and_said_to_be() -> None:
+    technique, model = TiledMLP(tile_budget_mib=0.001), Language()
+    with pytest.warns(
+        NoEffectWarning, match=r"TiledMLP had no effect: 64 tokens: one tile \(min_tokens=16,384\)"
+    ):
+        train(model, technique, num_steps=2)
+    assert not technique.outcome().effective
+
+
+class Batched(nn.Sequential):
+    """Normalizes over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self[1](self[0](x).flatten(0, -2))).reshape(x.shape)
+
+
+class Tuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return self.down(h), h
+
+
+class Shifted(nn.Module):
+    """Mixes each token with the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x + F.pad(x, (0, 0, 1, -1)))))
+
+
+def llama_layer() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaDecoderLayer(LlamaConfig(**sizes), 0)
+
+
+def mixtral_layer() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return MixtralDecoderLayer(MixtralConfig(**sizes, num_local_experts=4), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [
+        (lambda: Attention(16, 2, 64, 0.0), "a token's output depends on other tokens"),
+        (Shifted, "a token's output depends on other tokens"),
+        (Batched, "its forward changes buffers, as batch statistics"),
+        (Tuple, "its forward returns a tuple"),
+        (lambda: nn.Bilinear(4, 4, 4), "its forward takes 2 inputs"),
+        (lambda: llama_layer().self_attn, "its forward fails on a tensor of tokens x features: "),
+        (lambda: mixtral_layer().mlp, "it distributes tokens (topk)"),
+        (lambda: MLP(16), ""),
+        (lambda: llama_layer().mlp, ""),
+        (lambda: nn.Sequential(nn.Conv1d(4, 4, 1)), "its forward fails on a tensor of tokens x features: "),
+    ],
+)
+def test_what_is_token_wise(make: Callable[[], nn.Module], refusal: str) -> None:
+    module = make()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)  # Mixtral's are not set
+    before = [value.clone() for value in module.state_dict().values()]
+    random = torch.get_rng_state()
+    found = check_token_wise(module)
+    assert found.refusal.startswith(refusal)
+    assert bool(found.refusal) == bool(refusal)
+    assert is_equal([before, random], [list(module.state_dict().values()), torch.get_rng_state()])
+    assert module.training
+    # Its weights are not read.
+    assert check_token_wise(module.to("meta")) == found
+    with Fakes():
+        assert check_token_wise(make()) == found
+
+
+def test_modules_that_are_named_must_be_token_wise() -> None:
+    model = make_gpt()
+    allowed = "modules='blocks.0.attention': expected modules that compute every token from that token alone"
+    with pytest.raises(ConfigError, match=allowed):
+        tile_mlps(model, modules=["blocks.*.attention"])
+    with pytest.raises(ConfigError, match=r"callbacks.tiled_mlp.modules='MLPP'.*did you mean 'MLP'"):
+        train(Language(), TiledMLP(modules="MLPP"))
+    assert list(tile_mlps(model, modules="MLP")) == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert tile_mlps(model) == {}, "tiled already"
+
+
+def test_an_adapted_layer_is_no_mlp() -> None:
+    """LoRA's matrices are not counted: a block's own linear layer holds nothing wide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)))
+    assert list(adapt(model, options={"r": 2})) == ["0.0", "1.0"]
+    assert tile_mlps(model) == {}
+
+
+def test_a_fused_mlp_is_a_conflict() -> None:
+    with pytest.raises(ConflictError, match="both replace the forward of an MLP"):
+        train(Language(), TritonGemm(min_features=1, fuse_mlps=True), TiledMLP())

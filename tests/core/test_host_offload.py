@@ -1,0 +1,213 @@
+"""Offload to the host: who waits for whom on a mock of streams, what is held how long, pinned memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_eff.callbacks.gradient_checkpointing import recompute
+from lightning_eff.core import host_offload
+from lightning_eff.core.host_offload import MAX_IN_FLIGHT, CopyStream, HostOffload, PinnedSlab
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """Is recorded on a stream after some of its copies."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.after = stream, stream.copies
+
+
+class Stream:
+    """Notes events as CUDA's does; `waited` is how many copies of each other stream it has waited for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.copies = 0
+        self.waited: dict[str, int] = {}
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.stream.name}")
+        self.waited[event.stream.name] = max(self.waited.get(event.stream.name, 0), event.after)
+
+
+class Streams(TorchDispatchMode):
+    """Notes which stream a copy is started on; the main stream is the current one outside of a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.main, self.side = Stream("main", self.log), Stream("side", self.log)
+        self.current = self.main
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and self.current is self.side:
+            self.side.copies += 1
+            self.log.append("side copies")
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    """Return the streams of a CPU that has some."""
+    made = Streams()
+    monkeypatch.setattr(host_offload, "STREAMED", ("cpu",))
+    monkeypatch.setattr("torch.cuda.Stream", lambda _: made.side)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: made.current)
+    monkeypatch.setattr("torch.cuda.stream", made.on)
+    with made:
+        yield made
+
+
+START = ["side waits for main", "side copies"]
+
+
+def test_a_copy_waits_for_its_source_and_the_third_one_for_the_first(streams: Streams) -> None:
+    stream = CopyStream(CPU)
+    for _ in range(4):
+        stream.to_host(torch.ones(3), torch.empty(3))
+    assert streams.log == [*START * 3, "main waits for side", *START, "main waits for side"]
+    assert MAX_IN_FLIGHT == 2
+    assert streams.main.waited["side"] == 2
+    assert len(stream._in_flight) == 2
+
+
+def test_what_is_copied_is_held_until_the_main_stream_has_waited(streams: Streams) -> None:
+    stream = CopyStream(CPU)
+    tensor = torch.ones(3)
+    held = weakref.ref(tensor)
+    stream.to_host(tensor, torch.empty(3))
+    del tensor
+    assert held() is not None, "the copy may still run"
+    _, done = stream.to_device(torch.ones(3))
+    assert held() is not None
+    stream.wait(done)
+    assert streams.main.waited["side"] == 2
+    assert held() is None, "the wait for a later copy on the same stream is one for this copy"
+    stream.wait(done)
+
+
+def test_memory_of_a_copy_back_is_the_main_streams(streams: Streams) -> None:
+    """Allocated on it, so that it is freed there, and not written before the main stream is done with it."""
+    stream = CopyStream(CPU)
+    back, done = stream.to_device(torch.arange(3.0))
+    assert streams.log == START
+    assert done.stream is streams.side
+    stream.wait(done)
+    assert streams.log == [*START, "main waits for side"]
+    assert back.tolist() == [0, 1, 2]
+
+
+def test_a_change_in_place_during_a_copy_is_an_error(streams: Streams) -> None:
+    stream = CopyStream(CPU)
+    changed = torch.ones(3)
+    stream.to_host(changed, torch.empty(3))
+    changed.add_(1)
+    _, done = stream.to_device(torch.ones(3))
+    with pytest.raises(RuntimeError, match="changed in place while it was copied"):
+        stream.wait(done)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+def steps(policy: str | None, num_backwards: int) -> tuple[list[Tensor], HostOffload | None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(5)))
+    blocks = recompute(model, policy=policy) if policy else {}
+    host = next(iter(blocks.values()))._host if blocks else None
+    found: list[Tensor] = []
+    for rows in (2, 4, 3):  # a slab that grows, and is then used in part
+        x = torch.randn(rows, 64, requires_grad=True)
+        loss = model(x).square().sum()
+        for _ in range(num_backwards):
+            loss.backward(retain_graph=num_backwards > 1)
+        assert x.grad is not None
+        found.append(x.grad)
+        del loss
+    return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], host
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_blocks_train_alike_on_streams_and_the_slab_is_used_again(
+    streams: Streams, num_backwards: int
+) -> None:
+    expected, _ = steps(None, num_backwards)
+    found, host = steps("offload", num_backwards)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert host is not None
+    assert host.moved_bytes == (2 + 4 + 3) * 5 * 64 * 4
+    largest = 5 * 4 * 64 * 4
+    assert largest <= host.slab.num_bytes <= 2 * largest, "memory of one step, not of three"
+    assert streams.side.copies == 3 * 5 * (1 + num_backwards), (
+        "each once to the host, and back once a backward"
+    )
+    assert streams.main.waited["side"] == streams.side.copies, "no copy is left that nobody waits for"
+
+
+def test_the_slab_of_equal_steps_does_not_grow_and_is_freed_with_the_technique(streams: Streams) -> None:
+    model = nn.Sequential(Block(), Block(), Block())
+    blocks = recompute(model, policy="offload")
+    host = blocks["0"]._host
+    assert host is not None
+    x, sizes = torch.randn(8, 64), list[int]()
+    for _ in range(4):
+        model(x).sum().backward()
+        sizes.append(host.slab.num_bytes)
+    assert sizes == [3 * x.nbytes] * 4
+    freed = [weakref.ref(chunk) for chunk in host.slab._chunks]
+    for block in blocks.values():
+        block.remove()
+    gc.collect()
+    assert host.slab.num_bytes == 0
+    assert [chunk() for chunk in freed] == [None] * 3
+
+
+def test_a_slab_for_many_tensors_is_few_allocations_and_hardly_larger() -> None:
+    slab = PinnedSlab()
+    tensor = torch.empty(1000)
+    for _ in range(64):
+        slab.take(tensor)
+    assert 64 * tensor.nbytes <= slab.num_bytes <= 1.3 * 64 * tensor.nbytes
+    assert len(slab._chunks) <= 20
+
+
+def test_memory_of_a_slab_does_not_overlap_and_has_the_strides_of_its_tensors() -> None:
+    slab = PinnedSlab()
+    wide = torch.randn(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
+    tensors = [wide, torch.randn(9), torch.randn(4, 4).t(), torch.randn(2, 1).expand(2, 3), torch.randn(0, 3)]
+    sizes: list[int] = []
+    for _ in range(2):
+        taken = [slab.take(tensor) for tensor in tensors]
+        for host, tensor in zip(taken, tensors, strict=True):
+            host.copy_(tensor)
+        for host, tensor in zip(taken, tensors, strict=True):
+            assert torch.equal(host, tensor)
+            assert host.stride() == torch.empty_like(tensor).stride()
+        sizes.append(slab.num_bytes)
+        slab.rewind()
+    assert sizes[0] == sizes[1]
