@@ -45,6 +45,7 @@ PUBLIC = {
     "resumable": "lightning_eff.callbacks.exact_resume",
     "step_context": "lightning_eff.precision.auto",
     "swap": "lightning_eff.callbacks.triton_gemm",
+    "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
 }
 """Public names besides the techniques, by module; a technique's class comes before a name here."""

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._tiled_loss.projection import LateProjection, find_head
 from lightning_eff.core import model_surgery
-from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
@@ -72,8 +72,8 @@ class TiledLoss(Managed):
 
     Args:
         head: Name of the output projection (`model.lm_head`); None finds it.
-        tile_budget_mib: Memory for a tile's float32 logits, in MiB; None for the larger of the hidden states
-            and 16 on a CPU or 64 on a GPU.
+        tile_budget_mib: MiB that a tile's float32 logits may take; None for the larger of the hidden states
+            and 16 on a CPU or 64 on a GPU, but at most an eighth of them all.
 
     Raises:
         ConfigError: A value is outside its range, or the projection is not found or no linear layer.
@@ -89,10 +89,7 @@ class TiledLoss(Managed):
     """
 
     @check_arguments
-    def __init__(self, *, head: str | None = None, tile_budget_mib: float | None = None) -> None:
-        if tile_budget_mib is not None and not tile_budget_mib > 0:
-            allowed = "a number above 0, in MiB, or None"
-            raise ConfigError(key="tile_budget_mib", value=tile_budget_mib, allowed=allowed)
+    def __init__(self, *, head: str | None = None, tile_budget_mib: Positive | None = None) -> None:
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._tiled: dict[str, LateProjection] = {}

@@ -33,6 +33,7 @@ TRIED_MICRO_BATCHES = 8
 """Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
 CANDIDATES: tuple[Options, ...] = (
+    ("+callbacks=tiled_loss",),
     ("+callbacks=gradient_checkpointing",),
     ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=selective"),
     ("optimizer=in_backward", "trainer.gradient_clip_val=null"),

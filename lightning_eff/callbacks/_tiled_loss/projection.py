@@ -186,11 +186,12 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
     getters = [getattr(module, "get_output_embeddings", None) for module in (model, *named.values())]
     found = {id(module): module for get in getters if callable(get) and (module := get()) is not None}
     if not found:
-        blocks = tuple(f"{name}." for name in model_surgery.repeated_blocks(model))
+        adapters = [name for name, module in named.items() if hasattr(module, model_surgery.ADAPTER)]
+        inner = tuple(f"{name}." for name in (*model_surgery.repeated_blocks(model), *adapters))
         outside = {
             id(module): module
             for name, module in named.items()
-            if isinstance(_plain(module), nn.Linear) and not name.startswith(blocks)
+            if isinstance(_plain(module), nn.Linear) and not name.startswith(inner)
         }
         embeddings = [module.weight for module in named.values() if isinstance(module, nn.Embedding)]
         tied = {
@@ -209,8 +210,10 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
     return names[0], _trained_copy(named[names[0]])
 
 
-def _plain(module: Any) -> Any:
-    return getattr(module, "base_layer", module)
+def _plain(module: nn.Module) -> Any:
+    """Return the layer that a module computes, without its adapter."""
+    trained = _trained_copy(module)
+    return getattr(trained, "base_layer", trained)
 
 
 def _trained_copy(module: Any) -> nn.Module:

@@ -1,0 +1,363 @@
+"""Unchanged steps in float64 (T1): a loss in tiles, or whole logits; never another gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.models.gpt import GPT
+from tests.support.language import token_rows
+from tests.support.models import Net, fit, make_trainer
+from tests.support.prediction import assert_predicted_is_measured
+
+V, LENGTH = 64, 16
+SOME_ROWS = 8 * 4 * V / 2**20
+"""Budget of tiles of eight rows, in MiB."""
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, V, (2, 3, LENGTH), generator=generator)
+    y[0, :4] = -100
+    return x, y
+
+
+X, Y = tokens()
+KEPT = Y.clamp(min=0)
+
+
+def gpt(**options: Any) -> GPT:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": V, "context_length": LENGTH, "d_model": 16, "num_layers": 2, "num_heads": 2}
+    return GPT(**(sizes | options)).double()
+
+
+Model = Callable[[Tensor], Tensor]
+TILED: dict[str, Callable[[Any], Tensor]] = {
+    "own": lambda m: m.loss(m(X), Y),
+    "view": lambda m: F.cross_entropy(m(X).view(-1, V), Y.view(-1)),
+    "shifted": lambda m: F.cross_entropy(
+        m(X)[..., :-1, :].contiguous().view(-1, V), Y[..., 1:].contiguous().view(-1)
+    ),
+    "sliced": lambda m: F.cross_entropy(m(X)[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)),
+    "selected": lambda m: F.cross_entropy(m(X)[Y != -100], Y[Y != -100]),
+    "one row": lambda m: F.cross_entropy(m(X)[1, 2], Y[1, 2]),
+    "transposed": lambda m: F.cross_entropy(m(X).transpose(1, 2), Y, label_smoothing=0.1),
+    "permuted": lambda m: nn.CrossEntropyLoss(reduction="sum")(m(X).permute(0, 2, 1), Y),
+    "matrices": lambda m: F.cross_entropy(m(X).mT, Y),
+    "weights": lambda m: F.cross_entropy(
+        m(X).flatten(0, 1), Y.flatten(), weight=torch.arange(V).double() / V + 0.1
+    ),
+    "capped": lambda m: F.cross_entropy((torch.tanh(m(X) / 3.0) * 3.0).flatten(0, 1) / 0.7, Y.flatten()),
+    "scaled": lambda m: F.cross_entropy((0.5 * m(X)).flatten(0, 1), Y.flatten()),
+    "log-softmax": lambda m: F.nll_loss(F.log_softmax(m(X), dim=-1).flatten(0, 1), Y.flatten()),
+    "log-probabilities": lambda m: (
+        -(torch.log_softmax(m(X), -1).gather(-1, KEPT[..., None])[..., 0] * (Y != -100)).sum()
+    ),
+    "each": lambda m: F.cross_entropy(m(X).flatten(0, 1), Y.flatten(), reduction="none").square().mean(),
+    "detached": lambda m: F.cross_entropy(m(X).detach().mT, Y) * F.cross_entropy(m(X).mT, Y),
+    "accuracy": lambda m: _with_accuracy(m(X)),
+}
+WHOLE: dict[str, Callable[[Any], Tensor]] = {
+    "softmax": lambda m: -m(X).softmax(-1).log().gather(-1, KEPT[..., None]).mean(),
+    "in place": lambda m: F.cross_entropy(m(X).div_(2.0).flatten(0, 1), Y.flatten()),
+    "written": lambda m: _masked(m(X)),
+    "derived before a write": lambda m: _derived_before_a_write(m(X)),
+    "probabilities": lambda m: F.cross_entropy(m(X).mT, F.one_hot(KEPT, V).mT.double()),
+    "some classes": lambda m: F.cross_entropy(m(X)[..., :40].flatten(0, 1), Y.flatten().clamp(max=39)),
+    "arithmetic": lambda m: (m(X) * 2 + 1).square().mean(),
+    "list": lambda m: torch.cat([m(X), m(X)]).square().mean(),
+    "negative": lambda m: F.cross_entropy((m(X) * -1.0).mT, Y),
+    "axis": lambda m: m(X).log_softmax(1).square().mean(),
+}
+
+
+def _with_accuracy(logits: Tensor) -> Tensor:
+    right = (logits.argmax(-1) == Y).double().mean()
+    return F.cross_entropy(logits.flatten(0, 1), Y.flatten()) * (1 + right)
+
+
+def _masked(logits: Tensor) -> Tensor:
+    logits[..., 60:] = -1e9
+    return F.cross_entropy(logits.flatten(0, 1), Y.flatten().clamp(max=59))
+
+
+def _derived_before_a_write(logits: Tensor) -> Tensor:
+    doubled = logits * 2.0
+    logits.mul_(3.0)
+    return F.cross_entropy(doubled.mT, Y) + F.cross_entropy(logits.mT, Y)
+
+
+def gradients(model: nn.Module, step: Callable[[Any], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    loss = step(model)
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_step(model: nn.Module, step: Callable[[Any], Tensor], rtol: float = 1e-10) -> Any:
+    twin = copy.deepcopy(model)
+    (projection,) = tile_loss(twin, tile_budget_mib=SOME_ROWS).values()
+    expected, found = gradients(model, step), gradients(twin, step)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 100)
+    assert any(grad.abs().max() > 0 for grad in found[1])
+    return projection
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_a_step_has_its_loss_in_tiles(name: str) -> None:
+    projection = assert_same_step(gpt(), TILED[name])
+    assert projection.num_losses >= 1
+    assert not projection.readers
+    assert projection.tile_rows <= 8
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_tiles_cannot_do_has_whole_logits(name: str) -> None:
+    projection = assert_same_step(gpt(), WHOLE[name])
+    assert sum(projection.readers.values()) >= 1
+
+
+def test_logits_that_are_read_after_the_loss_are_those_of_the_model() -> None:
+    def step(model: Any) -> Tensor:
+        logits = model(X)
+        loss = F.cross_entropy(logits.flatten(0, 1), Y.flatten())
+        return loss + 1e-3 * torch.logsumexp(logits, -1).square().mean()
+
+    projection = assert_same_step(gpt(), step)
+    assert (projection.num_losses, dict(projection.readers)) == (1, {"logsumexp": 1})
+
+
+class Custom(torch.autograd.Function):
+    """Squares, unseen by torch's function protocol."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2 * ctx.saved_tensors[0]
+
+
+class Reversed(torch.autograd.Function):
+    """Returns its input, whose gradient it changes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def test_a_loss_that_is_not_seen_is_refused_with_the_change_that_helps() -> None:
+    model = gpt()
+    tile_loss(model)
+    message = "callbacks.tiled_loss=.*unseen(.|\n)*linear_cross_entropy"
+    with pytest.raises(ConfigError, match=message):
+        Custom.apply(model(X)).backward()
+    with pytest.raises(ConfigError, match=message):
+        F.cross_entropy(Reversed.apply(model(X)).mT, Y)
+
+
+def test_logits_say_what_they_are_without_being_computed() -> None:
+    model = gpt()
+    (projection,) = tile_loss(model).values()
+    logits = model(X)
+    assert isinstance(logits, LazyLogits)
+    assert (logits.shape, logits.dtype, logits.device.type) == ((3, LENGTH, V), torch.float64, "cpu")
+    assert (logits.ndim, len(logits), logits.numel(), logits.requires_grad) == (3, 3, 3 * LENGTH * V, True)
+    assert not projection.readers
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.float()(X).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert not model(X).requires_grad
+
+
+def test_the_projection_of_hugging_face_is_found_and_its_own_loss_is_tiled() -> None:
+    sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=V, n_embd=16, n_layer=1, n_head=2, n_positions=LENGTH)
+    ).eval()
+    for model in (llama, gpt2):
+        assert list(tile_loss(copy.deepcopy(model))) == ["lm_head"]
+        projection = assert_same_step(
+            model, lambda m: m(input_ids=X, labels=Y, use_cache=False).loss, rtol=1e-5
+        )
+        assert (projection.num_losses, dict(projection.readers)) == (1, {})
+
+
+class Two(nn.Module):
+    """Two projections of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.one, self.other = nn.Embedding(V, 8), nn.Linear(8, V), nn.Linear(8, V)
+
+
+def test_a_projection_that_is_not_clear_is_to_be_named() -> None:
+    with pytest.raises(ConfigError, match="head=None: expected one of one, other"):
+        tile_loss(Two())
+    assert list(tile_loss(Two(), head="other")) == ["other"]
+    with pytest.raises(ConfigError, match="head='lm_head': expected the name of the output projection"):
+        tile_loss(Two(), head="lm_head")
+    with pytest.raises(ConfigError, match=r"head='Embedding': expected an nn\.Linear"):
+        tile_loss(Two(), head="table")
+    tied = Two()
+    tied.other.weight = tied.table.weight
+    assert list(tile_loss(tied)) == ["other"]
+
+
+class Step(pl.LightningModule):
+    """A GPT, trained by SGD on the mean over its targets, which is returned without a weight."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.net = gpt(**options)
+        self.reads: Callable[[Tensor], Any] = lambda logits: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.reads(logits)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Weighted(Step):
+    """The same with its weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": (batch[1] != -100).sum()}
+
+
+def loader(batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*token_rows()), batch_size=batch_size)
+
+
+def trained(model: pl.LightningModule, *callbacks: Any, steps: int = 6, **options: Any) -> dict[str, Tensor]:
+    fit(model, *callbacks, loader=loader(), max_steps=steps, **options)
+    return model.state_dict()
+
+
+def test_the_mean_loss_gives_its_number_of_targets_to_accumulation() -> None:
+    exact = trained(Weighted(), GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1))
+    callbacks = [GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1), TiledLoss()]
+    torch.testing.assert_close(trained(Step(), *callbacks), exact, rtol=1e-9, atol=1e-12)
+    plain = trained(Step(), GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1))
+    assert any((plain[name] - exact[name]).norm() > 1e-3 * exact[name].norm() for name in exact)
+
+
+@pytest.mark.parametrize("target", ["head", "modules_to_save"])
+def test_an_adapter_of_the_projection_is_computed_in_tiles(target: str) -> None:
+    def adapter() -> PeftAdapter:
+        if target == "head":
+            return PeftAdapter(target_modules=["head", "qkv"], options={"r": 2, "lora_alpha": 4})
+        return PeftAdapter(target_modules=["qkv"], modules_to_save=["head"], options={"r": 2})
+
+    models = []
+    for callbacks in ([], [TiledLoss(tile_budget_mib=SOME_ROWS)]):
+        torch.manual_seed(5)
+        model = Step(tie_word_embeddings=False)
+        state = trained(model, adapter(), *callbacks)
+        models.append(
+            {name: value for name, value in state.items() if "lora_" in name or "modules_to" in name}
+        )
+        if callbacks:
+            assert callbacks[0].outcome().numbers["losses"] == 6
+            assert not callbacks[0].outcome().numbers["whole"]
+    torch.testing.assert_close(models[1], models[0], rtol=1e-9, atol=1e-12)
+    assert any("head" in name for name in models[0])
+
+
+def test_it_reports_and_restores() -> None:
+    model, technique = Step(), TiledLoss(tile_budget_mib=SOME_ROWS)
+    before = dict(vars(model.net.head))
+    keys = list(model.state_dict())
+    trained(model, technique)
+    assert dict(vars(model.net.head)).keys() == before.keys()
+    assert list(model.state_dict()) == keys
+    outcome = technique.outcome()
+    assert outcome.effective
+    assert outcome.numbers == {
+        "head": "net.head",
+        "losses": 6,
+        "tile_rows": 8,
+        "rows": 10,
+        "bytes_not_held": 10 * V * 8,
+        "whole": {},
+    }
+    assert "6 losses of net.head in tiles of 8 of up to 10 rows" in outcome.did
+
+
+def test_what_reads_whole_logits_is_named() -> None:
+    model, technique = Step(), TiledLoss()
+    model.reads = lambda logits: logits.softmax(-1)
+    with pytest.warns(NoEffectWarning, match=r"read by softmax \(2\)(.|\n)*linear_cross_entropy"):
+        trained(model, technique, steps=2)
+    assert not technique.outcome().effective
+
+
+def test_a_model_without_a_projection_is_said() -> None:
+    with pytest.warns(NoEffectWarning, match="no output projection"):
+        fit(Net(width=4), TiledLoss())
+
+
+def test_sharding_that_waits_for_the_gradient_of_logits_is_refused() -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    trainer = make_trainer(callbacks=[TiledLoss()], strategy=ModelParallelStrategy(), devices=1)
+    with pytest.raises(ConflictError, match="gradient of the model's logits"):
+        trainer.fit(Step(), loader())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_it_is_predicted_to_the_byte(tmp_path: Any) -> None:
+    from tests.support.prediction import GPT_OF
+
+    assert_predicted_is_measured(GPT_OF, lambda: {"callbacks": [TiledLoss(tile_budget_mib=1e-2)]}, tmp_path)
+
+
+def test_a_copy_of_the_model_computes_for_itself() -> None:
+    model = gpt()
+    tile_loss(model)
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(twin.head.weight)
+    loss = F.cross_entropy(twin(X).mT, Y)
+    assert float(loss.detach()) == pytest.approx(torch.tensor(V).log().item())
+
+
+def test_compiled_blocks_and_a_compiled_model() -> None:
+    plain, model = gpt(), gpt()
+    tile_loss(model, tile_budget_mib=SOME_ROWS)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(
+        gradients(compiled, lambda m: F.cross_entropy(m(X).mT, Y)),
+        gradients(plain, lambda m: F.cross_entropy(m(X).mT, Y)),
+        rtol=1e-10, atol=1e-12,
+    )  # fmt: skip
