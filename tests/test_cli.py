@@ -129,7 +129,11 @@ def test_a_run_that_fails_exits_1_root_cause_first(mine: list[str], command: Com
     assert "Traceback" in command(*words, "--debug")[2]
 
 
-def test_running_out_of_memory_exits_4(mine: list[str], command: Command) -> None:
+def test_running_out_of_memory_exits_4(
+    mine: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the message advises is in tests/planner/test_out_of_memory.py."""
+    monkeypatch.setattr("lightning_eff.planner.out_of_memory.BUDGET_S", 0.0)
     err = command("train", "lm", *mine, "model._target_=mine.Hungry", code=4)[2]
     first, held = err[err.index("error: ") :].splitlines()[:2]
     assert first == "error: out of memory during the forward pass: tried to allocate 4096.0 TiB"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.support.processes import ROOT
 
-
 FORKS = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -30,7 +29,11 @@ def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]
     script = folder / "ranks.py"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
     script.write_text(
         FORKS.format(root=str(ROOT), module=module, environment=environment, folder=str(folder))
     )
