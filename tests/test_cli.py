@@ -206,14 +206,9 @@ def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command
     command("train", "frozen", "--config-dir", "mine", *tiny, code=0)
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-    ],  # of ranks: tests/launch
-)
-def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_from_outside_saves_a_checkpoint_and_exits_with_its_code(
     number: signal.Signals, expected: int, tiny: list[str]
 ) -> None:
     # Whoever runs the tests in the background of a script has this signal ignored, and so would the child.
