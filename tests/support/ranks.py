@@ -13,20 +13,27 @@ from torch import Tensor
 
 from tests.support.processes import ROOT
 
-FORKS = """
+ALONE = """
 import os, sys
 sys.path.insert(0, {root!r})
-from {module} import main  # once for both: it takes longer than what most of them do
+from {module} import main
+"""
+TWO = """
 os.environ |= {environment!r}
 os.environ["LOCAL_RANK"] = "1" if (other := os.fork()) == 0 else "0"
 main({folder!r})
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
 """
+"""The imports are done once for both: they take longer than what most of them do."""
+
+
+def run_alone(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `main(folder)` of a module in a process of its own."""
+    return _run(ALONE.format(root=str(ROOT), module=module) + f"main({str(folder)!r})\n", folder)
 
 
 def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `main(folder)` of a module in two processes, as a launcher would that Lightning finds in place."""
-    script = folder / "ranks.py"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         environment = {
@@ -34,9 +41,13 @@ def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]
             "MASTER_PORT": str(free.getsockname()[1]),
             "WORLD_SIZE": "2",
         }
-    script.write_text(
-        FORKS.format(root=str(ROOT), module=module, environment=environment, folder=str(folder))
-    )
+    two = TWO.format(environment=environment, folder=str(folder))
+    return _run(ALONE.format(root=str(ROOT), module=module) + two, folder)
+
+
+def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "ranks.py"
+    script.write_text(program)
     command = [sys.executable, "-W", "ignore", str(script)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
