@@ -1,4 +1,8 @@
-"""Fixtures of all tests, and the environment that they run in; what tests share lies in tests/support/."""
+"""Fixtures of all tests, and the environment that they run in; what tests share lies in tests/support/.
+
+Nothing here imports torch before a test needs it: the process that hands tests to the workers would as well,
+and they would wait for it.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,24 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
-from lightning_utilities.core import rank_zero
-from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_eff import cli
 
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.command_line import TINY  # noqa: E402 - rewritten only if they are imported after that
-from tests.support.models import Deep, Net, seeded  # noqa: E402
 from tests.support.processes import adopt_orphans, children, end_children  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.support.models import Deep, Net
 
 # Two workers share two cores: more threads would wait for each other. Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
 os.environ.pop("PL_GLOBAL_SEED", None)
 adopt_orphans()
 # Deadlines would be assertions on wall time, and a database would be left behind.
@@ -43,6 +46,8 @@ LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Let no test draw other numbers because of the tests before it; fixtures of modules come after this."""
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -54,6 +59,9 @@ def nothing_is_left_behind() -> Iterator[None]:
 
     Lightning leaves its seed, its rank and where ranks meet in the environment, which children inherit.
     """
+    from lightning_utilities.core import rank_zero
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     environ = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}
     processes = children()
@@ -72,12 +80,16 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def net() -> Callable[..., Net]:
     """Return a maker of models that all begin with the same weights and the same random state."""
+    from tests.support.models import Net, seeded
+
     return functools.partial(seeded, Net)
 
 
 @pytest.fixture
 def deep() -> Callable[..., Deep]:
     """Return a maker of models with repeated blocks."""
+    from tests.support.models import Deep, seeded
+
     return functools.partial(seeded, Deep)
 
 
@@ -111,6 +123,7 @@ def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a Llama of two layers, 32 wide, and a tokenizer of its own."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -129,7 +129,11 @@ def test_a_run_that_fails_exits_1_root_cause_first(mine: list[str], command: Com
     assert "Traceback" in command(*words, "--debug")[2]
 
 
-def test_running_out_of_memory_exits_4(mine: list[str], command: Command) -> None:
+def test_running_out_of_memory_exits_4(
+    mine: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the message advises is in tests/planner/test_out_of_memory.py."""
+    monkeypatch.setattr("lightning_eff.planner.out_of_memory.BUDGET_S", 0.0)
     err = command("train", "lm", *mine, "model._target_=mine.Hungry", code=4)[2]
     first, held = err[err.index("error: ") :].splitlines()[:2]
     assert first == "error: out of memory during the forward pass: tried to allocate 4096.0 TiB"
@@ -202,14 +206,9 @@ def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command
     command("train", "frozen", "--config-dir", "mine", *tiny, code=0)
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-    ],  # of ranks: tests/launch
-)
-def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_from_outside_saves_a_checkpoint_and_exits_with_its_code(
     number: signal.Signals, expected: int, tiny: list[str]
 ) -> None:
     # Whoever runs the tests in the background of a script has this signal ignored, and so would the child.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_line import Command
+
 SCRIPT = Path(sys.executable).parent / "lightning-eff"
 MODEL = """
 import lightning.pytorch as pl
@@ -37,34 +39,41 @@ def script(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess
     return done
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, and one run of it."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "my_model.py").write_text(MODEL)
-    done = script("train", "baseline", *OWN, cwd=folder)
+def test_a_model_of_the_current_folder_is_trained_planned_and_exported(
+    empty_folder: Path, command: Command
+) -> None:
+    """Trained by the script, which begins without the folder on its path; the rest in this process."""
+    Path("my_model.py").write_text(MODEL)
+    done = script("train", "baseline", *OWN, cwd=empty_folder)
     assert done.stderr.startswith("model: my_model.Net has no context_length")
     assert "Finished 2 optimizer steps" in done.stderr
-    return folder
+    _, out, err = command("plan", "baseline", *OWN, code=0)
+    assert len(set(err.splitlines())) == 1, "but for a line on what Net has not"
+    assert "callbacks/optimizer_choice" in out
+    _, out, err = command("export", "baseline", "--json", code=0)
+    assert err == ""
+    assert list(json.loads(out)["files"]) == ["model.safetensors"]
 
 
-def test_a_model_of_the_current_folder_is_trained_planned_and_exported(project: Path) -> None:
-    done = script("plan", "baseline", *OWN, cwd=project)
-    assert done.stderr.splitlines()[1:] == [], "but for a line on what Net has not"
-    assert "callbacks/optimizer_choice" in done.stdout
-    done = script("export", "baseline", "--json", cwd=project)
-    assert done.stderr == ""
-    assert list(json.loads(done.stdout)["files"]) == ["model.safetensors"]
+ALL = ["plan", "baseline", "optimizer=adamw_8bit", "+callbacks=peft_adapter", "precision=frozen_int8"]
+ERROR = "error: optimizer=adamw_8bitt: no such option; did you mean 'adamw_8bit'?\n"
 
 
-def test_the_answer_is_all_that_is_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "printed", "error"),
+    [
+        ([*ALL, "trainer.accelerator=cpu"], 0, "predicted peak of a step", ""),
+        pytest.param(["train", "baseline", "optimizer=adamw_8bitt"], 2, "", ERROR, marks=pytest.mark.slow),
+        pytest.param(
+            ["train", "lm", "--info", "searchpath"], 0, "Config search path", "", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_answer_is_all_that_is_printed(
+    words: list[str], code: int, printed: str, error: str, tmp_path: Path
+) -> None:
     """torchao and bitsandbytes log what they miss, torch what it deprecates; Hydra logs to two streams."""
-    words = ["plan", "baseline", "optimizer=adamw_8bit", "+callbacks=peft_adapter", "precision=frozen_int8"]
-    done = script(*words, "trainer.accelerator=cpu", cwd=tmp_path)
-    assert done.stderr == ""
-    done = script("train", "baseline", "optimizer=adamw_8bitt", cwd=tmp_path, code=2)
-    error = "error: optimizer=adamw_8bitt: no such option; did you mean 'adamw_8bit'?\n"
-    assert (done.stdout, done.stderr) == ("", error)
+    done = script(*words, cwd=tmp_path, code=code)
+    assert done.stderr == error
+    assert done.stdout.count(printed) == 1 if printed else done.stdout == ""
     assert list(tmp_path.iterdir()) == []
-    done = script("train", "lm", "--info", "searchpath", cwd=tmp_path)
-    assert (done.stderr, done.stdout.count("Config search path")) == ("", 1)

@@ -27,12 +27,11 @@ from torch.utils.checkpoint import (
 )
 from typing_extensions import override
 
+from lightning_eff.core.model_surgery import MODULE_HOOKS
 from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.kernels.matmul import is_traced
 
 PLAIN = (nn.Linear, TritonLinear)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 """They make views of results, which must not be changed in place."""
 
@@ -78,7 +77,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks, or a forward of its own."""
     state = vars(module)
-    return "forward" in state or any(state[hooks] for hooks in HOOKS)
+    return "forward" in state or any(state[hooks] for hooks in MODULE_HOOKS)
 
 
 def _keeps_results() -> bool:

@@ -62,6 +62,10 @@ def main(options: argparse.Namespace) -> int:
         from lightning_eff.commands._bench import blocking
 
         return blocking.main(options)
+    if options.recipe:
+        from lightning_eff.config.recipes import RecipePath, read_chain
+
+        read_chain(options.recipe, RecipePath.of(options.config_dir))  # a wrong name is one on any machine
     import torch
 
     from lightning_eff.commands._bench import gemm_timing

@@ -30,6 +30,9 @@ ModelChange = Callable[[nn.Module], int]
 BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """Class names, patterns of module names, classes, or a predicate; None for the repeated blocks."""
 
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module (torch 2.13) in which its hooks are."""
+
 
 class Stage(IntEnum):
     """The order of changes; a change may rely on those of earlier stages."""

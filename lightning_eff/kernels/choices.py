@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ def of(device: torch.device) -> Mapping[str, Choice]:
     """Return the choices for a GPU by bucket; read once per process.
 
     Warns:
-        UserWarning: The file is damaged; it counts as empty.
+        UserWarning: The file is damaged, and counts as empty; or some of its choices are, and are left out.
     """
     name = identity(device)
     if name not in _read_files:
@@ -100,12 +101,22 @@ def _read(path: Path) -> dict[str, Choice]:
     if not path.exists():
         return {}
     try:
-        kept = json.loads(path.read_text())["choices"]
-        return {str(key): Choice(str(config), float(saved_s)) for key, (config, saved_s) in kept.items()}
+        kept = dict(json.loads(path.read_text())["choices"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         text = f"{path} is damaged and not used ({error}): lightning-eff bench --tune rewrites it"
         warnings.warn(text, UserWarning, stacklevel=3)
         return {}
+    good: dict[str, Choice] = {}
+    for key, entry in kept.items():
+        with suppress(ValueError, TypeError):
+            config, saved_s = entry
+            good[key] = Choice(str(config), float(saved_s))
+    if bad := [key for key in kept if key not in good]:
+        text = (
+            f"{path}: {len(bad)} of {len(kept)} choices cannot be read and are not used: {', '.join(bad[:3])}"
+        )
+        warnings.warn(text, UserWarning, stacklevel=3)
+    return good
 
 
 def save(device: torch.device, fastest: Mapping[str, Choice]) -> Path:
@@ -113,16 +124,21 @@ def save(device: torch.device, fastest: Mapping[str, Choice]) -> Path:
 
     Raises:
         ValueError: An unknown config.
+        OSError: The file cannot be written.
     """
     unknown = {choice.config for choice in fastest.values()} - _NAMES
     if unknown:
         text = f"configs {sorted(unknown)}: expected {LIBRARY}, or configs of kernels/tile_configs.py"
         raise ValueError(text)
     path = _path(identity(device))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        merged = _read(path) | dict(fastest)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"choices": merged}, indent=1, sort_keys=True))
-        written.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            merged = _read(path) | dict(fastest)
+            written = path.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps({"choices": merged}, indent=1, sort_keys=True))
+            written.replace(path)
+    except OSError as error:
+        text = f"choices cannot be written to {path}: {error}; LIGHTNING_EFF_CACHE names another folder"
+        raise OSError(text) from error
     return path

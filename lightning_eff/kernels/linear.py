@@ -43,6 +43,8 @@ from lightning_eff.kernels.operands import DTYPES, Operands
 class Accumulation:
     """Controls when layers may add to gradients in place, and counts how often they did.
 
+    They may in a `with` block, in which a backward pass runs that DDP does not wait for.
+
     Args:
         is_expected: Whether the step may have several backward passes: else layers do not prepare for it.
 
@@ -51,7 +53,7 @@ class Accumulation:
         >>> layer = TritonLinear(3, 2)
         >>> layer.accumulation = accumulation
         >>> for _ in range(2):
-        ...     with accumulation.open():
+        ...     with accumulation:
         ...         layer(torch.ones(4, 3)).sum().backward()
         >>> layer.weight.grad
         tensor([[8., 8., 8.],
@@ -63,10 +65,6 @@ class Accumulation:
     is_expected: bool = True
     num_added: int = 0
     _depth: int = 0
-
-    def open(self) -> Accumulation:
-        """Allow layers to add in a `with` block, in which a backward pass runs that DDP does not wait for."""
-        return self
 
     def __enter__(self) -> None:  # a generator would take ten times as long
         self._depth += 1

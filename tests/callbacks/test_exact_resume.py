@@ -248,6 +248,7 @@ CASES: dict[str, Case] = {
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
 SLOW = ("workers", "workers that draw", "sampler that draws twice, workers")
+LIMITS = {"epochs": {"max_epochs": 3}, "steps": {"max_steps": 16, "max_epochs": -1}}
 
 
 def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
@@ -266,22 +267,32 @@ def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": -1}], ids=["epochs", "steps"]
-)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+    ("name", "limit"),
+    [  # quick: each case with one of the limits, in turn
+        pytest.param(name, limit, marks=[pytest.mark.slow] if name in SLOW or (index + place) % 2 else [])
+        for index, name in enumerate(CASES)
+        for place, limit in enumerate(LIMITS)
+    ],
 )
 def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
-    name: str, limit: dict[str, int], tmp_path: Path
+    name: str, limit: str, tmp_path: Path
 ) -> None:
     make, keywords = CASES[name]
-    points = bit_equal_points(make, tmp_path, keywords | limit)
+    points = bit_equal_points(make, tmp_path, keywords | LIMITS[limit])
     assert len(points) >= 4
     assert all(points), points
 
 
-@pytest.mark.parametrize("first", [2, 6, 8])
-@pytest.mark.parametrize("name", ["plain", "generator", "list of loaders that draw", "stream"])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        *(("plain", 2), ("generator", 8), ("list of loaders that draw", 6), ("stream", 8)),
+        *(pytest.param("plain", first, marks=pytest.mark.slow) for first in (6, 8)),
+        *(pytest.param("generator", first, marks=pytest.mark.slow) for first in (2, 6)),
+        *(pytest.param("list of loaders that draw", first, marks=pytest.mark.slow) for first in (2, 8)),
+        *(pytest.param("stream", first, marks=pytest.mark.slow) for first in (2, 6)),
+    ],
+)
 def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> None:
     make, _ = CASES[name]
     whole = fit(make(), ExactResume(), save_in(tmp_path / "whole"))

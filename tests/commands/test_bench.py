@@ -62,6 +62,8 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.devic
         (["--shapes", "1,2,0"], 2, "not '1,2,0'"),
         (["--shapes", "1,2,3;"], 2, "try: lightning-eff bench --help"),
         (["--quick"], 3, "bench: torch finds no CUDA device"),
+        (["--tune", "lmm"], 2, "recipe 'lmm' does not exist: did you mean 'lm'?"),
+        (["--tune", "lm"], 3, "bench: torch finds no CUDA device"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(

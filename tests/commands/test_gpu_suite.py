@@ -53,7 +53,11 @@ def suite(folder: Path, *words: str, start: Any = gpu_suite.run_here) -> tuple[i
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_part_runs_its_smallest_size_on_a_cpu(
-    tmp_path: Path, tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny: list[str],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ["baseline", *tiny, *gpu_recipes.TRAIN, f"output_root={tmp_path / 'runs'}"]
     printed = {verb: json.loads(command(verb, *words, "--json", code=0)[1]) for verb in ("train", "plan")}
@@ -62,6 +66,7 @@ def test_every_part_runs_its_smallest_size_on_a_cpu(
     monkeypatch.setattr(gpu_recipes, "run_command", lambda words: asked.append(words) or printed[words[0]])
     code, raw = suite(tmp_path, "--quick")
     assert code == 0
+    assert "profiler_start" not in capfd.readouterr().err
     assert list(raw["parts"]) == [part.name for part in PARTS]
     states = {name: part["state"] for name, part in raw["parts"].items()}
     assert states == dict.fromkeys(states, "done") | {"correctness": "skipped"}

@@ -169,7 +169,7 @@ def test_a_choice_is_kept_where_an_mlp_looks_for_it(
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
             y = model["a"](torch.randn(T, K, dtype=dtype, requires_grad=True))
-        with accumulation.open():
+        with accumulation:
             y.float().square().sum().backward()
     assert mlp.num_fused == 2
     names = {name for name, layer in model.named_modules() if layer in layers}

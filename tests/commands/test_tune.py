@@ -113,7 +113,7 @@ def test_a_bias_and_hooks_of_the_weight_are_seen() -> None:
     layer.accumulation = accumulation
     layer.register_forward_hook(lambda *call: watch._forward("a", *call))
     for _ in range(2):
-        with accumulation.open():
+        with accumulation:
             layer(torch.ones(2, 3, 8, dtype=torch.bfloat16)).sum().backward()
     kinds = {(product, str(case)): count for (_, product, case), count in watch._count.items()}
     assert kinds == {
@@ -123,7 +123,7 @@ def test_a_bias_and_hooks_of_the_weight_are_seen() -> None:
     }
     watch._count.clear()
     layer.weight.register_post_accumulate_grad_hook(lambda _: None)
-    with accumulation.open():
+    with accumulation:
         layer(torch.ones(2, 3, 8, dtype=torch.bfloat16)).sum().backward()
     assert watch._count["a", "weight's gradient", Case(M=16, N=8, K=6, layout="tn")] == 1
     with torch.no_grad():

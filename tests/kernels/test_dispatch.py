@@ -114,6 +114,21 @@ def test_a_damaged_file_is_reported_and_counts_as_empty(cache: Path, text: str) 
     assert choices.of(GPU) == {choices.bucket(SHAPE): Choice("torch")}
 
 
+@pytest.mark.parametrize("entry", ['["torch"]', "3", '["torch", "fast"]'])
+def test_one_bad_entry_is_left_out_with_one_warning(cache: Path, entry: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(f'{{"choices": {{"bad": {entry}, "good": ["torch", 0.5]}}}}')
+    with pytest.warns(UserWarning, match="1 of 2 choices cannot be read and are not used: bad") as caught:
+        assert choices.of(GPU) == {"good": Choice("torch", 0.5)}
+    assert len(caught) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache: Path) -> None:
+    cache.parent.write_text("a file where the folder would be")
+    with pytest.raises(OSError, match=r"choices cannot be written to .* LIGHTNING_EFF_CACHE names another"):
+        choices.save(GPU, {"good": Choice("torch")})
+
+
 def test_a_config_of_another_version_counts_as_not_measured_and_is_not_saved(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text(f'{{"choices": {{"{choices.bucket(SHAPE)}": ["tma 1x1", 0.1]}}}}')

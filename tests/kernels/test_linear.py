@@ -111,7 +111,7 @@ def test_nobody_who_listens_is_passed_over() -> None:
     layer(x).sum().backward()
     layer(x).sum().backward()
     assert accumulation.num_added == 0, "outside of the context nothing goes past autograd"
-    with accumulation.open():
+    with accumulation:
         (gradient,) = torch.autograd.grad(layer(x).sum(), [layer.bias])
         assert torch.equal(gradient, torch.full((2,), 4.0))
         (gradient,) = torch.autograd.grad(layer(x).sum(), [layer.weight])
@@ -123,7 +123,7 @@ def test_nobody_who_listens_is_passed_over() -> None:
     seen: list[Tensor] = []
     for register in (layer.weight.register_hook, layer.weight.register_post_accumulate_grad_hook):
         handle = register(lambda tensor: seen.append(tensor.detach().clone()))
-        with accumulation.open():
+        with accumulation:
             layer(x).sum().backward()
         handle.remove()
     assert len(seen) == 2

@@ -1,6 +1,6 @@
 """Two real ranks on gloo: they share a folder and a screen, stop together, and fail together.
 
-A start costs ten to twenty seconds, so few of them are always on; the others are marked slow.
+A start costs ten to twenty seconds, so one of them is always on; the others are marked slow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_line import Command
 
 LAUNCHERS = {
     "own": [sys.executable, "-m"],
@@ -76,11 +78,15 @@ def left_over(mark: str) -> list[str]:
     return [words for words in found if words]  # what has ended and waits to be fetched has none
 
 
-def start(launcher: str, strategy: str, fault: str, *more: str) -> subprocess.Popen[str]:
+def words_for(strategy: str, *more: str) -> list[str]:
     Path("faulty.py").write_text(FAULTY)
-    words = [*LAUNCHERS[launcher], "lightning_eff", "train", "baseline", "trainer.accelerator=cpu"]
-    words += ["trainer.devices=2", f"strategy={strategy}", "trainer.val_check_interval=null"]
-    words += ["model._target_=faulty.Net", "data._target_=faulty.Data", "~monitors.text_sample", *more]
+    words = ["train", "baseline", "trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}"]
+    words += ["trainer.val_check_interval=null", "model._target_=faulty.Net", "data._target_=faulty.Data"]
+    return [*words, "~monitors.text_sample", *more]
+
+
+def start(launcher: str, strategy: str, fault: str, *more: str) -> subprocess.Popen[str]:
+    words = [*LAUNCHERS[launcher], "lightning_eff", *words_for(strategy, *more)]
     environment = os.environ | {"FAULT": fault, "MARK": str(Path.cwd())}
     return subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
@@ -99,22 +105,24 @@ def end_of(process: subprocess.Popen[str]) -> list[str]:
 SLOW = pytest.mark.slow
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("launcher", "strategy", "fault"),
     [
         ("own", "ddp", "raise:1:step"),
-        pytest.param("own", "deepspeed_zero", "raise:1:step", marks=SLOW),
-        pytest.param("own", "fsdp2", "raise:0:step", marks=SLOW),
-        pytest.param("own", "ddp", "kill:1:step", marks=SLOW),
-        pytest.param("own", "fsdp2", "kill:0:step", marks=SLOW),
-        pytest.param("own", "deepspeed_zero", "raise:0:data", marks=SLOW),
-        pytest.param("own", "fsdp2", "raise:1:build", marks=SLOW),
-        pytest.param("torchrun", "fsdp2", "raise:1:step", marks=SLOW),
-        pytest.param("torchrun", "deepspeed_zero", "kill:0:step", marks=SLOW),
-        pytest.param("torchrun", "ddp", "raise:0:build", marks=SLOW),
+        ("own", "deepspeed_zero", "raise:1:step"),
+        ("own", "fsdp2", "raise:0:step"),
+        ("own", "ddp", "kill:1:step"),
+        ("own", "fsdp2", "kill:0:step"),
+        ("own", "deepspeed_zero", "raise:0:data"),
+        ("own", "fsdp2", "raise:1:build"),
+        ("torchrun", "fsdp2", "raise:1:step"),
+        ("torchrun", "deepspeed_zero", "kill:0:step"),
+        ("torchrun", "ddp", "raise:0:build"),
     ],
 )
 def test_a_rank_that_fails_ends_the_others_and_is_named(launcher: str, strategy: str, fault: str) -> None:
+    """The quick part of it, without real ranks, is in test_ranks.py."""
     lines = end_of(start(launcher, strategy, fault, "trainer.max_steps=400"))
     kind, rank, place = fault.split(":")
     if launcher == "torchrun":  # it speaks last: "rank      : 1 (local_rank: 1)", then the traceback
@@ -129,14 +137,32 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(launcher: str, strategy:
     assert len(list(Path("outputs/baseline").glob("*"))) in ([0, 1] if place == "build" else [1])
 
 
+def test_a_signal_to_one_rank_of_this_process(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below; the command itself, which starts the ranks, needs no third process."""
+    monkeypatch.setenv("FAULT", "SIGTERM:1:step")
+    monkeypatch.setenv("MARK", str(Path.cwd()))
+    err = command(*words_for("ddp", "trainer.max_steps=100000"), code=143)[2]
+    assert left_over(str(Path.cwd())) == []
+    assert_stopped([line for line in err.splitlines() if line.strip(" =")])
+
+
+def assert_stopped(lines: list[str], *, is_told: bool = True) -> None:
+    (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
+    assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
+    assert sum("Stopped after" in line for line in lines) == 1, lines
+    if is_told:
+        assert lines[-1] == "stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"
+
+
+@SLOW
 @pytest.mark.parametrize(
     ("launcher", "strategy", "fault", "code"),
     [
         ("own", "ddp", "SIGTERM:1:step", 143),
-        pytest.param("own", "ddp", "SIGUSR1:1:step", 138, marks=SLOW),
-        pytest.param("own", "deepspeed_zero", "SIGTERM:0:step", 143, marks=SLOW),
-        pytest.param("own", "fsdp2", "SIGINT:1:step", 130, marks=SLOW),
-        pytest.param("torchrun", "fsdp2", "SIGTERM:1:step", 1, marks=SLOW),  # torchrun has a code of its own
+        ("own", "ddp", "SIGUSR1:1:step", 138),
+        ("own", "deepspeed_zero", "SIGTERM:0:step", 143),
+        ("own", "fsdp2", "SIGINT:1:step", 130),
+        ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has a code of its own
     ],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
@@ -145,11 +171,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     process = start(launcher, strategy, fault, "trainer.max_steps=100000")
     lines = end_of(process)
     assert process.returncode == code, lines
-    (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
-    assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
-    assert sum("Stopped after" in line for line in lines) == 1, lines
-    if launcher == "own":
-        assert lines[-1] == "stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"
+    assert_stopped(lines, is_told=launcher == "own")
 
 
 @SLOW

@@ -76,8 +76,14 @@ def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("micro_batches", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "micro_batches"),
+    [
+        ("bf16-mixed", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("bf16-mixed", False), ("32-true", True))),
+        pytest.param("32-true", False, marks=pytest.mark.slow),
+    ],
+)
 def test_lora_with_the_tiled_layer_takes_no_byte_more_than_lora_alone(
     precision: str, micro_batches: bool
 ) -> None:

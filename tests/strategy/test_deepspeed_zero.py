@@ -19,7 +19,7 @@ from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.support.models import Net, make_loader, make_trainer
-from tests.support.ranks import run_two_ranks
+from tests.support.ranks import run_alone
 
 
 def test_config_is_passed_to_deepspeed_and_not_changed() -> None:
@@ -77,7 +77,7 @@ def main(folder: str) -> None:
 @pytest.mark.slow
 def test_one_device_with_offload_trains_like_no_strategy(tmp_path: Path) -> None:
     """In a separate process: a process group would stay."""
-    done = run_two_ranks("tests.strategy.test_deepspeed_zero", tmp_path)
+    done = run_alone("tests.strategy.test_deepspeed_zero", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     alone, theirs = torch.load(tmp_path / "weights.pt")
     torch.testing.assert_close(alone, theirs, rtol=0.0, atol=1e-6)

@@ -174,29 +174,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    results = results_of(arguments.cases, arguments.seed, stop=arguments.stop)
+    arguments.json.write_text(json.dumps(results, indent=1))
+    sys.exit(bool(results["failures"]))
+
+
+def results_of(cases: int, seed: int, *, stop: bool = False) -> dict[str, Any]:
+    """Return what failed, the largest share of the bound by format, and how often each kind was drawn."""
     failures: list[dict[str, Any]] = []
     worst: dict[str, float] = {}
     seen = Counter[str]()
-    for number in range(arguments.cases):
-        case = Case(seed := arguments.seed * 1_000_003 + number)
+    for number in range(cases):
+        case = Case(drawn := seed * 1_000_003 + number)
         row = "gemm" if case.tile is None else str(case.tile)
         seen.update([case.kind, str(case.dtype), row, str(case.activation)])
         seen["pre"] += case.saves_pre
         try:
             result = case.run()
         except Exception:  # noqa: BLE001 - a case that raises is a failure with a name
-            failures.append({"seed": seed, "row": row, "error": traceback.format_exc()[-1500:]})
+            failures.append({"seed": drawn, "row": row, "error": traceback.format_exc()[-1500:]})
             continue
         name = str(case.out_dtype).removeprefix("torch.")
         worst[name] = max(worst.get(name, 0.0), result["ratio"])
         if result["ratio"] > 1.0 or not result["untouched"]:
-            failure = {"seed": seed, "row": row, "size": [case.M, case.N, case.K, *case.batch]}
+            failure = {"seed": drawn, "row": row, "size": [case.M, case.N, case.K, *case.batch]}
             failures.append({**failure, "kind": case.kind, **result})
-            if arguments.stop:
+            if stop:
                 break
-    results = {"cases": arguments.cases, "failures": failures, "worst": worst, "seen": seen}
-    arguments.json.write_text(json.dumps(results, indent=1))
-    sys.exit(bool(failures))
+    return {"cases": cases, "failures": failures, "worst": worst, "seen": seen}
 
 
 if __name__ == "__main__":

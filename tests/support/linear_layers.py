@@ -54,7 +54,7 @@ def trained(
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 logits = model(x[rows])
             loss = F.cross_entropy(logits.flatten(0, 1).double(), y[rows].flatten()) / 2
-            with nullcontext() if accumulation is None else accumulation.open():
+            with nullcontext() if accumulation is None else accumulation:
                 loss.backward()
         optimizer.step()
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,41 @@ from torch import Tensor
 
 from tests.support.processes import ROOT
 
+ALONE = """
+import os, sys
+sys.path.insert(0, {root!r})
+from {module} import main
+"""
+TWO = """
+os.environ |= {environment!r}
+os.environ["LOCAL_RANK"] = "1" if (other := os.fork()) == 0 else "0"
+main({folder!r})
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
+"""
+"""The imports are done once for both: they take longer than what most of them do."""
+
+
+def run_alone(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `main(folder)` of a module in a process of its own."""
+    return _run(ALONE.format(root=str(ROOT), module=module) + f"main({str(folder)!r})\n", folder)
+
 
 def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `main(folder)` of a module in a process of its own; the Trainer in it starts the other rank."""
+    """Run `main(folder)` of a module in two processes, as a launcher would that Lightning finds in place."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
+    two = TWO.format(environment=environment, folder=str(folder))
+    return _run(ALONE.format(root=str(ROOT), module=module) + two, folder)
+
+
+def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "ranks.py"
-    path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    script.write_text(f"{path}from {module} import main\nmain({str(folder)!r})\n")
+    script.write_text(program)
     command = [sys.executable, "-W", "ignore", str(script)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_eff.core.model_surgery import MODULE_HOOKS
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.kernels import dispatch, library, matmul
 from lightning_eff.kernels.linear import Accumulation, bias_gradient, low_copy, product, weight_gradient
@@ -34,7 +35,6 @@ ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Te
 }
 """Functions, and from the gradient of a result and the input the gradient of the input."""
 IN_EPILOGUES = tuple(library.ACTIVATIONS)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -116,7 +116,7 @@ def state_of(module: nn.Module, layers: Layers) -> list[Any]:
         if part is layers.gate:
             continue
         attributes = vars(part)
-        state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in HOOKS))
+        state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
         for name, value in attributes.items():
             if not (part is module and name == "forward"):
                 state.append(value if isinstance(value, SIMPLE) else id(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -53,6 +54,7 @@ def find_backend(name: str, setting: Setting) -> dict[str, Any]:
     """Run a case forward and backward, and return which backend the profiler saw, and which kernels."""
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints when it starts
     call = _attention_call(name, setting)
     call()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.device.type == "cuda" else [])]

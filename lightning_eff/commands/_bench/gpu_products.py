@@ -223,7 +223,7 @@ def _layer(n: int, k: int, dtype: torch.dtype, kind: str, setting: Setting) -> n
 def _forward_backward(layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
     accumulation = getattr(layer, "accumulation", None)
     y = layer(x)
-    with accumulation.open() if accumulation is not None else nullcontext():
+    with accumulation if accumulation is not None else nullcontext():
         y.backward(grad)
 
 
