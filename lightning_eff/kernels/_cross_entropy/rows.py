@@ -123,7 +123,8 @@ class CrossEntropy(_OfTarget):
         above = log_sum_above(p_max, of_target, p_target)
         lse = top + above
         value = (top - of_target[1] + above) * weight * (1.0 - smoothing)
-        value += self.z_loss * weight * lse.square()
+        if self.z_loss:
+            value += self.z_loss * weight * lse.square()
         return value + (total * lse - spread) if smoothing else value
 
 

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_eff.core.errors import ConfigError
 
@@ -269,9 +268,15 @@ class TiledLoss(torch.autograd.Function):
         return values.sum() * plan.factor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that forward has formed, times `grad`; else form them."""
+        """Return the gradients that forward has formed, times `grad`; else form them.
+
+        Raises:
+            RuntimeError: A second derivative is prepared.
+        """
+        if torch.is_grad_enabled():  # torch would take these gradients for constants
+            msg = "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
+            raise RuntimeError(msg)
         bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
