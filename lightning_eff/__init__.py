@@ -37,6 +37,8 @@ PUBLIC = {
     "compile_in_place": "lightning_eff.callbacks.torch_compile",
     "explain_tiles": "lightning_eff.kernels.tiles",
     "gemm": "lightning_eff.kernels.matmul",
+    "linear_cross_entropy": "lightning_eff.kernels.cross_entropy",
+    "linear_kl": "lightning_eff.kernels.cross_entropy",
     "predict": "lightning_eff.planner.prediction",
     "predict_step": "lightning_eff.planner.prediction",
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
@@ -45,8 +47,12 @@ PUBLIC = {
     "resumable": "lightning_eff.callbacks.exact_resume",
     "step_context": "lightning_eff.precision.auto",
     "swap": "lightning_eff.callbacks.triton_gemm",
+<<<<<<< HEAD
     "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
+=======
+    "token_logprobs": "lightning_eff.kernels.cross_entropy",
+>>>>>>> losstests
 }
 """Public names besides the techniques, by module; a technique's class comes before a name here."""
 

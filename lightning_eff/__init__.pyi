@@ -26,6 +26,9 @@ from lightning_eff.comparison.result_table import comparison_table as comparison
 from lightning_eff.config.composition import register as register
 from lightning_eff.core.model_surgery import Stage as Stage
 from lightning_eff.core.model_surgery import apply as apply
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from lightning_eff.kernels.cross_entropy import linear_kl as linear_kl
+from lightning_eff.kernels.cross_entropy import token_logprobs as token_logprobs
 from lightning_eff.kernels.linear import TritonLinear as TritonLinear
 from lightning_eff.kernels.matmul import gemm as gemm
 from lightning_eff.kernels.tiles import explain_tiles as explain_tiles

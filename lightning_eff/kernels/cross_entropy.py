@@ -10,7 +10,6 @@ neither softcap nor z-loss nor adapters, and returns a loss of 16 bits; `backend
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -18,14 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels._cross_entropy.checks import LowRank, check_low_rank, check_options, checked_rows
 from lightning_eff.kernels._cross_entropy.rows import CrossEntropy, Divergence, LogProb, wide_dtype
 from lightning_eff.kernels._cross_entropy.tiles import Plan, RowLoss, TiledLoss, tile_rows_of
-from lightning_eff.kernels.matmul import autocast_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "tiled", "torch"]
-LowRank = tuple[Tensor, Tensor]
-"""Rows [*batch, r] and weight [V, r], whose product an adapter adds to the logits."""
 
 
 def linear_cross_entropy(
@@ -72,7 +69,7 @@ def linear_cross_entropy(
         ConfigError: A number or name is outside its range, or torch's own has no such option.
         ValueError: Shapes that do not fit.
         TypeError: Dtypes that do not fit.
-        IndexError: A target that is no class (RuntimeError from torch on some devices).
+        RuntimeError: A target that is no class; with `class_weight` IndexError.
 
     Example:
         >>> x, weight, target = torch.eye(3), torch.eye(3), torch.tensor([0, 1, -100])
@@ -87,14 +84,15 @@ def linear_cross_entropy(
         )
     if backend not in get_args(Backend):
         raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(get_args(Backend))}")
-    rows, flat_target, dtype = _checked(x, weight, target, bias, class_weight)
+    rows, flat_target, dtype = checked_rows(x, weight, target, bias, class_weight)
     if backend == "torch":
-        if z_loss or softcap is not None or low_rank is not None:
-            allowed = "tiled, for z_loss, softcap and low_rank, which torch's own does not have"
+        if label_smoothing or z_loss or softcap is not None or temperature != 1.0 or low_rank is not None:
+            names = "label_smoothing, z_loss, softcap, temperature and low_rank"
+            allowed = f"tiled, for {names}, which torch's own does not have in tiles"
             raise ConfigError(key="backend", value=backend, allowed=allowed)
         return _by_torch(
-            rows.to(dtype) / temperature, weight.to(dtype), target, bias, class_weight, reduction,
-            ignore_index, label_smoothing, tile_rows_of(rows, len(weight), tile_budget_mib),
+            rows.to(dtype), weight.to(dtype), target, bias, class_weight, reduction,
+            ignore_index, tile_rows_of(rows, len(weight), tile_budget_mib),
         )  # fmt: skip
     wide = wide_dtype(dtype)
     weights = None if class_weight is None else class_weight.detach().to(wide)
@@ -104,14 +102,13 @@ def linear_cross_entropy(
     )  # fmt: skip
     kept = flat_target != ignore_index
     index = None if bool(kept.all()) else kept.nonzero().squeeze(1)
-    factors: Tensor | None = None
+    factor: Tensor | None = None
     if reduction != "none":
-        divisor: Any = 1.0
+        factor = torch.ones((), dtype=wide, device=x.device)
         if reduction == "mean":
             targets = flat_target if index is None else flat_target[index]
-            divisor = weights[targets].sum() if weights is not None else len(targets)
-        factors = torch.ones(len(rows), 1, dtype=wide, device=x.device) / divisor
-    values = _tiled(rows, weight, bias, low_rank, dtype, loss, index, tile_budget_mib, factors)
+            factor /= weights[targets].sum() if weights is not None else len(targets)
+    values = _tiled(rows, weight, bias, low_rank, dtype, loss, index, tile_budget_mib, factor)
     return values.view(target.shape) if reduction == "none" else values
 
 
@@ -154,7 +151,7 @@ def token_logprobs(
         tensor([0.2500])
     """
     check_options(0.0, 0.0, softcap, temperature)
-    rows, flat_target, dtype = _checked(x, weight, target, bias, None)
+    rows, flat_target, dtype = checked_rows(x, weight, target, bias, None)
     loss = LogProb(
         target=flat_target, temperature=float(temperature), softcap=softcap, num_values=1 + with_entropy
     )
@@ -206,8 +203,8 @@ def linear_kl(
         )
     shape = x.shape[:-1]
     no_target = torch.zeros(shape, dtype=torch.int64, device=x.device)
-    rows, _, dtype = _checked(x, weight, no_target, None, None)
-    teacher_rows, _, teacher_dtype = _checked(teacher_x, teacher_weight, no_target, None, None)
+    rows, _, dtype = checked_rows(x, weight, no_target, None, None)
+    teacher_rows, _, teacher_dtype = checked_rows(teacher_x, teacher_weight, no_target, None, None)
     if len(teacher_weight) != len(weight):
         msg = f"a teacher of {len(teacher_weight)} classes and a student of {len(weight)}: expected as many"
         raise ValueError(msg)
@@ -216,60 +213,20 @@ def linear_kl(
     return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(shape)
 
 
-def check_options(label_smoothing: float, z_loss: float, softcap: float | None, temperature: float) -> None:
-    """Check numbers.
-
-    Raises:
-        ConfigError: One is outside its range.
-    """
-    for key, value, is_allowed, allowed in (
-        ("label_smoothing", label_smoothing, 0.0 <= label_smoothing <= 1.0, "0 to 1"),
-        ("z_loss", z_loss, 0.0 <= z_loss < math.inf, "0 (none) or a number above it, 1e-4 for example"),
-        ("softcap", softcap, softcap is None or 0.0 < softcap < math.inf, "a number above 0, or None"),
-        ("temperature", temperature, 0.0 < temperature < math.inf, "a number above 0"),
-    ):
-        if not is_allowed:
-            raise ConfigError(key=key, value=value, allowed=allowed)
-
-
-def _checked(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
-) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Return the rows [N, D], their targets [N], and the dtype in which they are multiplied."""
-    shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, target {list(target.shape)}"
-    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1:] != weight.shape[1:] or x.shape[:-1] != target.shape:
-        hint = ""
-        if weight.numel() == 0:
-            hint = "; a sharded weight is whole only within its module's forward: use callbacks/tiled_loss"
-        msg = f"{shapes}: expected x [*batch, d], weight [v, d], target [*batch]{hint}"
-        raise ValueError(msg)
-    for name, each in (("bias", bias), ("class_weight", class_weight)):
-        if each is not None and each.shape != weight.shape[:1]:
-            msg = f"{name} {list(each.shape)}: expected one value per class, [{len(weight)}]"
-            raise ValueError(msg)
-    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
-        msg = f"target of {target.dtype}: expected integers; for probabilities use linear_kl"
-        raise TypeError(msg)
-    dtype = autocast_dtype(x.device.type, x.dtype, weight.dtype) or x.dtype
-    if not x.dtype.is_floating_point or (dtype == x.dtype and x.dtype != weight.dtype):
-        msg = f"x of {x.dtype} and weight of {weight.dtype}: expected one floating-point dtype, or autocast"
-        raise TypeError(msg)
-    return x.reshape(-1, x.shape[-1]), target.reshape(-1).to(torch.int64), dtype
-
-
 def _tiled(
     rows: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, dtype: torch.dtype,
-    loss: RowLoss, index: Tensor | None, tile_budget_mib: float | None, factors: Tensor | None,
+    loss: RowLoss, index: Tensor | None, tile_budget_mib: float | None, factor: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return the values of rows, or with `factors` the sum of values * factors."""
+    """Return the values of rows, or with `factor` their sum times it."""
     pairs = [rows.to(dtype), weight]  # the cast of the rows is autograd's, as under autocast
     if low_rank is not None:
+        check_low_rank(low_rank, len(rows), len(weight))
         pairs += [low_rank[0].reshape(len(rows), -1).to(dtype), low_rank[1]]
-    in_forward = factors is not None and may_form_gradients(dtype)
+    in_forward = factor is not None and may_form_gradients(dtype)
     tile_rows = tile_rows_of(pairs[0], len(weight), tile_budget_mib)
-    plan = Plan(loss, dtype, index, tile_rows, factors if in_forward else None)
+    plan = Plan(loss, dtype, index, tile_rows, factor if in_forward else None)
     values = _untraced_apply(plan, bias, *pairs)
-    return values if in_forward or factors is None else (values * factors).sum()
+    return values if in_forward or factor is None else values.sum() * factor
 
 
 _untraced_apply: Any = cast("Any", torch.compiler.disable)(TiledLoss.apply)
@@ -290,7 +247,7 @@ def may_form_gradients(dtype: torch.dtype) -> bool:
 
 def _by_torch(
     rows: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    reduction: str, ignore_index: int, label_smoothing: float, tile_rows: int,
+    reduction: str, ignore_index: int, tile_rows: int,
 ) -> Tensor:  # fmt: skip
     """Compute by `F.linear_cross_entropy`, with the options that measured best."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
@@ -303,6 +260,6 @@ def _by_torch(
     with torch.autocast(rows.device.type, enabled=False):
         values = function(
             rows, weight, target.reshape(-1), linear_bias=bias, weight=class_weight, reduction=reduction,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, options=options,
+            ignore_index=ignore_index, options=options,
         )  # fmt: skip
     return values.view(target.shape) if reduction == "none" else values

@@ -72,14 +72,15 @@ class _OfTarget(_Scaled):
         return torch.softmax(scaled, -1, out=scaled), scaled
 
 
-def log_sum(top: Tensor, p_max: Tensor, change: tuple[Tensor, Tensor], p_target: Tensor) -> Tensor:
-    """Return log of the sum of exponentials from the largest logit and its probability, which is never 0.
+def log_sum_above(p_max: Tensor, change: tuple[Tensor, Tensor], p_target: Tensor) -> Tensor:
+    """Return the log of the sum of exponentials less the largest logit, from its probability.
 
-    `change` is the target's logit as it was in the sum, and as it should have been.
+    Not their sum: the loss of a target that is nearly certain would be lost in it. `change` is the target's
+    logit as it was in the sum, and as it should have been.
     """
     rounded, exact = change
-    lse = top - p_max.log()
-    return lse if rounded is exact else lse + torch.log1p(p_target * torch.expm1(exact - rounded))
+    above = -p_max.log()
+    return above if rounded is exact else above + torch.log1p(p_target * torch.expm1(exact - rounded))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,8 +120,11 @@ class CrossEntropy(_OfTarget):
             if self.unscale(p, scaled) is not row:  # else it is where it belongs
                 out[part] = p
             del p, scaled  # before the next part is converted
-        lse = log_sum(top, p_max, of_target, p_target)
-        value = (lse - of_target[1]) * weight * (1.0 - smoothing) + self.z_loss * weight * lse.square()
+        above = log_sum_above(p_max, of_target, p_target)
+        lse = top + above
+        value = (top - of_target[1] + above) * weight * (1.0 - smoothing)
+        if self.z_loss:
+            value += self.z_loss * weight * lse.square()
         return value + (total * lse - spread) if smoothing else value
 
 
@@ -158,7 +162,7 @@ class LogProb(_OfTarget):
             if self.unscale(p, scaled) is not row:
                 out[part] = p
             del p, scaled  # before the next part is converted
-        value = of_target[1] - log_sum(top, p_max, of_target, p_target)
+        value = of_target[1] - top - log_sum_above(p_max, of_target, p_target)
         return value if self.num_values == 1 else torch.cat([value, entropy], 1)
 
 

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_eff.core.errors import ConfigError
 
@@ -226,14 +225,14 @@ class Plan:
         dtype: In which they are multiplied.
         index: The rows that have a loss; None for all.
         tile_rows: Rows of a tile.
-        factors: Of the values [N, k], for a scalar whose gradients are formed in forward; None for values.
+        factor: Of the sum of the values, a scalar whose gradients are formed in forward; None for values.
     """
 
     loss: RowLoss
     dtype: torch.dtype
     index: Tensor | None
     tile_rows: int
-    factors: Tensor | None = None
+    factor: Tensor | None = None
 
     def projection(self, bias: Tensor | None, pairs: Sequence[Tensor]) -> Projection:
         """Return the projection in the dtype of its products."""
@@ -242,36 +241,52 @@ class Plan:
         return Projection(list(zip(cast[::2], cast[1::2], strict=True)), low_bias, self.index, self.tile_rows)
 
     def gradients(
-        self, grads: Tensor, needs: Sequence[bool], bias: Tensor | None, pairs: Sequence[Tensor]
+        self, grad: Tensor, needs: Sequence[bool], bias: Tensor | None, pairs: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return what `gradients_of` does, of the inputs that need a gradient."""
+        """Return what `gradients_of` does, of the inputs that need a gradient.
+
+        Args:
+            grad: Gradients of the values [N, k]; with a factor, that of the scalar.
+            needs: Whether bias and pairs need one.
+            bias: [V], or None.
+            pairs: Rows and weight of each product.
+        """
+        grads = grad
+        if self.factor is not None:
+            grads = (grad * self.factor).expand(len(pairs[0]), self.loss.num_values)
         receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
         with torch.autocast(pairs[0].device.type, enabled=False):
             return gradients_of(self.projection(bias, pairs), self.loss, grads, receivers)
 
 
 class TiledLoss(torch.autograd.Function):
-    """The values of rows [N, k], or with factors the sum of values * factors."""
+    """The values of rows [N, k], or with a factor their sum times it."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
-        """Compute values, and with factors the gradients too."""
+        """Compute values, and with a factor the gradients too."""
         ctx.save_for_backward(bias, *pairs)
         ctx.plan, ctx.gradients = plan, None
-        if plan.factors is None:
+        if plan.factor is None:
             with torch.autocast(pairs[0].device.type, enabled=False):
                 return values_of(plan.projection(bias, pairs), plan.loss)
-        values, ctx.gradients = plan.gradients(plan.factors, ctx.needs_input_grad[1:], bias, pairs)
-        return (values * plan.factors).sum()
+        one = torch.ones_like(plan.factor)
+        values, ctx.gradients = plan.gradients(one, ctx.needs_input_grad[1:], bias, pairs)
+        return values.sum() * plan.factor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that forward has formed, times `grad`; else form them."""
+        """Return the gradients that forward has formed, times `grad`; else form them.
+
+        Raises:
+            RuntimeError: A second derivative is prepared.
+        """
+        if torch.is_grad_enabled():  # torch would take these gradients for constants
+            msg = "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
+            raise RuntimeError(msg)
         bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
-        plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
+        gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             return None, *(None if each is None else each.mul_(grad) for each in gradients)
         # Also the second backward pass of a graph that was retained.
-        grads = grad if plan.factors is None else grad * plan.factors
-        return None, *plan.gradients(grads, ctx.needs_input_grad[1:], bias, pairs)[1]
+        return None, *ctx.plan.gradients(grad, ctx.needs_input_grad[1:], bias, pairs)[1]

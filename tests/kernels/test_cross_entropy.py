@@ -1,0 +1,260 @@
+"""Cross-entropy, log-probabilities and distillation in tiles against whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy, linear_kl, token_logprobs
+from tests.support import whole_logits
+from tests.support.whole_logits import CLASSES, ROWS, SEVERAL_TILES_MIB, WIDTH, error, gradients, make_inputs
+
+T1_LOSS, T1_GRADIENT = 1e-10, 1e-12
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 1.5},
+    "temperature": {"temperature": 0.7},
+    "other index": {"ignore_index": 5},
+    "class weights": {"class_weight": torch.linspace(0.0, 2.0, CLASSES, dtype=torch.float64)},
+    "low rank": {"low_rank": 3},
+    "all": {
+        "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 2.0, "temperature": 1.3, "low_rank": 2,
+        "class_weight": torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64),
+    },
+}  # fmt: skip
+
+
+def assert_t1(found: tuple[Tensor, list[Tensor]], exact: tuple[Tensor, list[Tensor]]) -> None:
+    torch.testing.assert_close(found[0], exact[0], rtol=T1_LOSS, atol=T1_LOSS)
+    for one, other in zip(found[1], exact[1], strict=True):
+        assert error(one, other) < T1_GRADIENT
+
+
+@pytest.mark.parametrize("budget", [SEVERAL_TILES_MIB, None], ids=["several tiles", "one tile"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_that_of_whole_logits(option: str, reduction: str, budget: float | None) -> None:
+    """Catches a mean of tiles' means, a factor of one gradient, and an option that tiles apply twice."""
+    given, options = make_inputs(), dict(OPTIONS[option])
+    if "ignore_index" in options:
+        given["target"].masked_fill_(given["target"] == -100, 5)
+    trained = [given["x"], given["weight"], given["bias"]]
+    if "low_rank" in options:
+        r = options["low_rank"]
+        pair = torch.randn(ROWS, r).double().requires_grad_(), torch.randn(CLASSES, r).double()
+        options["low_rank"] = (pair[0], pair[1].requires_grad_())
+        trained += options["low_rank"]
+    exact = gradients(lambda: whole_logits.cross_entropy(**given, **options, reduction=reduction), trained)
+    found = gradients(
+        lambda: linear_cross_entropy(
+            **given, **options, reduction=reduction, tile_budget_mib=budget  # pyright: ignore[reportArgumentType]
+        ),
+        trained,
+    )  # fmt: skip
+    assert_t1(found, exact)
+
+
+def test_reference_is_torchs_cross_entropy() -> None:
+    given = make_inputs()
+    logits = F.linear(given["x"], given["weight"], given["bias"])
+    expected = F.cross_entropy(logits, given["target"], label_smoothing=0.1)
+    torch.testing.assert_close(whole_logits.cross_entropy(**given, label_smoothing=0.1), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (ROWS,), (3, 7), (3, 1, 7), (1,)])
+def test_any_number_of_leading_axes(shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight, target = make_inputs()["weight"], torch.randint(0, CLASSES, shape)
+    low_rank = (torch.randn(*shape, 2).double(), torch.randn(CLASSES, 2).double())
+    found = linear_cross_entropy(x, weight, target, reduction="none", low_rank=low_rank)
+    assert found.shape == token_logprobs(x, weight, target).shape == target.shape
+    assert linear_kl(x, weight, x, weight).shape == target.shape
+    expected = whole_logits.logprobs(x, weight, target, low_rank=low_rank)
+    torch.testing.assert_close(found, -expected)
+    assert_t1(
+        gradients(lambda: linear_cross_entropy(x, weight, target), [x, weight]),
+        gradients(lambda: -whole_logits.logprobs(x, weight, target).mean(), [x, weight]),
+    )
+
+
+@pytest.mark.parametrize("budget", [SEVERAL_TILES_MIB, None])
+@pytest.mark.parametrize("scaling", [{}, {"softcap": 1.5, "temperature": 0.7}])
+def test_logprobs_and_entropy_with_both_gradients(scaling: dict[str, Any], budget: float | None) -> None:
+    given = make_inputs()
+    given["target"].clamp_(min=0)
+    trained = [given["x"], given["weight"], given["bias"]]
+
+    def whole() -> Tensor:
+        logs = whole_logits.logits_of(given["x"], given["weight"], given["bias"], **scaling).log_softmax(-1)
+        return torch.stack([whole_logits.logprobs(**given, **scaling), -(logs.exp() * logs).sum(-1)])
+
+    def tiled() -> Tensor:
+        both = token_logprobs(**given, **scaling, with_entropy=True, tile_budget_mib=budget)
+        assert isinstance(both, tuple)
+        return torch.stack(both)
+
+    assert_t1(gradients(tiled, trained), gradients(whole, trained))
+    alone = token_logprobs(**given, **scaling, tile_budget_mib=budget)
+    assert isinstance(alone, Tensor)
+    torch.testing.assert_close(alone, whole()[0])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_divergence_from_a_teacher_which_gets_no_gradient(beta: float) -> None:
+    given = make_inputs()
+    x, weight = given["x"], given["weight"]
+    teacher_x = torch.randn(ROWS, 4, dtype=torch.float64, requires_grad=True)
+    teacher_weight = torch.randn(CLASSES, 4, dtype=torch.float64, requires_grad=True)
+    options = {"beta": beta, "temperature": 1.7, "tile_budget_mib": SEVERAL_TILES_MIB}
+
+    def whole() -> Tensor:
+        return whole_logits.divergence(x @ weight.T / 1.7, teacher_x @ teacher_weight.T / 1.7, beta)
+
+    found = gradients(lambda: linear_kl(x, weight, teacher_x, teacher_weight, **options), [x, weight])
+    assert_t1(found, gradients(whole, [x, weight]))
+    linear_kl(x, weight, teacher_x, teacher_weight, **options).sum().backward()
+    assert teacher_x.grad is teacher_weight.grad is None
+
+
+PEAKED = {"even": 0.0, "targets that are likely": 1.5, "targets that are nearly certain": 4.0}
+
+
+@pytest.mark.parametrize("kind", PEAKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_at_most_twice_as_wrong_as_whole_logits(dtype: torch.dtype, kind: str) -> None:
+    """T3, of the values and of each gradient; catches a loss of 16 bits, and one that is lost in lse."""
+    num_rows, num_classes = 256, 500
+    target = torch.randint(0, num_classes, (num_rows,))
+    w = torch.randn(num_classes, 32)
+    x = torch.randn(num_rows, 32) * 0.3 + PEAKED[kind] * w[target] * 0.3
+    x, w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+    exact_x, exact_w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    scale = 2.0**10 if dtype == torch.float16 else 1.0
+    exact = F.cross_entropy(exact_x @ exact_w.T, target, reduction="none")
+    plain = F.cross_entropy((x @ w.T).float(), target, reduction="none")
+    ours = linear_cross_entropy(x, w, target, reduction="none", tile_budget_mib=0.1)
+    scalar = linear_cross_entropy(x, w, target, tile_budget_mib=0.1)
+    assert ours.dtype == scalar.dtype == torch.float32
+    ulp = torch.finfo(torch.float32).eps
+    assert error(ours, exact) <= 2 * error(plain, exact) + 2 * ulp
+    assert error(scalar, exact.mean()) <= 2 * error(plain, exact) + 2e-6
+    exact_grads = torch.autograd.grad(exact.mean() * scale, [exact_x, exact_w])
+    plain_grads = torch.autograd.grad(plain.mean() * scale, [x, w])
+    for value in (ours.mean(), scalar):
+        found = torch.autograd.grad(value * scale, [x, w])
+        for one, other, reference in zip(found, plain_grads, exact_grads, strict=True):
+            assert one.dtype == dtype
+            assert error(one, reference) <= 2 * error(other, reference) + 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("std", [1.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_is_exact_to_2e_6(dtype: torch.dtype, std: float) -> None:
+    """Not where few logits of 16 bits count: their rounding does not average out, in whole logits either."""
+    x, w = torch.randn(512, 64).to(dtype), (torch.randn(4000, 64) * std / 8).to(dtype)
+    target = torch.randint(0, 4000, (512,))
+    exact = F.cross_entropy(x.double() @ w.double().T, target, reduction="none")
+    found = error(linear_cross_entropy(x, w, target), exact.mean())
+    if dtype == torch.float32 or std == 1.0:
+        assert found <= 2e-6
+    else:
+        plain = F.cross_entropy((x @ w.T).float(), target, reduction="none")
+        assert found <= error(plain, exact)
+
+
+def test_a_confident_loss_is_as_exact_as_log_softmax() -> None:
+    """Found by this test: lse - logit lost all but three digits of a loss of 5e-7."""
+    w = torch.randn(200, 64)
+    target = torch.randint(0, 200, (64,))
+    x = 0.2 * torch.randn(64, 64) + 0.7 * w[target]
+    bias = torch.full((200,), 100.0)
+    exact = F.cross_entropy(F.linear(x.double(), w.double(), bias.double()), target)
+    plain = F.cross_entropy(F.linear(x, w, bias), target)
+    assert exact < 1e-2
+    assert error(linear_cross_entropy(x, w, target, bias), exact) <= 2 * error(plain, exact) + 2e-6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_no_target_at_all(reduction: str, dtype: torch.dtype) -> None:
+    given = make_inputs(dtype)
+    given["target"].fill_(-100)
+    value = linear_cross_entropy(**given, reduction=reduction)  # pyright: ignore[reportArgumentType]
+    expected = F.cross_entropy(
+        F.linear(given["x"], given["weight"]).float(), given["target"], reduction=reduction
+    )
+    torch.testing.assert_close(value, expected, equal_nan=True)
+    value.sum().backward()
+    for name in ("x", "weight", "bias"):
+        assert torch.equal(given[name].grad, torch.zeros_like(given[name])), name
+
+
+def test_no_rows_and_one_class() -> None:
+    weight = torch.randn(4, 3)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert linear_cross_entropy(torch.zeros(0, 3), weight, nothing).isnan()
+    assert linear_cross_entropy(torch.zeros(0, 3), weight, nothing, reduction="none").shape == (0,)
+    assert linear_cross_entropy(torch.randn(2, 3), weight[:1], nothing.new_zeros(2)) == 0.0
+
+
+ALL_OF = {"x": torch.zeros(2, 3), "weight": torch.zeros(4, 3), "target": torch.tensor([0, 1])}
+BAD = [
+    ({"label_smoothing": 1.5}, ConfigError, "label_smoothing=1.5: expected 0 to 1"),
+    ({"z_loss": -1.0}, ConfigError, "z_loss=-1.0: expected 0 (none)"),
+    ({"softcap": 0.0}, ConfigError, "softcap=0.0: expected a number above 0, or None"),
+    ({"temperature": 0.0}, ConfigError, "temperature=0.0: expected a number above 0"),
+    ({"reduction": "average"}, ConfigError, "reduction='average': expected one of mean, sum, none"),
+    ({"backend": "liger"}, ConfigError, "backend='liger': expected one of auto, tiled, torch"),
+    ({"tile_budget_mib": 0}, ConfigError, "tile_budget_mib=0: expected a number of MiB above 0"),
+    ({"backend": "torch", "softcap": 1.0}, ConfigError, "backend='torch': expected tiled, for"),
+    ({"backend": "torch", "temperature": 2.0}, ConfigError, "backend='torch': expected tiled, for"),
+    (
+        {"weight": torch.zeros(4, 2)},
+        ValueError,
+        "x [2, 3], weight [4, 2], target [2]: expected x [*batch, d]",
+    ),
+    ({"weight": torch.zeros(0)}, ValueError, "a sharded weight is whole only within its module's forward"),
+    ({"target": torch.tensor([0])}, ValueError, "target [1]: expected"),
+    ({"bias": torch.zeros(3)}, ValueError, "bias [3]: expected one value per class, [4]"),
+    ({"class_weight": torch.zeros(3)}, ValueError, "class_weight [3]: expected one value per class, [4]"),
+    (
+        {"low_rank": (torch.zeros(1, 2), torch.zeros(4, 2))},
+        ValueError,
+        "low_rank [1, 2] and [4, 2]: expected",
+    ),
+    ({"weight": torch.zeros(4, 3).bfloat16()}, TypeError, "x of torch.float32 and weight of torch.bfloat16"),
+    ({"target": torch.tensor([0, 4])}, RuntimeError, "index 4 is out of bounds"),
+    ({"target": torch.tensor([0, -1])}, RuntimeError, "index -1 is out of bounds"),
+]
+
+
+@pytest.mark.parametrize(("changed", "kind", "text"), BAD)
+def test_bad_input_gets_its_message(changed: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        linear_cross_entropy(**(ALL_OF | changed))
+    assert text in str(caught.value)
+
+
+def test_bad_input_of_a_divergence() -> None:
+    x, weight = torch.zeros(2, 3), torch.zeros(4, 3)
+    with pytest.raises(ConfigError, match=r"beta=2: expected 0 \(KL\(teacher, student\)\) to 1"):
+        linear_kl(x, weight, x, weight, beta=2)
+    with pytest.raises(ValueError, match="a teacher of 3 classes and a student of 4: expected as many"):
+        linear_kl(x, weight, x, weight[:3])
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has none")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torchs_own_by_name(reduction: str) -> None:
+    given = make_inputs(torch.float32)
+    given["class_weight"] = torch.linspace(0.5, 2.0, CLASSES)
+    exact = whole_logits.cross_entropy(**given, reduction=reduction)
+    found = linear_cross_entropy(**given, reduction=reduction, backend="torch")  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(found, exact)

@@ -1,0 +1,280 @@
+"""What cross-entropy in tiles computes, keeps and promises to autograd: exact counts and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy, token_logprobs
+from lightning_eff.planner.prediction import predict_step
+from lightning_eff.report.live_bytes import LiveBytes
+from tests.support import whole_logits
+from tests.support.whole_logits import error
+
+N, D, V = 64, 8, 512
+TILES = 4
+BUDGET_MIB = N / TILES * V * 4 / 2**20
+aten: Any = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.mm.out, aten.addmm_.default)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices, by dtype; and the rows of the logits that were computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[torch.dtype] = Counter()
+        self.num_rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            first, second = args[-2:]
+            self.count[first.dtype] += 1
+            self.num_rows += len(first) if second.shape == (D, V) else 0
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def per_tile(self) -> float:
+        return self.count.total() / TILES
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(N, D, dtype=dtype, requires_grad=True)
+    return x, torch.randn(V, D, dtype=dtype, requires_grad=True), torch.randint(0, V, (N,))
+
+
+def loss_of(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return linear_cross_entropy(x, weight, target, tile_budget_mib=BUDGET_MIB, **options)
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], torch.dtype, int, int]] = {
+    "mean": (loss_of, torch.float32, 3, 0),
+    "sum": (lambda *given: loss_of(*given, reduction="sum"), torch.float32, 3, 0),
+    "none": (lambda *given: loss_of(*given, reduction="none").mean(), torch.float32, 1, 3),
+    "float16": (loss_of, torch.float16, 1, 3),
+    "checkpoint": (
+        lambda *given: checkpoint(loss_of, *given, use_reentrant=False), torch.float32, 1, 4
+    ),
+    "reentrant": (lambda *given: checkpoint(loss_of, *given, use_reentrant=True), torch.float32, 1, 3),
+}  # fmt: skip
+"""A loss, its dtype, and the products of a tile in forward and backward pass.
+
+Non-reentrant checkpoints run the loss's forward once more, before the backward pass computes it again.
+"""
+
+
+@pytest.mark.parametrize("frozen", ["", "weight", "x"])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_exact_number_of_products(name: str, frozen: str) -> None:
+    function, dtype, in_forward, in_backward = CALLS[name]
+    x, weight, target = inputs(dtype)
+    if frozen:
+        (weight if frozen == "weight" else x).requires_grad_(False)
+        in_forward, in_backward = (n - (n > 1) for n in (in_forward, in_backward))
+    with Products() as forward:
+        loss = function(x, weight, target)
+    with Products() as backward:
+        loss.backward()
+    assert (forward.per_tile, backward.per_tile) == (in_forward, in_backward)
+    exact = [each.detach().double().requires_grad_() for each in (x, weight)]
+    whole = whole_logits.cross_entropy(*exact, target, reduction="sum" if name == "sum" else "mean")
+    for one, reference in zip((x, weight), torch.autograd.grad(whole, exact), strict=True):
+        if one.requires_grad:
+            assert error(one.grad, reference) < 40 * torch.finfo(dtype).eps  # a factor of 16 / 17 is not
+    assert (x.grad is None, weight.grad is None) == (frozen == "x", frozen == "weight")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_one_product_a_tile(mode: Callable[[], Any]) -> None:
+    x, weight, target = inputs()
+    with mode(), Products() as products:
+        loss = loss_of(x, weight, target)
+    assert products.per_tile == 1
+    assert not loss.requires_grad
+    with Products() as products:
+        loss_of(x.detach(), weight.detach(), target)
+    assert products.per_tile == 1
+
+
+def test_ignored_rows_are_not_computed() -> None:
+    x, weight, target = inputs()
+    target[::3] = -100
+    with Products() as products:
+        loss_of(x, weight, target).backward()
+    assert products.num_rows == int((target != -100).sum()) == 42
+
+
+def test_16_bits_have_16_tiles_at_most() -> None:
+    """The budget is for one row: each tile would round the weight's gradient once more."""
+    for dtype, tiles in ((torch.bfloat16, 16), (torch.float16, 16), (torch.float32, N)):
+        x, weight, target = inputs(dtype)
+        with torch.no_grad(), Products() as products:
+            linear_cross_entropy(x, weight, target, tile_budget_mib=1e-6)
+        assert products.count.total() == tiles
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_with_a_loss_scale_keeps_gradients_of_rows_that_are_no_target(reduction: str) -> None:
+    """Formed in forward, without the scale, most of them would be 0: below 3e-8."""
+    x, weight = (torch.randn(512, 8) * 0.01).half(), (torch.randn(20000, 8) * 0.1).half().requires_grad_()
+    target = torch.randint(0, 100, (512,))
+    loss = linear_cross_entropy(x, weight, target, tile_budget_mib=20, reduction=reduction).mean()  # pyright: ignore[reportArgumentType]
+    (found,) = torch.autograd.grad(loss * 32768.0, [weight])
+    exact_weight = weight.detach().double().requires_grad_()
+    exact = F.cross_entropy(x.double() @ exact_weight.T, target) * 32768.0
+    (expected,) = torch.autograd.grad(exact, [exact_weight])
+    assert ((expected[100:] / 32768.0).half() == 0).double().mean() > 0.5
+    assert error(found[100:], expected[100:]) < 5e-3
+    assert (found[100:] == 0).double().mean() < 1e-3
+
+
+def test_autocast_casts_rows_and_weight_and_the_weights_gradient_is_float32() -> None:
+    x, weight, target = inputs()
+    bias = torch.randn(V, requires_grad=True)
+    for reduction in ("mean", "none"):
+        with torch.autocast("cpu", torch.bfloat16):
+            with Products() as products:
+                loss = loss_of(x, weight, target, bias=bias, reduction=reduction).mean()
+            assert loss.dtype == torch.float32
+            assert set(products.count) == {torch.bfloat16}
+            plain = F.cross_entropy(F.linear(x, weight, bias).float(), target)
+        found = torch.autograd.grad(loss, [x, weight, bias])
+        exact = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+        expected = torch.autograd.grad(
+            whole_logits.cross_entropy(exact[0], exact[1], target, exact[2]), exact
+        )
+        others = torch.autograd.grad(plain, [x, weight, bias])
+        for one, other, reference in zip(found, others, expected, strict=True):
+            assert one.dtype == torch.float32
+            assert error(one, reference) <= 2 * error(other, reference)
+    with torch.autocast("cpu", torch.float16):
+        assert loss_of(x, weight, target).dtype == torch.float32
+    with pytest.raises(TypeError, match="expected one floating-point dtype, or autocast"):
+        loss_of(x.bfloat16(), weight, target)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_hook_a_parameter(tied: bool) -> None:
+    """In-backward optimizers, DDP and FSDP2 wait for it."""
+    embedding, head = nn.Embedding(V, D), nn.Linear(D, V)
+    if tied:
+        head.weight = embedding.weight
+    calls: Counter[Tensor] = Counter()
+    parameters = [*nn.ModuleList([embedding, head]).parameters()]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.update([p]))
+    target = torch.randint(0, V, (N,))
+    tokens = torch.randint(0, V, (N,))
+    whole = F.cross_entropy(head(embedding(tokens)), target)
+    expected = torch.autograd.grad(whole, parameters)
+    loss_of(embedding(tokens), head.weight, target, bias=head.bias).backward()
+    assert calls == dict.fromkeys(parameters, 1)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_retained_graph_gives_its_gradients_twice_and_a_freed_one_torchs_error(reduction: str) -> None:
+    x, weight, target = inputs(torch.float64)
+    loss = loss_of(x, weight, target, reduction=reduction).sum()
+    first = torch.autograd.grad(loss, [x, weight], retain_graph=True)
+    kept = [each.clone() for each in first]
+    first[0].zero_()  # what the first pass returned is the caller's
+    second = torch.autograd.grad(loss * 3.0, [x, weight])
+    for one, other in zip(kept, second, strict=True):
+        torch.testing.assert_close(3.0 * one, other, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_is_refused_when_it_is_prepared(reduction: str) -> None:
+    x, weight, target = inputs()
+    loss = loss_of(x, weight, target, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match="a loss in tiles has no second derivative: compute whole logits"):
+        torch.autograd.grad(loss, [x], create_graph=True)
+
+
+def test_an_input_that_is_changed_in_place_before_the_backward_pass_is_refused() -> None:
+    x, weight, target = inputs()
+    loss = loss_of(x, weight, target, reduction="none").sum()
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_breaks_its_graph_here_and_computes_the_same() -> None:
+    x, weight, target = inputs()
+
+    def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return loss_of(x * 2.0, weight, target) + token_logprobs(x, weight, target).mean()
+
+    compiled = torch.compile(step, backend="eager")
+    expected = torch.autograd.grad(step(x, weight, target), [x, weight])
+    for _ in range(2):
+        found = torch.autograd.grad(compiled(x, weight, target), [x, weight])
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
+    x, weight, target = inputs()
+    weight.requires_grad_(not frozen)
+    tile, mask, scalars = N // TILES * V * 4, N, 3 * 4
+    returned = x.nbytes + (0 if frozen else weight.nbytes)
+    of_rows = 4 * N + 11 * 4 * N // TILES  # values, and eleven numbers of a tile's row
+    with LiveBytes() as live:
+        live.add([x, weight, target])
+        before = live.now_bytes
+        loss_of(x, weight, target).backward()
+    assert live.peak_bytes - before == tile + returned + mask + scalars + of_rows
+    with LiveBytes() as live:
+        live.add([x, weight, target])
+        F.cross_entropy(F.linear(x, weight), target).backward()
+    assert live.peak_bytes - before > 2 * TILES * tile
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_a_step_is_predicted_to_the_byte(reduction: str, ignored: int) -> None:
+    target = torch.randint(0, V, (N,))
+    target[:ignored] = -100
+
+    def step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = model.layer(batch[0])
+        return loss_of(hidden, model.head.weight, batch[1], reduction=reduction).mean()
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, foreach=True)
+
+    batch = (torch.randn(N, D), target)
+    found = predict_step(Head, batch, step, sgd)
+    assert found.reason == ""
+    assert found.assumed == []
+    model = Head()
+    optimizer = sgd(model.parameters())
+    live = LiveBytes()
+    live.add([*model.parameters(), *batch])
+    with live:
+        for _ in range(2):
+            step(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found.peak is not None
+    assert found.peak.num_bytes == live.peak_bytes
