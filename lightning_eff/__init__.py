@@ -47,12 +47,9 @@ PUBLIC = {
     "resumable": "lightning_eff.callbacks.exact_resume",
     "step_context": "lightning_eff.precision.auto",
     "swap": "lightning_eff.callbacks.triton_gemm",
-<<<<<<< HEAD
     "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
-=======
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
->>>>>>> losstests
 }
 """Public names besides the techniques, by module; a technique's class comes before a name here."""
 
