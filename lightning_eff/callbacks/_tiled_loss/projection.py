@@ -18,8 +18,12 @@ from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits, lazy
 from lightning_eff.callbacks._tiled_loss.rules import RULES
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels._cross_entropy.tiles import tile_rows_of
-from lightning_eff.kernels.cross_entropy import LowRank, linear_cross_entropy, token_logprobs
+from lightning_eff.kernels.cross_entropy import (
+    LowRank,
+    linear_cross_entropy,
+    tile_rows_of,
+    token_logprobs,
+)
 from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.kernels.matmul import autocast_dtype
 
