@@ -184,16 +184,15 @@ class Divergence(_Scaled):
         del projection
         x, weight = self.teacher
         taught = x[at] @ weight.T
-        values: list[Tensor] = []
+        values = logits.new_empty(len(logits), 1, dtype=wide_dtype(logits.dtype))
         for part in parts(logits):
             scaled = self.scale(logits[part])
             log_s = torch.log_softmax(scaled, -1)
             log_t = torch.log_softmax(self.scale(taught[part]), -1)
-            value, gradient = self._value(log_s, log_t)
-            values.append(value)
+            values[part], gradient = self._value(log_s, log_t)
             if grads is not None and out is not None:
                 out[part] = self.unscale(gradient.mul_(grads[part]), scaled)
-        return torch.cat(values)
+        return values
 
     def _value(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the divergence of rows [r, 1], and the gradient of their scaled logits [r, V]."""

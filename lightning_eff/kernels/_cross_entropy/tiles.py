@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.core.errors import ConfigError
 
@@ -198,11 +199,16 @@ def _no_values(projection: Projection, loss: RowLoss) -> Tensor:
 
 
 def parts(logits: Float[Tensor, "r v"]) -> Iterator[slice]:
-    """Yield the rows of a tile, on a CPU as many at once as stay in its caches."""
+    """Yield the rows of a tile, on a CPU as many at once as stay in its caches.
+
+    Of a tile without values the first rows only: the others would need as much memory again.
+    """
     num_rows, width = logits.shape
     step = num_rows if logits.is_cuda else max(CACHED_BYTES // (4 * width), -(-num_rows // MAX_PARTS), 1)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+        if is_fake(logits):
+            return
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
