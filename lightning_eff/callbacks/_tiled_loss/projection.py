@@ -18,6 +18,7 @@ from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits, lazy
 from lightning_eff.callbacks._tiled_loss.rules import RULES
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.shards import LEAF
 from lightning_eff.kernels.cross_entropy import (
     LowRank,
     linear_cross_entropy,
@@ -50,6 +51,9 @@ class LateProjection:
         if type(self.linear) not in PLAIN or (is_adapted and not hasattr(module, "_plain_adapter")):
             kind = type(module).__name__
             raise ConfigError(key="head", value=kind, allowed="an nn.Linear, or one with a LoRA adapter")
+        self._was_leaf = vars(module).get(LEAF)
+        if is_adapted:  # stage 3 of ZeRO gathers the layer's weight and the adapter's at once then
+            setattr(module, LEAF, True)
         self.tile_budget_mib = tile_budget_mib
         self.num_losses = 0
         self.rows = 0  # of the largest loss
@@ -73,6 +77,12 @@ class LateProjection:
         """Have the module compute its logits when it is called."""
         for name in ("forward", "_call_impl"):
             self.module.__dict__.pop(name, None)
+        if (
+            self.linear is not self.module
+            and vars(self.module).pop(LEAF, None)
+            and self._was_leaf is not None
+        ):
+            setattr(self.module, LEAF, self._was_leaf)
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
