@@ -136,15 +136,17 @@ class TiledLoss(Managed):
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh = self._weigh
+            for projection in self._tiled.values():
+                projection.keeps_mean = True
 
     def _weigh(self, output: Any) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
         loss = output.get("loss") if isinstance(output, dict) else output
         for projection in self._tiled.values():
-            mean, projection.mean = projection.mean, None
-            if isinstance(loss, Tensor) and mean is not None and mean[0]() is loss:
+            targets = projection.targets_of(loss) if isinstance(loss, Tensor) else None
+            if targets is not None:
                 rest: dict[str, Any] = output if isinstance(output, dict) else {}
-                return {"loss": loss, "weight": mean[1], **rest}
+                return {"loss": loss, "weight": targets, **rest}
         return output
 
     @override

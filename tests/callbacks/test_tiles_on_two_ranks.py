@@ -126,7 +126,7 @@ def main(folder: str) -> None:
     for name, strategy in STRATEGIES.items():
         for beside in ("", "recomputed", "adapted"):
             mlps = TiledMLP(tile_budget_mib=BUDGET_MIB, min_tokens=1)
-            loss = TiledLoss(tile_budget_mib=LOSS_BUDGET_MIB)
+            loss = TiledLoss(head="head", tile_budget_mib=LOSS_BUDGET_MIB)
             callbacks: list[Any] = [mlps, loss, MicroBatch(micro_batch_size=2)]
             callbacks += [GradientCheckpointing(blocks="Block")] if beside == "recomputed" else []
             callbacks += [adapter(), Draws()] if beside == "adapted" else []
