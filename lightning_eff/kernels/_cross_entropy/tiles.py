@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -190,12 +191,12 @@ def _no_values(projection: Projection, loss: RowLoss) -> Tensor:
     return x.new_zeros(len(x), loss.num_values, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def parts(logits: Float[Tensor, "r v"]) -> Iterator[slice]:
-    """Yield the rows of a tile, on a CPU as many at once as stay in its caches."""
+def parts(logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yield views of a tile's rows, and of other tensors' or None: on a CPU as many as stay in its caches."""
     num_rows, width = logits.shape
     step = num_rows if logits.is_cuda else max(CACHED_BYTES // (4 * width), -(-num_rows // MAX_PARTS), 1)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
+    # By split: one call for all views of a tensor, since there are many of them.
+    return zip(*(repeat(None) if each is None else each.split(step) for each in (logits, *others)))  # noqa: B905
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
