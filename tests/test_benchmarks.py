@@ -21,6 +21,7 @@ SMALLEST = {
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
     "planner_ladder": ["--only", "plain"],
     "step_overhead": ["--steps", "1100"],
+    "tiled_loss": ["--rounds", "1", "--sizes", "8", "16", "64"],
 }
 """The arguments with which each script measures least."""
 

@@ -10,7 +10,7 @@ neither softcap nor z-loss nor adapters, and returns a loss of 16 bits; `backend
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -113,6 +113,22 @@ def linear_cross_entropy(
             factor /= weights[targets].sum() if weights is not None else len(targets)
     values = _tiled(rows, weight, bias, low_rank, dtype, loss, index, tile_budget_mib, factor)
     return values.view(target.shape) if reduction == "none" else values
+
+
+@overload
+def token_logprobs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0,
+    softcap: float | None = None, with_entropy: Literal[False] = False, tile_budget_mib: float | None = None,
+    low_rank: LowRank | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def token_logprobs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0,
+    softcap: float | None = None, with_entropy: Literal[True], tile_budget_mib: float | None = None,
+    low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def token_logprobs(
