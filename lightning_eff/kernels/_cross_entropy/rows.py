@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels._cross_entropy.tiles import Projection, Rows, parts
+from lightning_eff.kernels._cross_entropy.tiles import Projection, Rows
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +104,7 @@ class CrossEntropy(_OfTarget):
             of_lse = grads * weight * (2.0 * self.z_loss) if self.z_loss else None
             of_all = grads if smoothing else None
         found: list[tuple[Tensor, ...]] = []
-        for row, row_target, factor, add, factor_lse, factor_all, row_out in parts(
+        for row, row_target, factor, add, factor_lse, factor_all, row_out in projection.parts(
             logits, target, of_p, of_target_p, of_lse, of_all, out
         ):
             scaled = self.scale(row)
@@ -143,7 +143,7 @@ class LogProb(_OfTarget):
         target = self.target[at].unsqueeze(1)
         of_target = self.target_logit(projection, at, logits)
         found: list[tuple[Tensor, ...]] = []
-        for row, row_target, grad, row_out in parts(logits, target, grads, out):
+        for row, row_target, grad, row_out in projection.parts(logits, target, grads, out):
             scaled = self.scale(row)
             top = scaled.amax(-1, keepdim=True)
             p = self.softmax(scaled)
@@ -182,11 +182,10 @@ class Divergence(_Scaled):
     def of_tile(
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        del projection
         x, weight = self.teacher
         taught = x[at] @ weight.T
         values: list[Tensor] = []
-        for row, row_taught, grad, row_out in parts(logits, taught, grads, out):
+        for row, row_taught, grad, row_out in projection.parts(logits, taught, grads, out):
             scaled = self.scale(row)
             log_s = torch.log_softmax(scaled, -1)
             log_t = torch.log_softmax(self.scale(row_taught), -1)

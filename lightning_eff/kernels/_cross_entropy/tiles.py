@@ -20,7 +20,7 @@ checkpoint of each tile: autograd adds each tile's dW [V, D] to the last one, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -35,8 +35,10 @@ LEAST_BUDGET_MIB = {"cpu": 16, "cuda": 64}
 """Least default of `tile_budget_mib`: a CPU's tiles stay near its caches, a GPU's fill it."""
 MAX_16_BIT_TILES = 16
 """Each tile rounds a weight gradient of 16 bits once more."""
-CACHED_BYTES = 1 << 18
-"""Float32 logits that a CPU works on at once within a tile, at least."""
+PART_BYTES = 1 << 18
+"""Float32 logits that a CPU works on at once within a tile, at least: they stay in its caches."""
+PART_BYTES_TRAINED = 1 << 20
+"""The same where the weight gets a gradient, beside which they count for nothing: fewer calls."""
 CONVERTED_ROWS = 32
 """Rows that are converted to float32 at once."""
 MAX_PARTS = 64
@@ -83,12 +85,14 @@ class Projection:
         bias: [V], or None.
         index: The rows that have a loss; None for all.
         tile_rows: Rows of a tile.
+        part_bytes: `PART_BYTES`, or `PART_BYTES_TRAINED`.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     bias: Tensor | None
     index: Tensor | None
     tile_rows: int
+    part_bytes: int = PART_BYTES
 
     def tiles(self) -> Iterator[tuple[Rows, Tensor]]:
         """Yield rows and their logits, all in one buffer."""
@@ -108,6 +112,14 @@ class Projection:
             if self.bias is not None:
                 logits.add_(self.bias)
             yield at, logits
+
+    def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+        """Yield views of a tile's rows, and of other tensors: on a CPU as many as stay in its caches."""
+        num_rows, width = logits.shape
+        fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
+        step = num_rows if logits.is_cuda else fitting
+        # By split: one call for all views of a tensor, since there are many of them.
+        return zip(*(repeat(None) if each is None else each.split(step) for each in (logits, *others)))  # noqa: B905
 
     def columns(self, at: Rows, columns: Tensor) -> Tensor:
         """Return one logit of each row in float32 [r]: that of the given column."""
@@ -170,6 +182,8 @@ def gradients_of(
     values = _no_values(projection, loss)
     found = [None if each is None else torch.zeros_like(each) for each in receivers]
     dtype = projection.pairs[0][0].dtype
+    if any(each is not None for each in found[2::2]):
+        projection = replace(projection, part_bytes=PART_BYTES_TRAINED)
     low: Tensor | None = None  # gradient of the logits, in the dtype of the products
     for at, logits in projection.tiles():
         if low is None:
@@ -189,14 +203,6 @@ def gradients_of(
 def _no_values(projection: Projection, loss: RowLoss) -> Tensor:
     x = projection.pairs[0][0]
     return x.new_zeros(len(x), loss.num_values, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def parts(logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield views of a tile's rows, and of other tensors' or None: on a CPU as many as stay in its caches."""
-    num_rows, width = logits.shape
-    step = num_rows if logits.is_cuda else max(CACHED_BYTES // (4 * width), -(-num_rows // MAX_PARTS), 1)
-    # By split: one call for all views of a tensor, since there are many of them.
-    return zip(*(repeat(None) if each is None else each.split(step) for each in (logits, *others)))  # noqa: B905
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
