@@ -20,7 +20,8 @@ checkpoint of each tile: autograd adds each tile's dW [V, D] to the last one, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +40,10 @@ LEAST_ROWS = 64
 """Of a tile with the default budget."""
 MAX_16_BIT_TILES = 16
 """Each tile rounds a weight gradient of 16 bits once more."""
-CACHED_BYTES = 1 << 18
-"""Float32 logits that a CPU works on at once within a tile, at least."""
+PART_BYTES = 1 << 18
+"""Float32 logits that a CPU works on at once within a tile, at least: they stay in its caches."""
+PART_BYTES_TRAINED = 1 << 20
+"""The same where the weight gets a gradient, beside which they count for nothing: fewer calls."""
 CONVERTED_ROWS = 32
 """Rows that are converted to float32 at once."""
 MAX_PARTS = 64
@@ -87,12 +90,14 @@ class Projection:
         bias: [V], or None.
         index: The rows that have a loss; None for all.
         tile_rows: Rows of a tile.
+        part_bytes: `PART_BYTES`, or `PART_BYTES_TRAINED`.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     bias: Tensor | None
     index: Tensor | None
     tile_rows: int
+    part_bytes: int = PART_BYTES
 
     def tiles(self) -> Iterator[tuple[Rows, Tensor]]:
         """Yield rows and their logits, all in one buffer."""
@@ -113,6 +118,18 @@ class Projection:
                 logits.add_(self.bias)
             yield at, logits
 
+    def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+        """Yield views of a tile's rows, and of other tensors: on a CPU as many as stay in its caches.
+
+        Of a tile without values the first rows only: the others would need as much memory again.
+        """
+        num_rows, width = logits.shape
+        fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
+        step = num_rows if logits.is_cuda else fitting
+        # By split: one call for all views of a tensor, since there are many of them.
+        views = zip(*(repeat(None) if each is None else each.split(step) for each in (logits, *others)))  # noqa: B905
+        return islice(views, 1) if is_fake(logits) else views
+
     def columns(self, at: Rows, columns: Tensor) -> Tensor:
         """Return one logit of each row in float32 [r]: that of the given column."""
         exact = torch.zeros(len(columns), device=columns.device)
@@ -121,6 +138,8 @@ class Projection:
             for start in range(0, len(columns), CONVERTED_ROWS):
                 some = slice(start, start + CONVERTED_ROWS)
                 exact[some] += (rows[some].float() * weight[columns[some]].float()).sum(-1)
+                if is_fake(x):  # the others would need as much memory again, as in `parts`
+                    break
         return exact if self.bias is None else exact + self.bias[columns]
 
 
@@ -177,6 +196,8 @@ def gradients_of(
     values = _no_values(projection, loss)
     found = [None if each is None else torch.zeros_like(each) for each in receivers]
     dtype = projection.pairs[0][0].dtype
+    if any(each is not None for each in found[2::2]):
+        projection = replace(projection, part_bytes=PART_BYTES_TRAINED)
     low: Tensor | None = None  # gradient of the logits, in the dtype of the products
     for at, logits in projection.tiles():
         if low is None:
@@ -196,19 +217,6 @@ def gradients_of(
 def _no_values(projection: Projection, loss: RowLoss) -> Tensor:
     x = projection.pairs[0][0]
     return x.new_zeros(len(x), loss.num_values, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def parts(logits: Float[Tensor, "r v"]) -> Iterator[slice]:
-    """Yield the rows of a tile, on a CPU as many at once as stay in its caches.
-
-    Of a tile without values the first rows only: the others would need as much memory again.
-    """
-    num_rows, width = logits.shape
-    step = num_rows if logits.is_cuda else max(CACHED_BYTES // (4 * width), -(-num_rows // MAX_PARTS), 1)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-        if is_fake(logits):
-            return
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
