@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels._cross_entropy.checks import LowRank, check_low_rank, check_options, checked_rows
+from lightning_eff.kernels._cross_entropy.function import Plan, TiledLoss
 from lightning_eff.kernels._cross_entropy.rows import CrossEntropy, Divergence, LogProb, wide_dtype
-from lightning_eff.kernels._cross_entropy.tiles import Plan, RowLoss, TiledLoss, tile_rows_of
+from lightning_eff.kernels._cross_entropy.tiles import RowLoss, tile_rows_of
 
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "tiled", "torch"]
