@@ -1,7 +1,7 @@
 """The autograd function of a loss in tiles, in its two modes.
 
-*In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the forward pass, and
-the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose gradients would
+*In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the forward pass,
+and the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose gradients would
 underflow without the loss scale; a recomputed block, which would compute them twice): the forward pass keeps
 nothing but its inputs, and the backward pass computes the logits again, a fourth GEMM.
 
