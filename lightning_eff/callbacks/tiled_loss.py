@@ -21,9 +21,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.callbacks._tiled_loss.projection import LateProjection, find_head
+from lightning_eff.callbacks._tiled_loss.find_head import find_head
+from lightning_eff.callbacks._tiled_loss.projection import LateProjection
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
@@ -137,7 +139,7 @@ class TiledLoss(Managed):
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh = self._weigh
             for projection in self._tiled.values():
-                projection.keeps_mean = True
+                projection.keeps_means = True
 
     def _weigh(self, output: Any) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
@@ -148,6 +150,14 @@ class TiledLoss(Managed):
                 rest: dict[str, Any] = output if isinstance(output, dict) else {}
                 return {"loss": loss, "weight": targets, **rest}
         return output
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Compute logits that were returned or kept; an optimizer's own hook comes before its closure."""
+        for projection in self._tiled.values():
+            projection.compute_held()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -10,7 +10,7 @@ neither softcap nor z-loss nor adapters, and returns a loss of 16 bits; `backend
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -249,10 +249,12 @@ def _tiled(
     return values if in_forward or factor is None else values.sum() * factor
 
 
-_untraced_apply: Any = cast("Any", torch.compiler.disable)(TiledLoss.apply)
+_untraced: Any = torch.compiler.disable
+_untraced_apply: Any = _untraced(TiledLoss.apply)
 """The number of tiles depends on values: a compiler that meets them breaks its graph here."""
 
 
+@_untraced
 def may_form_gradients(dtype: torch.dtype) -> bool:
     """Return whether the gradients of a scalar are formed in the forward pass.
 
