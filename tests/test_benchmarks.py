@@ -16,11 +16,13 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALLEST = {
     "data_preload": ["--repeats", "1", "--length", "16"],
     "host_time": ["--rounds", "1"],
+    "exact_stack": ["--small", "--steps", "1"],
     "exact_resume": ["--rounds", "1", "--samples", "1000"],
     "live_bytes": ["--batch-sizes", "1", "--only", "full"],
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
     "planner_ladder": ["--only", "plain"],
     "step_overhead": ["--steps", "1100"],
+    "tiled_loss": ["--rounds", "1", "--sizes", "8", "16", "64"],
     "tiled_mlp": ["--rounds", "1"],
 }
 """The arguments with which each script measures least."""

@@ -73,7 +73,13 @@ def test_make_targets_exist() -> None:
 
 @pytest.mark.parametrize(
     ("page", "shown"),
-    [("README", "emptied 2 times"), ("adapters", "['0']\n"), ("fabric", "[4, 4]"), ("checkpoints", "")],
+    [
+        ("README", "emptied 2 times"),
+        ("adapters", "['0']\n"),
+        ("fabric", "[4, 4]"),
+        ("checkpoints", ""),
+        ("tiled_loss", "float32 loss: True"),
+    ],
 )
 def test_the_python_of_a_page_prints(
     page: str, shown: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]

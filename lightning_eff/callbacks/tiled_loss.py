@@ -9,8 +9,8 @@ that is returned gives its number of targets to GradientAccumulation and MicroBa
 Costs: in float16, and within recomputed blocks, the projection's GEMM a fourth time. A metric of whole logits
     has them computed beside the loss. A gradient of 16 bits is rounded once per tile, of which there are at
     most 16.
-Conflicts: a projection that is quantized, or LoRA around it under ZeRO-3. A model that is compiled as a whole
-    has a graph break at its projection.
+Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. A model
+    that is compiled as a whole has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -136,15 +136,17 @@ class TiledLoss(Managed):
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh = self._weigh
+            for projection in self._tiled.values():
+                projection.keeps_mean = True
 
     def _weigh(self, output: Any) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
         loss = output.get("loss") if isinstance(output, dict) else output
         for projection in self._tiled.values():
-            mean, projection.mean = projection.mean, None
-            if isinstance(loss, Tensor) and mean is not None and mean[0]() is loss:
+            targets = projection.targets_of(loss) if isinstance(loss, Tensor) else None
+            if targets is not None:
                 rest: dict[str, Any] = output if isinstance(output, dict) else {}
-                return {"loss": loss, "weight": mean[1], **rest}
+                return {"loss": loss, "weight": targets, **rest}
         return output
 
     @override

@@ -8,11 +8,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 LEAF = "_z3_leaf"
 """DeepSpeed's mark of a module whose weights stage 3 gathers at once; ranks may differ inside it."""
+
+
+class GatheredAtOnce:
+    """Has stage 3 of ZeRO gather the weights of a module and of all inside it at once, until `undo`.
+
+    DeepSpeed (0.19) reduces their gradients when that of the module's input is known. An input that needs
+    none would have that happen before the backward pass of the module, so there it gets one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._before = module, vars(module).get(LEAF)
+        setattr(module, LEAF, True)
+        self._hook = module.register_forward_pre_hook(_with_gradient)
+
+    def undo(self) -> None:
+        """Remove the mark; a second call does nothing."""
+        if vars(self._module).pop(LEAF, None) and self._before is not None:
+            setattr(self._module, LEAF, self._before)
+        self._hook.remove()
+
+
+def _with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not torch.is_grad_enabled() or not any(hasattr(p, "ds_id") for p in module.parameters()):
+        return args
+    return tuple(
+        each.detach().requires_grad_()
+        if isinstance(each, Tensor) and each.is_floating_point() and not each.requires_grad
+        else each
+        for each in args
+    )
 
 
 def is_sharded(tensor: object) -> bool:

@@ -6,7 +6,6 @@ There its weight is whole under ZeRO-3 and FSDP2, and what they do for a backwar
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits, lazy
+from lightning_eff.callbacks._tiled_loss.lazy_logits import IDENTITIES, LazyLogits, lazy
 from lightning_eff.callbacks._tiled_loss.rules import RULES
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.shards import GatheredAtOnce
 from lightning_eff.kernels.cross_entropy import (
     LowRank,
     linear_cross_entropy,
@@ -50,6 +50,7 @@ class LateProjection:
         if type(self.linear) not in PLAIN or (is_adapted and not hasattr(module, "_plain_adapter")):
             kind = type(module).__name__
             raise ConfigError(key="head", value=kind, allowed="an nn.Linear, or one with a LoRA adapter")
+        self._gathered = GatheredAtOnce(module) if is_adapted else None  # its weights and the adapter's
         self.tile_budget_mib = tile_budget_mib
         self.num_losses = 0
         self.rows = 0  # of the largest loss
@@ -57,8 +58,9 @@ class LateProjection:
         self.held_bytes = 0  # of its logits, which were not
         self.readers: Counter[str] = Counter()
         """Functions that needed whole logits."""
-        self.mean: tuple[weakref.ref[Tensor], Tensor] | None = None
-        """The last mean loss, and its number of targets."""
+        self.keeps_mean = False
+        self._mean: tuple[object, Tensor] | None = None
+        """The node of the last mean loss, and its number of targets; if `keeps_mean`."""
         self._compute: Compute | None = None
         self._forward: Compute = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
@@ -73,6 +75,8 @@ class LateProjection:
         """Have the module compute its logits when it is called."""
         for name in ("forward", "_call_impl"):
             self.module.__dict__.pop(name, None)
+        if self._gathered is not None:
+            self._gathered.undo()
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +120,14 @@ class LateProjection:
         self._count(logits)
         loss = self._tiled(linear_cross_entropy, logits, target, options)
         is_mean = options["reduction"] == "mean" and options["class_weight"] is None
-        self.mean = (weakref.ref(loss), (target != options["ignore_index"]).sum()) if is_mean else None
+        if self.keeps_mean and is_mean and loss.grad_fn is not None:
+            self._mean = _node(loss), (target != options["ignore_index"]).sum()
         return loss
+
+    def targets_of(self, loss: Tensor) -> Tensor | None:
+        """Return the number of targets of a loss, if it is the last mean loss itself; forget that one."""
+        mean, self._mean = self._mean, None
+        return mean[1] if mean is not None and _node(loss) is mean[0] else None
 
     def logprobs(self, logits: LazyLogits, target: Tensor) -> Tensor:
         """Return the log-probabilities of targets in tiles."""
@@ -163,6 +173,14 @@ class LateProjection:
             flat = logits.x.reshape(-1, logits.x.shape[-1])
             self.rows, self.held_bytes = rows, rows * logits.width * logits.dtype.itemsize
             self.tile_rows = tile_rows_of(flat, logits.width, self.tile_budget_mib)
+
+
+def _node(loss: Tensor) -> Any:
+    """Return what computed a loss, whatever identities of autograd came after it."""
+    node: Any = loss.grad_fn
+    while type(node).__name__ in IDENTITIES:
+        node = node.next_functions[0][0]
+    return node
 
 
 def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | None:

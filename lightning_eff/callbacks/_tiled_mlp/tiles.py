@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_eff.core.shards import LEAF
+from lightning_eff.core.shards import GatheredAtOnce
 
 NUM_WIDE = 5
 """Tensors of tokens x widest in the backward pass of a gated MLP: two products, an activation, their product,
@@ -47,7 +47,7 @@ class TiledForward:
     def __init__(self, module: nn.Module, widest: int, *, budget_bytes: int | None, min_tokens: int) -> None:
         self.module, self.widest = module, widest
         self.budget_bytes, self.min_tokens = budget_bytes, min_tokens
-        self._was_leaf = vars(module).get(LEAF)
+        self._gathered: GatheredAtOnce | None = None
         self.max_tokens = 0
         self.max_tiles = 0
         self.not_held_bytes = 0
@@ -81,15 +81,14 @@ class TiledForward:
         Stage 3 of ZeRO would gather them in every tile otherwise, and ranks may have other numbers of tiles.
         """
         self.module.forward = self
-        setattr(self.module, LEAF, True)
+        self._gathered = GatheredAtOnce(self.module)
 
     def restore(self) -> None:
         """Give the module its own forward back; a second call does nothing."""
         if vars(self.module).get("forward") is self:
             del self.module.forward
-            delattr(self.module, LEAF)
-            if self._was_leaf is not None:
-                setattr(self.module, LEAF, self._was_leaf)
+            if self._gathered is not None:
+                self._gathered.undo()
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels._cross_entropy.tiles import Projection, Rows, parts
+from lightning_eff.kernels._cross_entropy.tiles import Projection, Rows
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +38,8 @@ class _Scaled:
 
     def scale(self, logits: Tensor) -> Tensor:
         """Return scaled logits, in float32 at least and in their own memory if they have that dtype."""
-        logits = logits.to(wide_dtype(logits.dtype))
+        if logits.dtype.itemsize == 2:
+            logits = logits.float()
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
@@ -64,12 +65,9 @@ class _OfTarget(_Scaled):
             return rounded, rounded
         return rounded, self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
 
-    def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities, and the scaled logits, which are overwritten where nothing needs them."""
-        scaled = self.scale(logits)
-        if self.softcap is not None:  # whose derivative needs them
-            return torch.softmax(scaled, -1), scaled
-        return torch.softmax(scaled, -1, out=scaled), scaled
+    def softmax(self, scaled: Tensor) -> Tensor:
+        """Return probabilities, in the memory of the scaled logits unless `unscale` needs them."""
+        return torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
 
 
 def log_sum_above(p_max: Tensor, change: tuple[Tensor, Tensor], p_target: Tensor) -> Tensor:
@@ -93,33 +91,38 @@ class CrossEntropy(_OfTarget):
     def of_tile(
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        smoothing, width = self.label_smoothing, logits.shape[1]
+        smoothing = self.label_smoothing
         target, weights = self.target[at].unsqueeze(1), self.class_weight
         of_target = self.target_logit(projection, at, logits)
-        top = self.scale(logits.amax(-1, keepdim=True))
-        p_max, p_target, spread = (torch.empty_like(top) for _ in range(3))
-        weight = torch.ones_like(top) if weights is None else weights[target]
-        each: Any = smoothing / width if weights is None else weights * (smoothing / width)
+        weight: Any = 1.0 if weights is None else weights[target]
+        each: Any = (1.0 if weights is None else weights) * (smoothing / logits.shape[1])
         total: Any = smoothing if weights is None else each.sum()  # of each
-        factor = weight * (1.0 - smoothing) + total
-        for part in parts(logits):
-            if smoothing:
-                spread[part] = (self.scale(logits[part].clone()) * each).sum(-1, keepdim=True)
-            row = logits[part]
-            p, scaled = self.softmax(row)
-            torch.amax(p, -1, keepdim=True, out=p_max[part])
-            torch.gather(p, 1, target[part], out=p_target[part])
-            if grads is None or out is None:
+        of_p = of_target_p = of_lse = of_all = None
+        if grads is not None:
+            of_p = grads * (weight * (1.0 - smoothing) + total)
+            of_target_p = grads * weight * (smoothing - 1.0)
+            of_lse = grads * weight * (2.0 * self.z_loss) if self.z_loss else None
+            of_all = grads if smoothing else None
+        found: list[tuple[Tensor, ...]] = []
+        for row, row_target, factor, add, factor_lse, factor_all, row_out in projection.parts(
+            logits, target, of_p, of_target_p, of_lse, of_all, out
+        ):
+            scaled = self.scale(row)
+            top = scaled.amax(-1, keepdim=True)
+            spread = (scaled * each).sum(-1, keepdim=True) if smoothing else top
+            p = self.softmax(scaled)
+            p_max = p.amax(-1, keepdim=True)
+            found.append((top, p_max, p.gather(1, row_target), spread))
+            if row_out is None:
                 continue
-            if self.z_loss:
-                factor[part] += weight[part] * (2.0 * self.z_loss) * (top[part] - p_max[part].log())
-            p.mul_(grads[part] * factor[part])
-            p.scatter_add_(1, target[part], grads[part] * weight[part] * (smoothing - 1.0))
-            if smoothing:
-                p.sub_(grads[part] * each)
+            p.mul_(factor if factor_lse is None else factor + factor_lse * (top - p_max.log()))
+            p.scatter_add_(1, row_target, add)
+            if factor_all is not None:
+                p.sub_(factor_all * each)
             if self.unscale(p, scaled) is not row:  # else it is where it belongs
-                out[part] = p
+                row_out.copy_(p)
             del p, scaled  # before the next part is converted
+        top, p_max, p_target, spread = map(torch.cat, zip(*found, strict=True))
         above = log_sum_above(p_max, of_target, p_target)
         lse = top + above
         value = (top - of_target[1] + above) * weight * (1.0 - smoothing)
@@ -139,29 +142,27 @@ class LogProb(_OfTarget):
     ) -> Tensor:
         target = self.target[at].unsqueeze(1)
         of_target = self.target_logit(projection, at, logits)
-        top = self.scale(logits.amax(-1, keepdim=True))
-        p_max, p_target, entropy = (torch.empty_like(top) for _ in range(3))
-        for part in parts(logits):
-            row = logits[part]
-            p, scaled = self.softmax(row)
-            torch.amax(p, -1, keepdim=True, out=p_max[part])
-            torch.gather(p, 1, target[part], out=p_target[part])
-            surprise = None
-            if self.num_values == 2:
-                surprise = torch.special.entr(p)  # -p log p
-                entropy[part] = surprise.sum(-1, keepdim=True)
-            if grads is None or out is None:
+        found: list[tuple[Tensor, ...]] = []
+        for row, row_target, grad, row_out in projection.parts(logits, target, grads, out):
+            scaled = self.scale(row)
+            top = scaled.amax(-1, keepdim=True)
+            p = self.softmax(scaled)
+            surprise = torch.special.entr(p) if self.num_values == 2 else None  # -p log p
+            entropy = top if surprise is None else surprise.sum(-1, keepdim=True)
+            found.append((top, p.amax(-1, keepdim=True), p.gather(1, row_target), entropy))
+            if row_out is None:
                 continue
-            given = grads[part, :1]
+            given = grad[:, :1]
             if surprise is None:
                 p.mul_(-given)
             else:  # d entropy / d l_c = -p_c * log p_c - p_c * entropy
-                of_entropy = grads[part, 1:]
-                p.mul_(-given - of_entropy * entropy[part]).addcmul_(surprise, of_entropy)
-            p.scatter_add_(1, target[part], given)
+                of_entropy = grad[:, 1:]
+                p.mul_(-given - of_entropy * entropy).addcmul_(surprise, of_entropy)
+            p.scatter_add_(1, row_target, given)
             if self.unscale(p, scaled) is not row:
-                out[part] = p
-            del p, scaled  # before the next part is converted
+                row_out.copy_(p)
+            del p, scaled, surprise  # before the next part is converted
+        top, p_max, p_target, entropy = map(torch.cat, zip(*found, strict=True))
         value = of_target[1] - top - log_sum_above(p_max, of_target, p_target)
         return value if self.num_values == 1 else torch.cat([value, entropy], 1)
 
@@ -181,17 +182,17 @@ class Divergence(_Scaled):
     def of_tile(
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        del projection
         x, weight = self.teacher
         taught = x[at] @ weight.T
         values = logits.new_empty(len(logits), 1, dtype=wide_dtype(logits.dtype))
-        for part in parts(logits):
-            scaled = self.scale(logits[part])
+        for row, row_taught, row_value, grad, row_out in projection.parts(logits, taught, values, grads, out):
+            scaled = self.scale(row)
             log_s = torch.log_softmax(scaled, -1)
-            log_t = torch.log_softmax(self.scale(taught[part]), -1)
-            values[part], gradient = self._value(log_s, log_t)
-            if grads is not None and out is not None:
-                out[part] = self.unscale(gradient.mul_(grads[part]), scaled)
+            log_t = torch.log_softmax(self.scale(row_taught), -1)
+            value, gradient = self._value(log_s, log_t)
+            row_value.copy_(value)
+            if row_out is not None:
+                row_out.copy_(self.unscale(gradient.mul_(grad), scaled))
         return values
 
     def _value(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:

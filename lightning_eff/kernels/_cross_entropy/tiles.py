@@ -4,23 +4,14 @@
     values [R], G [R, V] = what a `RowLoss` makes of them, G being the gradient of the logits
     dx [R, D] = G @ W;  dW [V, D] += G.T @ x
 
-Two modes. *In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the
-forward pass, and the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose
-gradients would underflow without the loss scale; a recomputed block, which would compute them twice): the
-forward pass keeps nothing but its inputs, and the backward pass computes the logits again, a fourth GEMM.
-
-Gradients are returned through the Function's own inputs, so that hooks, DDP, FSDP2, tied weights and
-optimizers in the backward pass see one gradient of a weight. A projection with an adapter is a sum of two
-products: x @ W.T + u @ B.T, which are never merged.
-
-Why not an inner `backward()` of each tile: hooks fire once a tile, and DDP rejects the second. Why not a
-checkpoint of each tile: autograd adds each tile's dW [V, D] to the last one, which takes its memory twice.
+A projection with an adapter is a sum of two products, x @ W.T + u @ B.T, which are never merged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +30,10 @@ LEAST_ROWS = 64
 """Of a tile with the default budget."""
 MAX_16_BIT_TILES = 16
 """Each tile rounds a weight gradient of 16 bits once more."""
-CACHED_BYTES = 1 << 18
-"""Float32 logits that a CPU works on at once within a tile, at least."""
+PART_BYTES = 1 << 18
+"""Float32 logits that a CPU works on at once within a tile, at least: they stay in its caches."""
+PART_BYTES_TRAINED = 1 << 20
+"""The same where the weight gets a gradient, beside which they count for nothing: fewer calls."""
 CONVERTED_ROWS = 32
 """Rows that are converted to float32 at once."""
 MAX_PARTS = 64
@@ -87,12 +80,14 @@ class Projection:
         bias: [V], or None.
         index: The rows that have a loss; None for all.
         tile_rows: Rows of a tile.
+        part_bytes: `PART_BYTES`, or `PART_BYTES_TRAINED`.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     bias: Tensor | None
     index: Tensor | None
     tile_rows: int
+    part_bytes: int = PART_BYTES
 
     def tiles(self) -> Iterator[tuple[Rows, Tensor]]:
         """Yield rows and their logits, all in one buffer."""
@@ -112,6 +107,18 @@ class Projection:
             if self.bias is not None:
                 logits.add_(self.bias)
             yield at, logits
+
+    def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+        """Yield views of a tile's rows, and of other tensors: on a CPU as many as stay in its caches.
+
+        Of a tile without values the first rows only: the others would need as much memory again.
+        """
+        num_rows, width = logits.shape
+        fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
+        step = num_rows if logits.is_cuda else fitting
+        # By split: one call for all views of a tensor, since there are many of them.
+        views = zip(*(repeat(None) if each is None else each.split(step) for each in (logits, *others)))  # noqa: B905
+        return islice(views, 1) if is_fake(logits) else views
 
     def columns(self, at: Rows, columns: Tensor) -> Tensor:
         """Return one logit of each row in float32 [r]: that of the given column."""
@@ -179,6 +186,8 @@ def gradients_of(
     values = _no_values(projection, loss)
     found = [None if each is None else torch.zeros_like(each) for each in receivers]
     dtype = projection.pairs[0][0].dtype
+    if any(each is not None for each in found[2::2]):
+        projection = replace(projection, part_bytes=PART_BYTES_TRAINED)
     low: Tensor | None = None  # gradient of the logits, in the dtype of the products
     for at, logits in projection.tiles():
         if low is None:
@@ -200,19 +209,6 @@ def _no_values(projection: Projection, loss: RowLoss) -> Tensor:
     return x.new_zeros(len(x), loss.num_values, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def parts(logits: Float[Tensor, "r v"]) -> Iterator[slice]:
-    """Yield the rows of a tile, on a CPU as many at once as stay in its caches.
-
-    Of a tile without values the first rows only: the others would need as much memory again.
-    """
-    num_rows, width = logits.shape
-    step = num_rows if logits.is_cuda else max(CACHED_BYTES // (4 * width), -(-num_rows // MAX_PARTS), 1)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-        if is_fake(logits):
-            return
-
-
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add `grad.T @ x` [V, D] to `total`."""
     if total.dtype == x.dtype:
@@ -222,79 +218,3 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
     step = max(1, len(total) // MAX_16_BIT_TILES)
     for start in range(0, len(total), step):
         total[start : start + step] += grad[:, start : start + step].T @ x
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How a loss is computed.
-
-    Args:
-        loss: What is made of the logits.
-        dtype: In which they are multiplied.
-        index: The rows that have a loss; None for all.
-        tile_rows: Rows of a tile.
-        factor: Of the sum of the values, a scalar whose gradients are formed in forward; None for values.
-    """
-
-    loss: RowLoss
-    dtype: torch.dtype
-    index: Tensor | None
-    tile_rows: int
-    factor: Tensor | None = None
-
-    def projection(self, bias: Tensor | None, pairs: Sequence[Tensor]) -> Projection:
-        """Return the projection in the dtype of its products."""
-        cast = [each.detach().to(self.dtype) for each in pairs]
-        low_bias = None if bias is None else bias.detach()
-        return Projection(list(zip(cast[::2], cast[1::2], strict=True)), low_bias, self.index, self.tile_rows)
-
-    def gradients(
-        self, grad: Tensor, needs: Sequence[bool], bias: Tensor | None, pairs: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return what `gradients_of` does, of the inputs that need a gradient.
-
-        Args:
-            grad: Gradients of the values [N, k]; with a factor, that of the scalar.
-            needs: Whether bias and pairs need one.
-            bias: [V], or None.
-            pairs: Rows and weight of each product.
-        """
-        grads = grad
-        if self.factor is not None:
-            grads = (grad * self.factor).expand(len(pairs[0]), self.loss.num_values)
-        receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
-        with torch.autocast(pairs[0].device.type, enabled=False):
-            return gradients_of(self.projection(bias, pairs), self.loss, grads, receivers)
-
-
-class TiledLoss(torch.autograd.Function):
-    """The values of rows [N, k], or with a factor their sum times it."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
-        """Compute values, and with a factor the gradients too."""
-        ctx.save_for_backward(bias, *pairs)
-        ctx.plan, ctx.gradients = plan, None
-        if plan.factor is None:
-            with torch.autocast(pairs[0].device.type, enabled=False):
-                return values_of(plan.projection(bias, pairs), plan.loss)
-        one = torch.ones_like(plan.factor)
-        values, ctx.gradients = plan.gradients(one, ctx.needs_input_grad[1:], bias, pairs)
-        return values.sum() * plan.factor
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that forward has formed, times `grad`; else form them.
-
-        Raises:
-            RuntimeError: A second derivative is prepared.
-        """
-        if torch.is_grad_enabled():  # torch would take these gradients for constants
-            msg = "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
-            raise RuntimeError(msg)
-        bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None:
-            return None, *(None if each is None else each.mul_(grad) for each in gradients)
-        # Also the second backward pass of a graph that was retained.
-        return None, *ctx.plan.gradients(grad, ctx.needs_input_grad[1:], bias, pairs)[1]
