@@ -53,8 +53,9 @@ def checked_rows(
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
         msg = f"target of {target.dtype}: expected integers; for probabilities use linear_kl"
         raise TypeError(msg)
-    dtype = autocast_dtype(x.device.type, x.dtype, weight.dtype) or x.dtype
-    if not x.dtype.is_floating_point or (dtype == x.dtype and x.dtype != weight.dtype):
+    cast = autocast_dtype(x.device.type, x.dtype, weight.dtype)
+    dtype = cast or x.dtype
+    if not x.dtype.is_floating_point or (cast is None and x.dtype != weight.dtype):
         msg = f"x of {x.dtype} and weight of {weight.dtype}: expected one floating-point dtype, or autocast"
         raise TypeError(msg)
     return x.reshape(-1, x.shape[-1]), target.reshape(-1).to(torch.int64), dtype
