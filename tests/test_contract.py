@@ -20,6 +20,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.callbacks.tiled_mlp import TiledMLP
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
@@ -95,6 +96,9 @@ CASES = {
     "gradient_accumulation": Case(lambda: GradientAccumulation(global_batch_size=4)),
     "micro_batch": Case(MicroBatch),
     "triton_gemm": Case(lambda: TritonGemm(min_features=1)),
+    "tiled_loss": Case(  # of one row each
+        lambda: TiledLoss(head="second", tile_budget_mib=1e-5), rtol=1e-5, num_steps=20
+    ),
     "tiled_mlp": Case(  # of one token each
         lambda: TiledMLP(modules=["blocks.*.linear"], min_tokens=1, tile_budget_mib=1e-4),
         rtol=1e-5,

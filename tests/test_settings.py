@@ -18,6 +18,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.callbacks.tiled_mlp import TiledMLP
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
@@ -82,6 +83,8 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (PeftAdapter, {"save_base": "no"}, "save_base='no': expected true or false"),
     (TorchCompile, {"mode": "fast"}, "one of default, reduce-overhead"),
     (TorchCompile, {"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
+    (TiledLoss, {"tile_budget_mib": 0}, "tile_budget_mib=0: expected a number above 0, or None"),
+    (TiledLoss, {"head": 3}, "head=3: expected "),
     (TiledMLP, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a number above 0, or None"),
     (TiledMLP, {"min_tokens": 0}, "min_tokens=0"),
     (TritonGemm, {"min_features": 0}, "min_features"),
@@ -146,6 +149,7 @@ NO_EFFECT: list[tuple[Callable[[], Any], str]] = [
     (lambda: GradientCheckpointing(blocks=["unused"]), r"recomputed nothing: 1 of 1 .* \(full\), 0 times"),
     (lambda: TorchCompile(backend="aot_eager"), "found no repeated blocks"),
     (lambda: TorchCompile(backend="aot_eager", target="unused"), "compiled no graph"),
+    (TiledLoss, "no output projection with more outputs than inputs: name it with head="),
     (TiledMLP, "no token-wise MLP found in repeated blocks; name them with modules="),
     (TritonGemm, "no linear layer that is trained has 256 or more input and output features"),
     (lambda: AutoPrecision(precision="bf16-mixed"), "no linear, convolution or recurrent layer"),

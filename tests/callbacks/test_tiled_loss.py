@@ -20,6 +20,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.kernels._cross_entropy import tiles
 from lightning_eff.models.gpt import GPT
 from tests.support.language import token_rows
 from tests.support.models import Net, fit, make_trainer
@@ -337,9 +338,11 @@ def test_sharding_that_waits_for_the_gradient_of_logits_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_it_is_predicted_to_the_byte(tmp_path: Any) -> None:
+@pytest.mark.parametrize("part_bytes", [tiles.PART_BYTES_TRAINED, 1], ids=["whole tiles", "parts of tiles"])
+def test_it_is_predicted_to_the_byte(part_bytes: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.prediction import GPT_OF
 
+    monkeypatch.setattr(tiles, "PART_BYTES_TRAINED", part_bytes)  # of 1: a part is one row
     assert_predicted_is_measured(GPT_OF, lambda: {"callbacks": [TiledLoss(tile_budget_mib=1e-2)]}, tmp_path)
 
 

@@ -232,7 +232,7 @@ def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
     weight.requires_grad_(not frozen)
     tile, mask, scalars = N // TILES * V * 4, N, 3 * 4
     returned = x.nbytes + (0 if frozen else weight.nbytes)
-    of_rows = 4 * N + 14 * 4 * N // TILES  # values, and fourteen numbers of a tile's row
+    of_rows = 4 * N + 11 * 4 * N // TILES  # values, and eleven numbers of a tile's row
     with LiveBytes() as live:
         live.add([x, weight, target])
         before = live.now_bytes

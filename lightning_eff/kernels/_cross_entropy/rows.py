@@ -72,6 +72,11 @@ class _OfTarget(_Scaled):
         return torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
 
 
+def columns(logits: Tensor, count: int) -> list[Tensor]:
+    """Return columns [r, 1] for values of a tile's rows, which its parts fill."""
+    return [logits.new_empty(len(logits), 1, dtype=wide_dtype(logits.dtype)) for _ in range(count)]
+
+
 def log_sum_above(p_max: Tensor, change: tuple[Tensor, Tensor], p_target: Tensor) -> Tensor:
     """Return the log of the sum of exponentials less the largest logit, from its probability.
 
@@ -105,26 +110,29 @@ class CrossEntropy(_OfTarget):
             of_target_p = grads * weight * (smoothing - 1.0)
             of_lse = grads * weight * (2.0 * self.z_loss) if self.z_loss else None
             of_all = grads if smoothing else None
-        found: list[tuple[Tensor, ...]] = []
-        for row, row_target, factor, add, factor_lse, factor_all, row_out in projection.parts(
-            logits, target, of_p, of_target_p, of_lse, of_all, out
-        ):
+        top, p_max, p_target, spread = columns(logits, 4)
+        for (
+            row, row_target, factor, add, factor_lse, factor_all, row_out,
+            row_top, row_max, row_p_target, row_spread,
+        ) in projection.parts(
+            logits, target, of_p, of_target_p, of_lse, of_all, out, top, p_max, p_target, spread
+        ):  # fmt: skip
             scaled = self.scale(row)
-            top = scaled.amax(-1, keepdim=True)
-            spread = (scaled * each).sum(-1, keepdim=True) if smoothing else top
+            torch.amax(scaled, -1, keepdim=True, out=row_top)
+            if smoothing:
+                torch.sum(scaled * each, -1, keepdim=True, out=row_spread)
             p = self.softmax(scaled)
-            p_max = p.amax(-1, keepdim=True)
-            found.append((top, p_max, p.gather(1, row_target), spread))
+            torch.amax(p, -1, keepdim=True, out=row_max)
+            torch.gather(p, 1, row_target, out=row_p_target)
             if row_out is None:
                 continue
-            p.mul_(factor if factor_lse is None else factor + factor_lse * (top - p_max.log()))
+            p.mul_(factor if factor_lse is None else factor + factor_lse * (row_top - row_max.log()))
             p.scatter_add_(1, row_target, add)
             if factor_all is not None:
                 p.sub_(factor_all * each)
             if self.unscale(p, scaled) is not row:  # else it is where it belongs
                 row_out.copy_(p)
             del p, scaled  # before the next part is converted
-        top, p_max, p_target, spread = map(torch.cat, zip(*found, strict=True))
         above = log_sum_above(p_max, of_target, p_target)
         lse = top + above
         value = (top - of_target[1] + above) * weight * (1.0 - smoothing)
@@ -144,14 +152,18 @@ class LogProb(_OfTarget):
     ) -> Tensor:
         target = self.target[at].unsqueeze(1)
         of_target = self.target_logit(projection, at, logits)
-        found: list[tuple[Tensor, ...]] = []
-        for row, row_target, grad, row_out in projection.parts(logits, target, grads, out):
+        top, p_max, p_target, entropy = columns(logits, 4)
+        for (
+            row, row_target, grad, row_out, row_top, row_max, row_p_target, row_entropy
+        ) in projection.parts(logits, target, grads, out, top, p_max, p_target, entropy):  # fmt: skip
             scaled = self.scale(row)
-            top = scaled.amax(-1, keepdim=True)
+            torch.amax(scaled, -1, keepdim=True, out=row_top)
             p = self.softmax(scaled)
+            torch.amax(p, -1, keepdim=True, out=row_max)
+            torch.gather(p, 1, row_target, out=row_p_target)
             surprise = torch.special.entr(p) if self.num_values == 2 else None  # -p log p
-            entropy = top if surprise is None else surprise.sum(-1, keepdim=True)
-            found.append((top, p.amax(-1, keepdim=True), p.gather(1, row_target), entropy))
+            if surprise is not None:
+                torch.sum(surprise, -1, keepdim=True, out=row_entropy)
             if row_out is None:
                 continue
             given = grad[:, :1]
@@ -159,12 +171,11 @@ class LogProb(_OfTarget):
                 p.mul_(-given)
             else:  # d entropy / d l_c = -p_c * log p_c - p_c * entropy
                 of_entropy = grad[:, 1:]
-                p.mul_(-given - of_entropy * entropy).addcmul_(surprise, of_entropy)
+                p.mul_(-given - of_entropy * row_entropy).addcmul_(surprise, of_entropy)
             p.scatter_add_(1, row_target, given)
             if self.unscale(p, scaled) is not row:
                 row_out.copy_(p)
             del p, scaled, surprise  # before the next part is converted
-        top, p_max, p_target, entropy = map(torch.cat, zip(*found, strict=True))
         value = of_target[1] - top - log_sum_above(p_max, of_target, p_target)
         return value if self.num_values == 1 else torch.cat([value, entropy], 1)
 
