@@ -371,6 +371,64 @@ def test_what_is_token_wise(make: Callable[[], nn.Module], refusal: str) -> None
         assert check_token_wise(make()) == found
 
 
+class Between(nn.Module):
+    """Two linear layers, and what is given between them."""
+
+    def __init__(self, mixes: Callable[[Any, Tensor], Tensor], part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.part, self.down = nn.Linear(4, 8), part, nn.Linear(8, 4)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.mixes(self, self.up(x)))
+
+
+def attended(self: Any, h: Tensor) -> Tensor:
+    return self.part(h, h, h)[0]
+
+
+def in_pairs(self: Any, h: Tensor) -> Tensor:
+    return h.unflatten(-2, (-1, 2)).flip(-2).flatten(-3, -2) if h.shape[-2] % 2 == 0 else h
+
+
+OTHER_TOKENS = "a token's output depends on other tokens"
+MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attention over samples": (lambda: Between(attended, nn.MultiheadAttention(8, 2)), OTHER_TOKENS),
+    "GRU": (lambda: Between(lambda self, h: self.part(h)[0], nn.GRU(8, 8)), OTHER_TOKENS),
+    "LSTM": (lambda: Between(lambda self, h: self.part(h)[0], nn.LSTM(8, 8)), OTHER_TOKENS),
+    "cumsum": (lambda: Between(lambda self, h: h.cumsum(0)), OTHER_TOKENS),
+    "shift": (lambda: Between(lambda self, h: h.roll(1, 0)), OTHER_TOKENS),
+    "mean": (lambda: Between(lambda self, h: h - h.mean(-3, keepdim=True)), OTHER_TOKENS),
+    "a middle axis": (
+        lambda: Between(lambda self, h: h - h.mean(1, keepdim=True) if h.dim() == 4 else h),
+        OTHER_TOKENS,
+    ),
+    "more than 8": (lambda: Between(lambda self, h: h.flip(-2) if h.shape[-2] > 8 else h), OTHER_TOKENS),
+    "pairs": (lambda: Between(in_pairs), OTHER_TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", list(MIXING))
+def test_what_is_not_token_wise_is_refused(name: str) -> None:
+    make, refusal = MIXING[name]
+    assert check_token_wise(make()).refusal == refusal
+
+
+def test_an_input_of_another_rank_is_computed_in_one_piece() -> None:
+    def in_samples(self: Any, h: Tensor) -> Tensor:
+        samples, _, _ = h.shape
+        return h.view(samples, -1, 8).tanh()
+
+    model = nn.ModuleDict({"mlp": Between(in_samples)})
+    assert check_token_wise(model["mlp"]).ranks == (3,)
+    (forward,) = tile_mlps(model, modules="mlp", tile_budget_mib=1e-3, min_tokens=1).values()
+    with pytest.raises(ValueError, match="not enough values"):
+        model["mlp"](torch.ones(64, 4))
+    assert forward.max_tiles == 0
+    model["mlp"](torch.ones(2, 32, 4))
+    assert forward.max_tiles > 1
+
+
 def test_modules_that_are_named_must_be_token_wise() -> None:
     model = make_gpt()
     allowed = "modules='blocks.0.attention': expected modules that compute every token from that token alone"

@@ -1,16 +1,18 @@
 """Test that a module computes every token from that token alone, without its weights.
 
-The test is `f(cat(a, b)) == cat(f(a), f(b))` in float64, on four random tokens. It runs on a stand-in: a copy
-of the module whose linear layers, which are token-wise by definition, are replaced by cheap functions of the
-same sizes, and whose other parameters are random numbers. So it reads no weights: they may be sharded,
-quantized, on the meta device or fake (`plan`), it takes no memory of their size, and neither the module nor
-the random generators change.
+The test is `f(x) == cat(f(tile), ...)` in float64, on random tokens of several samples and on the tiles that
+`tiles` makes of them. It runs on a stand-in: a copy of the module whose plain linear layers, which are
+token-wise by definition, are replaced by cheap functions of the same sizes, and whose other parameters are
+random numbers. So it reads no weights: they may be sharded, quantized, on the meta device or fake (`plan`),
+it takes no memory of their size, and neither the module nor the random generators change.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +26,15 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
+from lightning_eff.callbacks._tiled_mlp.tiles import join, split
 from lightning_eff.core.model_surgery import ADAPTER
 from lightning_eff.core.shards import full_shape
 
-NUM_TOKENS = 4
+SHAPES = ((33,), (3, 11), (3, 2, 11))
+"""Samples and tokens of the inputs on trial: odd lengths, no axis of one."""
+TILE_TOKENS = 16
+"""Of a tile: more than a sample has, and even; the last tile has fewer."""
+FAILS = "its forward fails on a tensor of tokens x features"
 ROUTING = (
     "topk",
     "sort",
@@ -49,10 +56,12 @@ class TokenWise:
     Args:
         refusal: Why it cannot be tiled; empty if it is token-wise.
         widest: Features of its widest activation.
+        ranks: Numbers of axes that its input may have.
     """
 
     refusal: str = ""
     widest: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 def num_matrices(module: nn.Module) -> int:
@@ -73,7 +82,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
 
     Example:
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)))
-        TokenWise(refusal='', widest=8)
+        TokenWise(refusal='', widest=8, ranks=(2, 3, 4))
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.Softmax(-2), nn.Linear(8, 2))).refusal
         "a token's output depends on other tokens"
     """
@@ -83,35 +92,55 @@ def check_token_wise(module: nn.Module) -> TokenWise:
     ]
     if len(required) != 1:
         return TokenWise(f"its forward takes {len(required)} inputs")
-    with _disable_current_modes(), torch.device("cpu"), isolate_rng(), torch.no_grad():
+    with (
+        _disable_current_modes(),
+        torch.device("cpu"),
+        isolate_rng(),
+        torch.no_grad(),
+        warnings.catch_warnings(action="ignore"),
+    ):
         torch.manual_seed(0)
         try:
             trial = stand_in(module)
         except Exception as error:  # noqa: BLE001 - a module may hold anything
             return TokenWise(f"it cannot be copied: {type(error).__name__}")
-        refusal = "its forward fails on a tensor of tokens x features"
+        found = TokenWise(FAILS)
         for features in _input_features(module):
-            x = torch.randn(1, NUM_TOKENS, features).double()
-            try:
-                return _compare(trial, x)
-            except Exception as error:  # noqa: BLE001 - so may its forward
-                refusal = f"{refusal.partition(':')[0]}: {type(error).__name__}"
-    return TokenWise(refusal)
+            found = _try(trial, features)
+            if not found.refusal.startswith(FAILS):
+                break
+    return found
+
+
+def _try(trial: nn.Module, features: int) -> TokenWise:
+    """Compare inputs of several ranks with their tiles; a rank that the module cannot take is left out."""
+    failure, widest, ranks = FAILS, 0, list[int]()
+    for shape in SHAPES:
+        x = torch.randn(*shape, features).double()
+        try:
+            found = _compare(trial, x)
+        except Exception as error:  # noqa: BLE001 - a forward may raise anything
+            failure = f"{FAILS}: {type(error).__name__}"
+            continue
+        if found.refusal:
+            return found
+        widest, ranks = max(widest, found.widest), [*ranks, x.dim()]
+    return TokenWise(widest=widest, ranks=tuple(ranks)) if ranks else TokenWise(failure)
 
 
 def _compare(trial: nn.Module, x: Tensor) -> TokenWise:
-    """Run the stand-in on all tokens and on two halves, then once as in training."""
-    with _Observed() as observed:
+    """Run the stand-in on all tokens, and on tiles of them as they will be passed to the module."""
+    num_tokens = math.prod(x.shape[:-1])
+    with _Observed(num_tokens) as observed:
         full = trial.eval()(x)
-    halves = [trial(half) for half in x.chunk(2, dim=1)]
     if not isinstance(full, Tensor):
         return TokenWise(f"its forward returns a {type(full).__name__}")
     if observed.routing:
         return TokenWise(f"it distributes tokens ({observed.routing})")
-    parts = torch.cat(halves, dim=1)
-    if full.shape[:-1] != x.shape[:-1] or parts.shape != full.shape:
+    outputs = [trial(tile) for tile in split(x, TILE_TOKENS)]
+    if full.shape[:-1] != x.shape[:-1]:
         return TokenWise(f"{list(x.shape)} becomes {list(full.shape)}")
-    if not torch.allclose(full, parts, rtol=1e-9, atol=1e-12):
+    if not torch.allclose(full, join(outputs, x), rtol=1e-9, atol=1e-12):
         return TokenWise("a token's output depends on other tokens")
     before = [buffer.clone() for buffer in trial.buffers()]
     trial.train()(x)
@@ -173,15 +202,15 @@ class _CheapLinear(nn.Module):
 class _Observed(TorchDispatchMode):
     """Notes the widest activation, and operations that distribute tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()
-        self.widest, self.routing = 0, ""
+        self.num_tokens, self.widest, self.routing = num_tokens, 0, ""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.routing = self.routing or (name if name in ROUTING else "")
-        if isinstance(out, Tensor) and out.dim() > 1 and out.shape[-2] == NUM_TOKENS:
+        if isinstance(out, Tensor) and out.dim() > 1 and math.prod(out.shape[:-1]) == self.num_tokens:
             self.widest = max(self.widest, out.shape[-1])
         return out
