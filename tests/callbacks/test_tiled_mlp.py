@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, MixtralConfig
@@ -27,6 +28,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.models.gpt import GPT, MLP, Attention
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.fakes import Fakes
@@ -408,8 +410,46 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+class Centred(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(-2, keepdim=True))
+
+
+class BitLinear(nn.Linear):
+    """Rounds its input to 8 bits by its largest value."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = 127 / input.abs().max()
+        return super().forward((input * scale).round() / scale)
+
+
+class PerToken(nn.Linear):
+    """Rounds each token by its largest value."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = 127 / input.abs().amax(-1, keepdim=True)
+        return super().forward((input * scale).round() / scale)
+
+
+BUFFERS = "its forward changes buffers, as batch statistics"
+MIXING |= {
+    "a centring layer": (lambda: nn.Sequential(Centred(4, 8), nn.Linear(8, 4)), OTHER_TOKENS),
+    "rounded by the largest": (lambda: nn.Sequential(nn.Linear(4, 8), BitLinear(8, 4)), OTHER_TOKENS),
+    "spectral norm": (
+        lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
+        BUFFERS,
+    ),
+    "rounded by token": (lambda: nn.Sequential(nn.Linear(4, 8), PerToken(8, 4)), ""),
+    "weight norm": (
+        lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.weight_norm(nn.Linear(8, 4))),
+        "",
+    ),
+    "our linear layers": (lambda: nn.Sequential(TritonLinear(4, 8), TritonLinear(8, 4)), ""),
+}
+
+
 @pytest.mark.parametrize("name", list(MIXING))
-def test_what_is_not_token_wise_is_refused(name: str) -> None:
+def test_what_is_tried_and_refused(name: str) -> None:
     make, refusal = MIXING[name]
     assert check_token_wise(make()).refusal == refusal
 

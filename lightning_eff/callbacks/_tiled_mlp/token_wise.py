@@ -34,6 +34,8 @@ SHAPES = ((33,), (3, 11), (3, 2, 11))
 """Samples and tokens of the inputs on trial: odd lengths, no axis of one."""
 TILE_TOKENS = 16
 """Of a tile: more than a sample has, and even; the last tile has fewer."""
+LINEARS = ("bitsandbytes.", "lightning_eff.", "torchao.")
+"""Packages whose linear layers are plain but for their rounding."""
 FAILS = "its forward fails on a tensor of tokens x features"
 ROUTING = (
     "topk",
@@ -150,10 +152,10 @@ def _compare(trial: nn.Module, x: Tensor) -> TokenWise:
 
 
 def stand_in(module: nn.Module) -> nn.Module:
-    """Return a float64 copy on the CPU: linear layers replaced, other parameters random, no hooks."""
+    """Return a float64 copy on the CPU: plain linear layers replaced, other parameters random, no hooks."""
     memo: dict[int, Any] = {}
     for part in module.modules():
-        if isinstance(part, nn.Linear):
+        if isinstance(part, nn.Linear) and _is_plain(part):
             memo[id(part)] = _CheapLinear(part.in_features, part.out_features)
             continue
         for parameter in part.parameters(recurse=False):
@@ -166,6 +168,16 @@ def stand_in(module: nn.Module) -> nn.Module:
             if name.endswith("_hooks") or "_hooks_" in name:
                 memo[id(value)] = OrderedDict() if isinstance(value, dict) else value
     return copy.deepcopy(module, memo)
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Return whether a linear layer computes a product with its weight: its class may add anything to that.
+
+    FSDP2 makes a class of its own without a forward. Those of LINEARS round tokens together, at most.
+    """
+    own = dict(linear.named_parameters(recurse=False))  # without a weight that is parametrized
+    is_known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(LINEARS)
+    return is_known and "weight" in own and "forward" not in vars(linear)
 
 
 def _input_features(module: nn.Module) -> list[int]:
