@@ -431,6 +431,44 @@ class PerToken(nn.Linear):
         return super().forward((input * scale).round() / scale)
 
 
+class Noisy(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight * torch.rand(self.weight.shape), self.bias)
+
+
+class Lines(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+
+def keeps(self: Any, h: Tensor) -> Tensor:
+    self.aux = h.abs().mean()
+    return h
+
+
+def appends(self: Any, h: Tensor) -> Tensor:
+    self.part.seen.append(h.mean())
+    return h
+
+
+def adds_up(self: Any, h: Tensor) -> Tensor:
+    self.total = getattr(self, "total", 0) + h.shape[-2]
+    return h
+
+
+def drops_samples(self: Any, h: Tensor) -> Tensor:
+    kept = torch.rand([h.shape[0]] + [1] * (h.dim() - 1), dtype=h.dtype) < 0.9
+    return h * kept if self.training else h
+
+
+def hooked() -> nn.Module:
+    model = Between(lambda self, h: self.part(h), nn.GELU())
+    model.part.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+DRAWS = "it draws random numbers that are not of one token each"
 BUFFERS = "its forward changes buffers, as batch statistics"
 MIXING |= {
     "a centring layer": (lambda: nn.Sequential(Centred(4, 8), nn.Linear(8, 4)), OTHER_TOKENS),
@@ -439,6 +477,29 @@ MIXING |= {
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
         BUFFERS,
     ),
+    "what it keeps": (lambda: Between(keeps), "its forward keeps something of its input: aux"),
+    "what it appends": (
+        lambda: Between(appends, Lines()),
+        "its forward keeps something of its input: part.seen",
+    ),
+    "what it adds up": (lambda: Between(adds_up), "its forward keeps something of its input: total"),
+    "hooks": (hooked, "hooks of part would run for every tile"),
+    "hooks of spectral norm": (
+        lambda: Between(lambda self, h: self.part(h), nn.utils.spectral_norm(nn.Linear(8, 8))),
+        "hooks of part would run for every tile",
+    ),
+    "only in training": (
+        lambda: Between(lambda self, h: h - h.mean(1, keepdim=True) if self.training else h),
+        OTHER_TOKENS + " in training",
+    ),
+    "DropPath": (lambda: Between(drops_samples), DRAWS),
+    "Dropout2d": (lambda: Between(lambda self, h: self.part(h), nn.Dropout2d(0.1)), DRAWS),
+    "noisy weights": (lambda: nn.Sequential(nn.Linear(4, 8), Noisy(8, 4)), DRAWS),
+    "a layer left out by chance": (lambda: Between(lambda self, h: h * (torch.rand(()) < 0.5)), DRAWS),
+    "shuffled": (lambda: Between(lambda self, h: h[..., torch.randperm(h.shape[-2]), :]), OTHER_TOKENS),
+    "dropout": (lambda: Between(lambda self, h: self.part(h), nn.Dropout(0.1)), ""),
+    "dropout by a function": (lambda: Between(lambda self, h: F.dropout(h, 0.1, self.training)), ""),
+    "noise": (lambda: Between(lambda self, h: h + 0.1 * torch.randn_like(h)), ""),
     "rounded by token": (lambda: nn.Sequential(nn.Linear(4, 8), PerToken(8, 4)), ""),
     "weight norm": (
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.weight_norm(nn.Linear(8, 4))),
