@@ -9,8 +9,10 @@ that is returned gives its number of targets to GradientAccumulation and MicroBa
 Costs: in float16, and within recomputed blocks, the projection's GEMM a fourth time. A metric of whole logits
     has them computed beside the loss. A gradient of 16 bits is rounded once per tile, of which there are at
     most 16.
-Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. A model
-    that is compiled as a whole has a graph break at its projection.
+Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. Where
+    the projection has hooks, or an adapter with dropout, its logits are computed at once. Logits that are
+    read after what they depend on has changed are refused, but for those that are held when an optimizer
+    steps. A model that is compiled as a whole has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 

@@ -93,7 +93,9 @@ class LateProjection:
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, Tensor) or type(x) is LazyLogits or not self._may_wait(x):
+        obstacle = "its call" if not isinstance(x, Tensor) or type(x) is LazyLogits else self._obstacle(x)
+        if obstacle:
+            self.readers[obstacle] += 1
             return self._run(None, *args, **kwargs)
         dtype = autocast_dtype(x.device.type, x.dtype, self.linear.weight.dtype) or x.dtype
         logits = lazy(self, x, self.linear.out_features, dtype)
@@ -102,24 +104,21 @@ class LateProjection:
         self._alive.append(weakref.ref(logits))
         return logits
 
-    def _may_wait(self, x: Tensor) -> bool:
-        """Return whether logits would be the same when they are read, and nobody else watches the call."""
-        is_ours = vars(self.module).get("forward") == self._in_forward
-        if (
-            not is_ours
-            or not x.is_floating_point()
-            or not x.ndim
-            or is_transformed()
-            or has_foreign_hooks(self.module)
-        ):
-            return False
+    def _obstacle(self, x: Tensor) -> str:
+        """Return why logits cannot wait to be read; empty where they would be the same then."""
+        if vars(self.module).get("forward") != self._in_forward:
+            return "its replaced forward"
+        if not x.is_floating_point() or not x.ndim or is_transformed():
+            return "a transform of torch.func"
+        if has_foreign_hooks(self.module):
+            return "its hooks"
         if self.linear is self.module:
-            return True
+            return ""
         name = self.module._plain_adapter(x)  # noqa: SLF001
-        if name is None:
-            return False
-        dropout: Any = self.module.lora_dropout[name]  # drawn at every read
-        return not dropout.training or getattr(dropout, "p", 0.0) == 0.0
+        dropout: Any = None if name is None else self.module.lora_dropout[name]
+        if dropout is None or (dropout.training and getattr(dropout, "p", 0.0) > 0.0):
+            return "its adapter, which is more than a plain one without dropout"
+        return ""
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
         """Return what the logits of x depend on."""
