@@ -9,8 +9,10 @@ that is returned gives its number of targets to GradientAccumulation and MicroBa
 Costs: in float16, and within recomputed blocks, the projection's GEMM a fourth time. A metric of whole logits
     has them computed beside the loss. A gradient of 16 bits is rounded once per tile, of which there are at
     most 16.
-Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. A model
-    that is compiled as a whole has a graph break at its projection.
+Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. Where
+    the projection has hooks, or an adapter with dropout, its logits are computed at once. Logits that are
+    read after what they depend on has changed are refused, but for those that are held when an optimizer
+    steps. A model that is compiled as a whole has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -21,9 +23,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.callbacks._tiled_loss.projection import LateProjection, find_head
+from lightning_eff.callbacks._tiled_loss.find_head import find_head
+from lightning_eff.callbacks._tiled_loss.projection import LateProjection
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
@@ -137,7 +141,7 @@ class TiledLoss(Managed):
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh = self._weigh
             for projection in self._tiled.values():
-                projection.keeps_mean = True
+                projection.keeps_means = True
 
     def _weigh(self, output: Any) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
@@ -148,6 +152,14 @@ class TiledLoss(Managed):
                 rest: dict[str, Any] = output if isinstance(output, dict) else {}
                 return {"loss": loss, "weight": targets, **rest}
         return output
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Compute logits that were returned or kept; an optimizer's own hook comes before its closure."""
+        for projection in self._tiled.values():
+            projection.compute_held()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

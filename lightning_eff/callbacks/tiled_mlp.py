@@ -96,7 +96,9 @@ def _tile(
         elif found.refusal:
             refused[name] = found.refusal
         else:
-            tiled[name] = TiledForward(module, found.widest, budget_bytes=budget_bytes, min_tokens=min_tokens)
+            tiled[name] = TiledForward(
+                module, found.widest, found.ranks, budget_bytes=budget_bytes, min_tokens=min_tokens
+            )
         if modules is not None and name in refused:
             allowed = f"modules that compute every token from that token alone: {refused[name]}"
             raise ConfigError(key="modules", value=name, allowed=allowed)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, MixtralConfig
@@ -27,6 +28,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.models.gpt import GPT, MLP, Attention
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.fakes import Fakes
@@ -369,6 +371,163 @@ def test_what_is_token_wise(make: Callable[[], nn.Module], refusal: str) -> None
     assert check_token_wise(module.to("meta")) == found
     with Fakes():
         assert check_token_wise(make()) == found
+
+
+class Between(nn.Module):
+    """Two linear layers, and what is given between them."""
+
+    def __init__(self, mixes: Callable[[Any, Tensor], Tensor], part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.part, self.down = nn.Linear(4, 8), part, nn.Linear(8, 4)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.mixes(self, self.up(x)))
+
+
+def attended(self: Any, h: Tensor) -> Tensor:
+    return self.part(h, h, h)[0]
+
+
+def in_pairs(self: Any, h: Tensor) -> Tensor:
+    return h.unflatten(-2, (-1, 2)).flip(-2).flatten(-3, -2) if h.shape[-2] % 2 == 0 else h
+
+
+OTHER_TOKENS = "a token's output depends on other tokens"
+MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attention over samples": (lambda: Between(attended, nn.MultiheadAttention(8, 2)), OTHER_TOKENS),
+    "GRU": (lambda: Between(lambda self, h: self.part(h)[0], nn.GRU(8, 8)), OTHER_TOKENS),
+    "LSTM": (lambda: Between(lambda self, h: self.part(h)[0], nn.LSTM(8, 8)), OTHER_TOKENS),
+    "cumsum": (lambda: Between(lambda self, h: h.cumsum(0)), OTHER_TOKENS),
+    "shift": (lambda: Between(lambda self, h: h.roll(1, 0)), OTHER_TOKENS),
+    "mean": (lambda: Between(lambda self, h: h - h.mean(-3, keepdim=True)), OTHER_TOKENS),
+    "a middle axis": (
+        lambda: Between(lambda self, h: h - h.mean(1, keepdim=True) if h.dim() == 4 else h),
+        OTHER_TOKENS,
+    ),
+    "more than 8": (lambda: Between(lambda self, h: h.flip(-2) if h.shape[-2] > 8 else h), OTHER_TOKENS),
+    "pairs": (lambda: Between(in_pairs), OTHER_TOKENS),
+}
+
+
+class Centred(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(-2, keepdim=True))
+
+
+class BitLinear(nn.Linear):
+    """Rounds its input to 8 bits by its largest value."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = 127 / input.abs().max()
+        return super().forward((input * scale).round() / scale)
+
+
+class PerToken(nn.Linear):
+    """Rounds each token by its largest value."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = 127 / input.abs().amax(-1, keepdim=True)
+        return super().forward((input * scale).round() / scale)
+
+
+class Noisy(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight * torch.rand(self.weight.shape), self.bias)
+
+
+class Lines(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+
+def keeps(self: Any, h: Tensor) -> Tensor:
+    self.aux = h.abs().mean()
+    return h
+
+
+def appends(self: Any, h: Tensor) -> Tensor:
+    self.part.seen.append(h.mean())
+    return h
+
+
+def adds_up(self: Any, h: Tensor) -> Tensor:
+    self.total = getattr(self, "total", 0) + h.shape[-2]
+    return h
+
+
+def drops_samples(self: Any, h: Tensor) -> Tensor:
+    kept = torch.rand([h.shape[0]] + [1] * (h.dim() - 1), dtype=h.dtype) < 0.9
+    return h * kept if self.training else h
+
+
+def hooked() -> nn.Module:
+    model = Between(lambda self, h: self.part(h), nn.GELU())
+    model.part.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+DRAWS = "it draws random numbers that are not of one token each"
+BUFFERS = "its forward changes buffers, as batch statistics"
+MIXING |= {
+    "a centring layer": (lambda: nn.Sequential(Centred(4, 8), nn.Linear(8, 4)), OTHER_TOKENS),
+    "rounded by the largest": (lambda: nn.Sequential(nn.Linear(4, 8), BitLinear(8, 4)), OTHER_TOKENS),
+    "spectral norm": (
+        lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
+        BUFFERS,
+    ),
+    "what it keeps": (lambda: Between(keeps), "its forward keeps something of its input: aux"),
+    "what it appends": (
+        lambda: Between(appends, Lines()),
+        "its forward keeps something of its input: part.seen",
+    ),
+    "what it adds up": (lambda: Between(adds_up), "its forward keeps something of its input: total"),
+    "hooks": (hooked, "hooks of part would run for every tile"),
+    "hooks of spectral norm": (
+        lambda: Between(lambda self, h: self.part(h), nn.utils.spectral_norm(nn.Linear(8, 8))),
+        "hooks of part would run for every tile",
+    ),
+    "only in training": (
+        lambda: Between(lambda self, h: h - h.mean(1, keepdim=True) if self.training else h),
+        OTHER_TOKENS + " in training",
+    ),
+    "DropPath": (lambda: Between(drops_samples), DRAWS),
+    "Dropout2d": (lambda: Between(lambda self, h: self.part(h), nn.Dropout2d(0.1)), DRAWS),
+    "noisy weights": (lambda: nn.Sequential(nn.Linear(4, 8), Noisy(8, 4)), DRAWS),
+    "a layer left out by chance": (lambda: Between(lambda self, h: h * (torch.rand(()) < 0.5)), DRAWS),
+    "shuffled": (lambda: Between(lambda self, h: h[..., torch.randperm(h.shape[-2]), :]), OTHER_TOKENS),
+    "dropout": (lambda: Between(lambda self, h: self.part(h), nn.Dropout(0.1)), ""),
+    "dropout by a function": (lambda: Between(lambda self, h: F.dropout(h, 0.1, self.training)), ""),
+    "noise": (lambda: Between(lambda self, h: h + 0.1 * torch.randn_like(h)), ""),
+    "rounded by token": (lambda: nn.Sequential(nn.Linear(4, 8), PerToken(8, 4)), ""),
+    "weight norm": (
+        lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.weight_norm(nn.Linear(8, 4))),
+        "",
+    ),
+    "our linear layers": (lambda: nn.Sequential(TritonLinear(4, 8), TritonLinear(8, 4)), ""),
+}
+
+
+@pytest.mark.parametrize("name", list(MIXING))
+def test_what_is_tried_and_refused(name: str) -> None:
+    make, refusal = MIXING[name]
+    assert check_token_wise(make()).refusal == refusal
+
+
+def test_an_input_of_another_rank_is_computed_in_one_piece() -> None:
+    def in_samples(self: Any, h: Tensor) -> Tensor:
+        samples, _, _ = h.shape
+        return h.view(samples, -1, 8).tanh()
+
+    model = nn.ModuleDict({"mlp": Between(in_samples)})
+    assert check_token_wise(model["mlp"]).ranks == (3,)
+    (forward,) = tile_mlps(model, modules="mlp", tile_budget_mib=1e-3, min_tokens=1).values()
+    with pytest.raises(ValueError, match="not enough values"):
+        model["mlp"](torch.ones(64, 4))
+    assert forward.max_tiles == 0
+    model["mlp"](torch.ones(2, 32, 4))
+    assert forward.max_tiles > 1
 
 
 def test_modules_that_are_named_must_be_token_wise() -> None:

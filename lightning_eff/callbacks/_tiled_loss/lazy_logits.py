@@ -24,7 +24,7 @@ from lightning_eff.core.errors import ConfigError
 
 METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-    "get_device", "__len__", "is_signed", "register_hook",
+    "get_device", "__len__", "is_signed",
 }  # fmt: skip
 """Methods that read no values."""
 PROPERTIES = [
@@ -40,6 +40,9 @@ IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModul
 """DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
 
 
+_untraced: Any = torch.compiler.disable
+
+
 class Head(Protocol):
     """The output projection that logits stand for."""
 
@@ -47,7 +50,7 @@ class Head(Protocol):
         """Return whether a weight of it is trained."""
         ...
 
-    def whole(self, x: Tensor, reader: str) -> Tensor:
+    def whole(self, logits: LazyLogits, reader: str) -> Tensor:
         """Return the logits as the model would have computed them, for the function `reader`."""
         ...
 
@@ -104,30 +107,34 @@ class LazyLogits(Tensor):
     form: Form
     origin: Origin | None
     derived: list[weakref.ref[LazyLogits]]
-    """All logits that were made of the same projection's."""
+    """All logits that were made of the same call's."""
     computed: Tensor | None
+    has_loss: bool
+    """Of what a call returned: whether a loss was computed in tiles."""
+    call: Any
+    """Of what a call returned: what the projection was then."""
 
     def whole(self, reader: str) -> Tensor:
         """Return what the model would have computed, once; `reader` is the function that needs it."""
-        known = self.computed
-        if known is not None and (
-            known.requires_grad or not (torch.is_grad_enabled() and self.requires_grad)
-        ):
-            return known
-        if self.origin is None:
-            known = self.head.whole(self.x, reader)
-        else:
-            source = self.origin.source.whole(reader)
-            known = self.origin.func(source, *self.origin.args[1:], **self.origin.kwargs)
-        self.computed = known
-        return known
+        if self.computed is None:
+            if self.grad_fn is not None and type(self.grad_fn).__name__ not in IDENTITIES:
+                refuse(self)
+            # With a graph where the logits have one, whoever reads them first.
+            with torch.set_grad_enabled(self.requires_grad):
+                if self.origin is None:
+                    self.computed = self.head.whole(self, reader)
+                else:
+                    source = self.origin.source.whole(reader)
+                    self.computed = self.origin.func(source, *self.origin.args[1:], **self.origin.kwargs)
+        return self.computed  # pyright: ignore[reportReturnType]
 
-    def is_computed(self) -> bool:
-        """Return whether the projection was computed whole, so that tiles save nothing more."""
-        first = self
-        while first.origin is not None:
-            first = first.origin.source
-        return first.computed is not None
+    @property
+    def first(self) -> LazyLogits:
+        """Return what the call of the projection returned, of which these were made."""
+        found = self
+        while found.origin is not None:
+            found = found.origin.source
+        return found
 
     @classmethod
     @override
@@ -138,16 +145,22 @@ class LazyLogits(Tensor):
             if name in METADATA or (name == "__get__" and getattr(func, "__self__", None) in PROPERTIES):
                 return func(*args, **kwargs)
             first = args[0] if args else kwargs.get("input")
-            if isinstance(first, LazyLogits) and not first.is_computed():
-                if type(first.grad_fn).__name__ not in ("NoneType", *IDENTITIES):
-                    _refuse_gradient(first)
+            if name == "register_hook" and str(args[1].__module__).startswith("torch.distributed."):
+                return func(*args, **kwargs)  # of FSDP2: the loss has it too
+            if isinstance(first, LazyLogits) and first.first.computed is None:
+                if first.grad_fn is not None and type(first.grad_fn).__name__ not in IDENTITIES:
+                    refuse(first)
                 result = first.head.read(first, func, args, kwargs)
                 if result is not None:
                     return result
             attribute = getattr(func, "__self__", None) if name == "__get__" else None
             reader = f"Tensor.{attribute.__name__}" if attribute is not None else name
-            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-                for each in _all_logits(args):  # what was made of them before must not see the change
+            for each in _all_logits((args, kwargs)):
+                if each.first.has_loss and (
+                    name in ("register_hook", "retain_grad") or func is torch.autograd.grad
+                ):
+                    refuse(each)  # their gradient is behind them
+                if _may_write(name, attribute, kwargs):  # which what was made of them before must not see
                     _ = [other.whole(reader) for ref in each.derived if (other := ref()) is not None]
             return func(*_computed(args, reader), **_computed(kwargs, reader))
 
@@ -157,6 +170,7 @@ class LazyLogits(Tensor):
         return func(*_computed(args, str(func)), **_computed(kwargs or {}, str(func)))
 
 
+@_untraced
 def lazy(
     head: Head,
     x: Tensor,
@@ -184,17 +198,35 @@ def lazy(
     make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
     made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=is_trained)
     made.head, made.x, made.width, made.form, made.origin, made.computed = head, x, width, form, origin, None
+    made.has_loss, made.call = False, None
     made.derived = [] if origin is None else origin.source.derived
     made.derived.append(weakref.ref(made))
     if is_trained:  # only a function that torch's own protocol does not reach gives it a gradient
-        made.register_hook(_refuse_gradient)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            made.register_hook(refuse)
     return made
 
 
-def _refuse_gradient(_: Tensor) -> Never:
+def _may_write(name: str, attribute: Any, kwargs: Any) -> bool:
+    """Return whether a function may change its arguments, or return what shares their memory."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    shares = name in ("numpy", "untyped_storage", "data_ptr") or attribute is Tensor.data
+    return (
+        is_in_place
+        or is_operator
+        or shares
+        or name == "__setitem__"
+        or bool({"inplace", "out"} & set(kwargs))
+    )
+
+
+def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's function protocol") -> Never:
+    """Raise the error that a loss cannot be computed in tiles."""
     raise ConfigError(
-        key="callbacks.tiled_loss", value="a loss that reads logits unseen by torch's function protocol",
-        allowed="a loss by torch's functions",
+        key="callbacks.tiled_loss",
+        value=value,
+        allowed="a loss by torch's functions, in the step of its logits",
         remedies=("~callbacks.tiled_loss", "loss = linear_cross_entropy(hidden, head.weight, targets)"),
     )  # fmt: skip
 

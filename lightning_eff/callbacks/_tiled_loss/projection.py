@@ -1,4 +1,4 @@
-"""The output projection of a model: finding it, and having its logits computed when they are read.
+"""The output projection of a model, whose logits are computed when they are read.
 
 A call of the module returns `LazyLogits`; a loss calls it again, with its hooks, and computes in its forward.
 There its weight is whole under ZeRO-3 and FSDP2, and what they do for a backward pass they do once.
@@ -6,18 +6,21 @@ There its weight is whole under ZeRO-3 and FSDP2, and what they do for a backwar
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_eff.callbacks._tiled_loss.lazy_logits import IDENTITIES, LazyLogits, lazy
+from lightning_eff.callbacks._tiled_loss.lazy_logits import IDENTITIES, LazyLogits, lazy, refuse
 from lightning_eff.callbacks._tiled_loss.rules import RULES
-from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.shards import GatheredAtOnce
+from lightning_eff.core.model_surgery import MODULE_HOOKS
+from lightning_eff.core.shards import GatheredAtOnce, is_sharded
 from lightning_eff.kernels.cross_entropy import (
     LowRank,
     linear_cross_entropy,
@@ -30,6 +33,8 @@ from lightning_eff.kernels.matmul import autocast_dtype
 PLAIN = (nn.Linear, TritonLinear)
 _untraced: Any = torch.compiler.disable
 Compute = Callable[[Tensor], Tensor]
+RUNNERS = ("deepspeed.", "torch.distributed.", "lightning_eff.")
+"""Packages whose hooks move weights or count, and read no logits."""
 
 
 class LateProjection:
@@ -58,9 +63,11 @@ class LateProjection:
         self.held_bytes = 0  # of its logits, which were not
         self.readers: Counter[str] = Counter()
         """Functions that needed whole logits."""
-        self.keeps_mean = False
-        self._mean: tuple[object, Tensor] | None = None
-        """The node of the last mean loss, and its number of targets; if `keeps_mean`."""
+        self.keeps_means = False
+        self._means: list[tuple[object, Tensor]] = []
+        """The nodes of mean losses since the last step, and their numbers of targets; if `keeps_means`."""
+        self._alive: list[weakref.ref[LazyLogits]] = []
+        self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
         self._compute: Compute | None = None
         self._forward: Compute = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
@@ -73,22 +80,70 @@ class LateProjection:
 
     def remove(self) -> None:
         """Have the module compute its logits when it is called."""
-        for name in ("forward", "_call_impl"):
-            self.module.__dict__.pop(name, None)
+        self._step_hook.remove()
+        for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
+            if vars(self.module).get(name) == own:
+                del self.module.__dict__[name]
         if self._gathered is not None:
             self._gathered.undo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_means": [], "_alive": [], "_step_hook": None}
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        is_plain = (
-            isinstance(x, Tensor) and type(x) is not LazyLogits and x.is_floating_point() and x.ndim > 0
-        )
-        is_adapted = self.linear is not self.module
-        if not is_plain or (is_adapted and self.module._plain_adapter(x) is None):  # noqa: SLF001
+        obstacle = "its call" if not isinstance(x, Tensor) or type(x) is LazyLogits else self._obstacle(x)
+        if obstacle:
+            self.readers[obstacle] += 1
             return self._run(None, *args, **kwargs)
         dtype = autocast_dtype(x.device.type, x.dtype, self.linear.weight.dtype) or x.dtype
-        return lazy(self, x, self.linear.out_features, dtype)
+        logits = lazy(self, x, self.linear.out_features, dtype)
+        logits.call = self._state(x), _autocast_of(x)
+        self._alive = [each for each in self._alive if each() is not None]
+        self._alive.append(weakref.ref(logits))
+        return logits
+
+    def _obstacle(self, x: Tensor) -> str:
+        """Return why logits cannot wait to be read; empty where they would be the same then."""
+        if vars(self.module).get("forward") != self._in_forward:
+            return "its replaced forward"
+        if not x.is_floating_point() or not x.ndim or is_transformed():
+            return "a transform of torch.func"
+        if has_foreign_hooks(self.module):
+            return "its hooks"
+        if self.linear is self.module:
+            return ""
+        name = self.module._plain_adapter(x)  # noqa: SLF001
+        dropout: Any = None if name is None else self.module.lora_dropout[name]
+        if dropout is None or (dropout.training and getattr(dropout, "p", 0.0) > 0.0):
+            return "its adapter, which is more than a plain one without dropout"
+        return ""
+
+    def _state(self, x: Tensor) -> tuple[Any, ...]:
+        """Return what the logits of x depend on."""
+        own = [parameter for parameter in self.module.parameters() if not is_sharded(parameter)]
+        versions = [0 if each.is_inference() else each._version for each in (x, *own)]  # noqa: SLF001
+        weights = [(id(each), each.requires_grad, each.dtype) for each in self.module.parameters()]
+        adapter: Any = None
+        if self.linear is not self.module:
+            layer = self.module
+            adapter = (*layer.active_adapters, layer.disable_adapters, layer.merged, *layer.scaling.items())
+        return (
+            versions,
+            weights,
+            self.module.training,
+            adapter,
+            vars(self.module).get("forward") == self._in_forward,
+        )
+
+    def compute_held(self, *_: object) -> None:
+        """Compute the logits that somebody holds, before the weights change."""
+        for each in self._alive:
+            logits = each()
+            if logits is not None and logits.computed is None:
+                logits.whole("a reader after the optimizer step")
+        self._alive = []
 
     def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self._compute or self._forward)(*args, **kwargs)
@@ -101,14 +156,24 @@ class LateProjection:
         finally:
             self._compute = None
 
+    @_untraced
+    def _run_late(self, compute: Compute | None, logits: LazyLogits, x: Tensor) -> Tensor:
+        """Do it for logits of an earlier call, whose state must be the same."""
+        first = logits.first
+        state, autocast = first.call
+        if state != self._state(first.x):
+            refuse(logits, "logits that are read after what they depend on has changed")
+        with torch.autocast(**autocast):
+            return self._run(compute, x)
+
     def needs_gradient(self) -> bool:
         """Return whether a weight of it is trained."""
         return any(parameter.requires_grad for parameter in self.module.parameters())
 
-    def whole(self, x: Tensor, reader: str) -> Tensor:
+    def whole(self, logits: LazyLogits, reader: str) -> Tensor:
         """Return the logits as the model would have computed them, for the function `reader`."""
         self.readers[reader] += 1
-        return self._run(None, x)
+        return self._run_late(None, logits, logits.x)
 
     def read(self, logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what a function makes of logits, without them; None where it needs them."""
@@ -120,14 +185,14 @@ class LateProjection:
         self._count(logits)
         loss = self._tiled(linear_cross_entropy, logits, target, options)
         is_mean = options["reduction"] == "mean" and options["class_weight"] is None
-        if self.keeps_mean and is_mean and loss.grad_fn is not None:
-            self._mean = _node(loss), (target != options["ignore_index"]).sum()
+        if self.keeps_means and is_mean and loss.grad_fn is not None:
+            self._means.append((_node(loss), (target != options["ignore_index"]).sum()))
         return loss
 
     def targets_of(self, loss: Tensor) -> Tensor | None:
-        """Return the number of targets of a loss, if it is the last mean loss itself; forget that one."""
-        mean, self._mean = self._mean, None
-        return mean[1] if mean is not None and _node(loss) is mean[0] else None
+        """Return the number of targets of a loss, if it is a mean loss itself; forget all of this step."""
+        means, self._means = self._means, []
+        return next((count for node, count in means if node is _node(loss)), None)
 
     def logprobs(self, logits: LazyLogits, target: Tensor) -> Tensor:
         """Return the log-probabilities of targets in tiles."""
@@ -135,15 +200,16 @@ class LateProjection:
         return self._tiled(token_logprobs, logits, target, {})
 
     @torch.no_grad()
-    def argmax(self, x: Tensor) -> Tensor:
+    def argmax(self, logits: LazyLogits) -> Tensor:
         """Return the class of the largest logit of each row."""
+        x = logits.x
         rows = x.reshape(-1, x.shape[-1])
         step = tile_rows_of(rows, self.linear.out_features, self.tile_budget_mib)
 
         def compute(rows: Tensor) -> Tensor:
             return torch.cat([self._forward(part).argmax(-1) for part in rows.split(step)])
 
-        return self._run(compute, rows).view(x.shape[:-1])
+        return self._run_late(compute, logits, rows).view(x.shape[:-1])
 
     def _tiled(self, function: Any, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
         def compute(x: Tensor) -> Tensor:
@@ -154,7 +220,8 @@ class LateProjection:
             )  # fmt: skip
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-            result: Tensor = self._run(compute, logits.x)
+            result = self._run_late(compute, logits, logits.x)
+        logits.first.has_loss = True
         return result.to(torch.promote_types(result.dtype, logits.dtype))
 
     def _low_rank(self, x: Tensor) -> LowRank | None:
@@ -175,70 +242,30 @@ class LateProjection:
             self.tile_rows = tile_rows_of(flat, logits.width, self.tile_budget_mib)
 
 
+def _autocast_of(x: Tensor) -> dict[str, Any]:
+    device = x.device.type
+    enabled = torch.is_autocast_enabled(device)
+    return {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": enabled}
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func` is active, which follows no tensor that is not computed."""
+    functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether hooks would see a loss where they expect logits, as any but those of `RUNNERS`."""
+    state = vars(module) | vars(torch_module)
+    names = (*MODULE_HOOKS, "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+             "_global_backward_pre_hooks")  # fmt: skip
+    hooks: list[Any] = [hook for name in names for hook in state[name].values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith(RUNNERS) for hook in hooks)
+
+
 def _node(loss: Tensor) -> Any:
     """Return what computed a loss, whatever identities of autograd came after it."""
     node: Any = loss.grad_fn
     while type(node).__name__ in IDENTITIES:
         node = node.next_functions[0][0]
     return node
-
-
-def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | None:
-    """Return the output projection of a model and its name; None where it has none.
-
-    That of Hugging Face's models is what they name as such. Else it is the linear layer outside of the
-    repeated blocks that shares its weight with an embedding, or has the most outputs, more than inputs.
-
-    Args:
-        model: The model.
-        head: Its name; None to find it.
-
-    Raises:
-        ConfigError: No module has that name, or several may be meant.
-    """
-    named = {name: module for name, module in model.named_modules() if name}
-    if head is not None:
-        if head not in named:
-            linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
-            allowed = (
-                f"the name of the output projection, for example {linear[-1] if linear else 'model.head'}"
-            )
-            raise ConfigError(key="head", value=head, allowed=allowed)
-        return head, _trained_copy(named[head])
-    getters = [getattr(module, "get_output_embeddings", None) for module in (model, *named.values())]
-    found = {id(module): module for get in getters if callable(get) and (module := get()) is not None}
-    if not found:
-        adapters = [name for name, module in named.items() if hasattr(module, model_surgery.ADAPTER)]
-        inner = tuple(f"{name}." for name in (*model_surgery.repeated_blocks(model), *adapters))
-        outside = {
-            id(module): module
-            for name, module in named.items()
-            if isinstance(_plain(module), nn.Linear) and not name.startswith(inner)
-        }
-        embeddings = [module.weight for module in named.values() if isinstance(module, nn.Embedding)]
-        tied = {
-            key: each for key, each in outside.items() if any(_plain(each).weight is w for w in embeddings)
-        }
-        wide = {
-            key: each for key, each in outside.items() if _plain(each).out_features > _plain(each).in_features
-        }
-        most = max((_plain(each).out_features for each in wide.values()), default=0)
-        found = tied or {key: each for key, each in wide.items() if _plain(each).out_features == most}
-    if not found:
-        return None
-    names = [name for name, module in named.items() if id(module) in found]
-    if len(found) > 1:
-        raise ConfigError(key="head", value=None, allowed=f"one of {', '.join(names)}")
-    return names[0], _trained_copy(named[names[0]])
-
-
-def _plain(module: nn.Module) -> Any:
-    """Return the layer that a module computes, without its adapter."""
-    trained = _trained_copy(module)
-    return getattr(trained, "base_layer", trained)
-
-
-def _trained_copy(module: Any) -> nn.Module:
-    """Return the copy that PEFT trains of a module in `modules_to_save`; else the module."""
-    copies: Any = getattr(module, "modules_to_save", None)
-    return next(iter(copies.values())) if isinstance(copies, nn.ModuleDict) and len(copies) == 1 else module

@@ -7,7 +7,6 @@ tiles. A rule that is not sure returns None, and the logits are computed whole.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -31,8 +30,8 @@ class TiledHead(Head, Protocol):
         """Return the log-probabilities of targets."""
         ...
 
-    def argmax(self, x: Tensor) -> Tensor:
-        """Return the class of the largest logit of each row of hidden states."""
+    def argmax(self, logits: LazyLogits) -> Tensor:
+        """Return the class of the largest logit of each row."""
         ...
 
 
@@ -70,6 +69,10 @@ def _reshaped(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogi
         return None
     if expected.shape != (*found.shape[:-1], width) or found.shape[-1] != x.shape[-1]:
         return None
+    if func not in VIEWS:  # of other classes it would make as many others, if it leaves them alone
+        others = torch.empty((*logits.shape[:-1], width + 1), device="meta")
+        if func(others, *_on_meta(args[1:]), **_on_meta(kwargs)).shape[-1] != width + 1:
+            return None
     return _derive(logits, func, args, kwargs, x=found)
 
 
@@ -117,7 +120,7 @@ def _scaled(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits
     if kwargs or len(args) != 2 or logits.form.is_log or not isinstance(args[1], (int, float)):
         return None
     factor = float(args[1]) if func in PRODUCTS else 1.0 / args[1] if args[1] else 0.0
-    if not 0.0 < factor < math.inf:
+    if not 1e-30 < factor < 1e30:
         return None
     return _derive(logits, func, args, kwargs, form=logits.form.times(factor))
 
@@ -179,7 +182,7 @@ def _argmax(logits: LazyLogits, _: Any, args: Any, kwargs: Any) -> Tensor | None
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if len(args) > 2 or set(kwargs) - {"dim"} or not _axis(logits, dim):
         return None
-    return tiled(logits).argmax(logits.x)
+    return tiled(logits).argmax(logits)
 
 
 MATRIX_TRANSPOSE: Any = vars(torch._C.TensorBase)["mT"].__get__  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -191,7 +194,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), _reshaped),
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _permuted),
     **dict.fromkeys((Tensor.swapaxes, Tensor.movedim, torch.movedim, MATRIX_TRANSPOSE), _permuted),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.to, Tensor.type), _cast),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.to), _cast),
     **dict.fromkeys((Tensor.detach, torch.detach), _detached),
     **dict.fromkeys(PRODUCTS, _scaled),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _scaled),

@@ -33,19 +33,43 @@ and a gradient."""
 MIN_BUDGET_BYTES = 64 << 20
 
 
+def split(x: Tensor, tile_tokens: int) -> tuple[Tensor, ...]:
+    """Return the tiles of an input; they have as many axes as it has, since a forward may count them.
+
+    Example:
+        >>> [list(tile.shape) for tile in split(torch.ones(3, 5, 2), 7)]
+        [[1, 7, 2], [1, 7, 2], [1, 1, 2]]
+    """
+    return x.reshape(*([1] * (x.dim() - 2)), -1, x.shape[-1]).split(tile_tokens, dim=-2)
+
+
+def join(outputs: list[Tensor], x: Tensor) -> Tensor:
+    """Return the outputs of the tiles of `x` as one tensor with its samples."""
+    return torch.cat(outputs, dim=-2).reshape(*x.shape[:-1], -1)
+
+
 class TiledForward:
     """Replaces the forward of a token-wise module: it is assigned to the attribute `forward`.
 
     Args:
         module: The module.
         widest: Features of its widest activation.
+        ranks: Numbers of axes of inputs that are tiled; others are computed in one piece.
         budget_bytes: Bytes that the wide activations of one tile may take; None for the larger of 64 MiB and
             the input's own.
         min_tokens: Inputs with fewer tokens are not tiled.
     """
 
-    def __init__(self, module: nn.Module, widest: int, *, budget_bytes: int | None, min_tokens: int) -> None:
-        self.module, self.widest = module, widest
+    def __init__(
+        self,
+        module: nn.Module,
+        widest: int,
+        ranks: tuple[int, ...],
+        *,
+        budget_bytes: int | None,
+        min_tokens: int,
+    ) -> None:
+        self.module, self.widest, self.ranks = module, widest, ranks
         self.budget_bytes, self.min_tokens = budget_bytes, min_tokens
         self._gathered: GatheredAtOnce | None = None
         self.max_tokens = 0
@@ -56,9 +80,9 @@ class TiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module; in one piece where it is called with more than one tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, Tensor) or x.dim() < 2 or torch.compiler.is_compiling():
+        if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return self._compute(*args, **kwargs)
-        num_tiles = self.num_tiles(x)
+        num_tiles = self.num_tiles(x) if x.dim() in self.ranks else 1
         return self._compute(x) if num_tiles == 1 else self._tiled(x, num_tiles)
 
     def num_tiles(self, x: Tensor) -> int:
@@ -94,16 +118,14 @@ class TiledForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _tiled(self, x: Tensor, num_tiles: int) -> Tensor:
-        # As many axes as the input has, since a forward may count them.
-        rows = x.reshape(*([1] * (x.dim() - 2)), -1, x.shape[-1])
-        tiles = rows.split(-(-rows.shape[-2] // num_tiles), dim=-2)
+        tiles = split(x, -(-math.prod(x.shape[:-1]) // num_tiles))
         if not torch.is_grad_enabled():
             outputs = [self._compute(tile) for tile in tiles]
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
             with saved_tensors_hooks(_same, _same):  # what the tiles save is no block's to recompute
                 outputs = [self._checkpointed(*each) for each in zip(tiles, saved, strict=True)]
-        return torch.cat(outputs, dim=-2).reshape(*x.shape[:-1], -1)
+        return join(outputs, x)
 
     def _checkpointed(self, tile: Tensor, saved: Tensor) -> Tensor:
         first = [tile]  # taken by the first run, so that the checkpoint does not hold it

@@ -1,17 +1,17 @@
 """Test that a module computes every token from that token alone, without its weights.
 
-The test is `f(cat(a, b)) == cat(f(a), f(b))` in float64, on four random tokens. It runs on a stand-in: a copy
-of the module whose linear layers, which are token-wise by definition, are replaced by cheap functions of the
-same sizes, and whose other parameters are random numbers. So it reads no weights: they may be sharded,
-quantized, on the meta device or fake (`plan`), it takes no memory of their size, and neither the module nor
-the random generators change.
+The test is `f(x) == cat(f(tile), ...)` in float64, on random tokens of several samples and on the tiles that
+`tiles` makes of them. It runs on a stand-in: a copy of the module whose plain linear layers, which are
+token-wise by definition, are replaced by cheap functions of the same sizes, and whose other parameters are
+random numbers. So it reads no weights: they may be sharded, quantized, on the meta device or fake (`plan`),
+it takes no memory of their size, and neither the module nor the random generators change.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import OrderedDict
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,17 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
+from lightning_eff.callbacks._tiled_mlp.side_effects import hooked, side_effect, state_of
+from lightning_eff.callbacks._tiled_mlp.stand_in import input_features, stand_in
+from lightning_eff.callbacks._tiled_mlp.tiles import join, split
 from lightning_eff.core.model_surgery import ADAPTER
 from lightning_eff.core.shards import full_shape
 
-NUM_TOKENS = 4
+SHAPES = ((33,), (3, 11), (3, 2, 11))
+"""Samples and tokens of the inputs on trial: odd lengths, no axis of one."""
+TILE_TOKENS = 16
+"""Of a tile: more than a sample has, and even; the last tile has fewer."""
+FAILS = "its forward fails on a tensor of tokens x features"
 ROUTING = (
     "topk",
     "sort",
@@ -49,10 +56,12 @@ class TokenWise:
     Args:
         refusal: Why it cannot be tiled; empty if it is token-wise.
         widest: Features of its widest activation.
+        ranks: Numbers of axes that its input may have.
     """
 
     refusal: str = ""
     widest: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 def num_matrices(module: nn.Module) -> int:
@@ -73,7 +82,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
 
     Example:
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)))
-        TokenWise(refusal='', widest=8)
+        TokenWise(refusal='', widest=8, ranks=(2, 3, 4))
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.Softmax(-2), nn.Linear(8, 2))).refusal
         "a token's output depends on other tokens"
     """
@@ -83,105 +92,90 @@ def check_token_wise(module: nn.Module) -> TokenWise:
     ]
     if len(required) != 1:
         return TokenWise(f"its forward takes {len(required)} inputs")
-    with _disable_current_modes(), torch.device("cpu"), isolate_rng(), torch.no_grad():
+    if name := hooked(module):
+        return TokenWise(f"hooks of {name} would run for every tile")
+    with (
+        _disable_current_modes(),
+        torch.device("cpu"),
+        isolate_rng(),
+        torch.no_grad(),
+        warnings.catch_warnings(action="ignore"),
+    ):
         torch.manual_seed(0)
         try:
             trial = stand_in(module)
         except Exception as error:  # noqa: BLE001 - a module may hold anything
             return TokenWise(f"it cannot be copied: {type(error).__name__}")
-        refusal = "its forward fails on a tensor of tokens x features"
-        for features in _input_features(module):
-            x = torch.randn(1, NUM_TOKENS, features).double()
-            try:
-                return _compare(trial, x)
-            except Exception as error:  # noqa: BLE001 - so may its forward
-                refusal = f"{refusal.partition(':')[0]}: {type(error).__name__}"
-    return TokenWise(refusal)
+        found = TokenWise(FAILS)
+        for features in input_features(module):
+            found = _try(trial, features)
+            if not found.refusal.startswith(FAILS):
+                break
+    return found
+
+
+def _try(trial: nn.Module, features: int) -> TokenWise:
+    """Compare inputs of several ranks with their tiles; a rank that the module cannot take is left out."""
+    failure, widest, ranks = FAILS, 0, list[int]()
+    for shape in SHAPES:
+        x = torch.randn(*shape, features).double()
+        try:
+            for training in (False, True):
+                found = _compare(trial.train(training), x)
+                if found.refusal:
+                    return found
+                widest = max(widest, found.widest)
+        except Exception as error:  # noqa: BLE001 - a forward may raise anything
+            failure = f"{FAILS}: {type(error).__name__}"
+        else:
+            ranks.append(x.dim())
+    return TokenWise(widest=widest, ranks=tuple(ranks)) if ranks else TokenWise(failure)
 
 
 def _compare(trial: nn.Module, x: Tensor) -> TokenWise:
-    """Run the stand-in on all tokens and on two halves, then once as in training."""
-    with _Observed() as observed:
-        full = trial.eval()(x)
-    halves = [trial(half) for half in x.chunk(2, dim=1)]
-    if not isinstance(full, Tensor):
-        return TokenWise(f"its forward returns a {type(full).__name__}")
-    if observed.routing:
-        return TokenWise(f"it distributes tokens ({observed.routing})")
-    parts = torch.cat(halves, dim=1)
-    if full.shape[:-1] != x.shape[:-1] or parts.shape != full.shape:
-        return TokenWise(f"{list(x.shape)} becomes {list(full.shape)}")
-    if not torch.allclose(full, parts, rtol=1e-9, atol=1e-12):
-        return TokenWise("a token's output depends on other tokens")
-    before = [buffer.clone() for buffer in trial.buffers()]
-    trial.train()(x)
-    if not all(map(torch.equal, before, trial.buffers())):
-        return TokenWise("its forward changes buffers, as batch statistics")
+    """Run the stand-in on all tokens, and on tiles of them as they will be passed to the module."""
+    before = state_of(trial)
+    with _Observed(math.prod(x.shape[:-1])) as observed:
+        full = trial(x)
+    routing = f"it distributes tokens ({observed.routing})" if observed.routing else ""
+    if refusal := side_effect(before, state_of(trial)) or routing or _wrong_output(full, x):
+        return TokenWise(refusal)
+    outputs: list[Tensor] = []
+    for tile in split(x, TILE_TOKENS):
+        with _Observed(tile.shape[-2]) as of_tile:
+            outputs.append(trial(tile))
+        if of_tile.drawn != observed.drawn:
+            return TokenWise("it draws random numbers that are not of one token each")
+    if not torch.allclose(full, join(outputs, x), rtol=1e-9, atol=1e-12):
+        return TokenWise("a token's output depends on other tokens" + " in training" * trial.training)
     return TokenWise(widest=max(observed.widest, x.shape[-1]))
 
 
-def stand_in(module: nn.Module) -> nn.Module:
-    """Return a float64 copy on the CPU: linear layers replaced, other parameters random, no hooks."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            memo[id(part)] = _CheapLinear(part.in_features, part.out_features)
-            continue
-        for parameter in part.parameters(recurse=False):
-            values = torch.randn(full_shape(parameter)).double()  # DeepSpeed's Init ignores dtype=
-            memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
-        for buffer in part.buffers(recurse=False):
-            dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
-            memo[id(buffer)] = torch.ones(buffer.shape).to(dtype)
-        for name, value in vars(part).items():
-            if name.endswith("_hooks") or "_hooks_" in name:
-                memo[id(value)] = OrderedDict() if isinstance(value, dict) else value
-    return copy.deepcopy(module, memo)
-
-
-def _input_features(module: nn.Module) -> list[int]:
-    """Return sizes that the input's last axis may have, the most likely first."""
-    sizes: list[int] = []
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            sizes.append(part.in_features)
-            continue
-        for parameter in part.parameters(recurse=False):
-            sizes.extend(full_shape(parameter) if parameter.dim() < 3 else ())
-    return list(dict.fromkeys(sizes))
-
-
-class _CheapLinear(nn.Module):
-    """Mixes features like a linear layer of these sizes, with a vector of numbers."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bias = in_features, out_features, None
-        # Read by adapters for its dtype; a product with it is token-wise as well.
-        self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
-        self.scale = torch.randn(out_features).double()
-        self.source = torch.arange(out_features) % in_features
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
-            msg = f"{x.shape[-1]} features instead of {self.in_features}"
-            raise ValueError(msg)
-        return x[..., self.source] * self.scale + x.mean(-1, keepdim=True)
+def _wrong_output(output: Any, x: Tensor) -> str:
+    if not isinstance(output, Tensor):
+        return f"its forward returns a {type(output).__name__}"
+    return "" if output.shape[:-1] == x.shape[:-1] else f"{list(x.shape)} becomes {list(output.shape)}"
 
 
 class _Observed(TorchDispatchMode):
-    """Notes the widest activation, and operations that distribute tokens."""
+    """Notes the widest activation, operations that distribute tokens, and how many numbers a token draws.
 
-    def __init__(self) -> None:
+    What is drawn becomes a constant, so that tiles can be compared.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()
-        self.widest, self.routing = 0, ""
+        self.num_tokens, self.widest, self.routing = num_tokens, 0, ""
+        self.drawn: list[float] = []
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.routing = self.routing or (name if name in ROUTING else "")
-        if isinstance(out, Tensor) and out.dim() > 1 and out.shape[-2] == NUM_TOKENS:
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor):
+            self.drawn.append(out.numel() / self.num_tokens)
+            out.fill_("bernoulli" in name or (0.5 if out.is_floating_point() else 0))
+        if isinstance(out, Tensor) and out.dim() > 1 and math.prod(out.shape[:-1]) == self.num_tokens:
             self.widest = max(self.widest, out.shape[-1])
         return out

@@ -63,7 +63,9 @@ class _OfTarget(_Scaled):
         rounded = self.scale(logits.gather(1, self.target[at].unsqueeze(1)))
         if logits.dtype.itemsize > 2:
             return rounded, rounded
-        return rounded, self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
+        exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
+        # Where a rounding is more than a nat, as it is of logits of 1e3, those of the others are as large.
+        return rounded, torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
 
     def softmax(self, scaled: Tensor) -> Tensor:
         """Return probabilities, in the memory of the scaled logits unless `unscale` needs them."""

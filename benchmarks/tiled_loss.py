@@ -1,0 +1,227 @@
+"""Measure the loss of a large vocabulary: memory, time, errors beside whole logits, torch's own and Liger.
+
+Memory is the most that the allocator had given out at once in forward and backward pass, beyond the inputs:
+the gradients are in it. Errors are relative, of the norm, against float64 with the same inputs. All take
+turns, in rounds, on one thread; of each the fastest round counts, by the CPU's clock. Liger, where it is
+installed, has no kernels for a CPU: Triton's interpreter runs them, so that its memory and errors are its
+own, and its time is not.
+
+The second table has float16 and a loss scale: the gradients of the weight's rows that are no target, which
+underflow where they are formed before the scale.
+
+    TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python benchmarks/tiled_loss.py --json benchmarks/tiled_loss.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_eff.core.text import text_table
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy
+
+SIZES = (1024, 256, 32000)
+SIZES_FLOAT16 = (2048, 64, 50000)
+STD = 0.06
+LOSS_SCALE = 32768.0
+MOST_MB = {
+    (torch.float32, False): 67.6,
+    (torch.bfloat16, False): 41.6,
+    (torch.float32, True): 17.6,
+    (torch.bfloat16, True): 9.0,
+}
+"""Goals by dtype and whether the weight is frozen."""
+MOST_LOSS_ERROR = 2e-6
+MOST_TIME = 1.0
+"""Of the fastest of torch's own."""
+OURS = "lightning_eff"
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def by_torch(x: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", **options: Any) -> Tensor:
+    """Compute by `F.linear_cross_entropy` in chunks of 128 rows, which is the fastest by hand."""
+    function, options_of = nn.functional.linear_cross_entropy, nn.LinearCrossEntropyOptions  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = options_of(batch_chunk_size=128, chunking_method=None, **options)
+    return function(x, weight, target, reduction=reduction, options=chosen).mean()
+
+
+def contenders() -> dict[str, Loss]:
+    """Return the losses that are compared."""
+    found: dict[str, Loss] = {
+        "whole logits": lambda x, w, t: nn.functional.cross_entropy(x @ w.T, t),
+        "whole logits, float": lambda x, w, t: nn.functional.cross_entropy((x @ w.T).float(), t),
+        "torch": by_torch,
+        "torch, accurate": functools.partial(by_torch, acc_policy="accurate"),
+        "torch, none": functools.partial(by_torch, reduction="none"),
+        OURS: linear_cross_entropy,
+        f"{OURS}, none": lambda x, w, t: linear_cross_entropy(x, w, t, reduction="none").mean(),
+    }
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return found
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+            LigerFusedLinearCrossEntropyFunction as Liger,
+        )
+    except ImportError:
+        return found
+    return {**found, "liger": lambda x, w, t: Liger.apply(x, w, t)[0]}
+
+
+def peak_mb(run: Callable[[], Any]) -> float:
+    """Return the most MB (10^6 bytes) that were allocated at once beyond what was allocated before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    now = most = 0
+    events = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most / 1e6
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Return the relative error of a norm."""
+    return ((found.detach().double() - exact).norm() / exact.norm()).item()
+
+
+def errors(loss: Loss, make: Callable[[], Inputs]) -> dict[str, Any]:
+    """Return the errors of a loss and of its gradients against float64."""
+    x, weight, target = make()
+    trained = [each for each in (x, weight) if each.requires_grad]
+    exact = [each.detach().double().requires_grad_() for each in (x, weight)]
+    expected = nn.functional.cross_entropy(exact[0] @ exact[1].T, target)
+    expected_grads = torch.autograd.grad(expected, exact[: len(trained)])
+    value = loss(x, weight, target)
+    found = [error(*pair) for pair in zip(torch.autograd.grad(value, trained), expected_grads, strict=True)]
+    of_loss = error(value, expected.detach())
+    return {"loss error": of_loss, "x error": found[0], "weight error": found[1] if found[1:] else None}
+
+
+def seconds(runs: dict[str, Loss], make: Callable[[], Inputs], rounds: int) -> dict[str, float]:
+    """Return the seconds of forward and backward pass of each in its fastest round."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, loss in runs.items():
+            inputs = make()
+            began = time.process_time()
+            loss(*inputs).backward()
+            best[name] = min(best[name], time.process_time() - began)
+    return best
+
+
+def verdict(row: dict[str, Any], plain: dict[str, Any], most_mb: float) -> str:
+    """Return the goals that are missed."""
+    missed = [f"{most_mb} MB"] if round(row["MB"], 1) > most_mb else []
+    missed += ["time"] if round(row["time ratio"], 2) > MOST_TIME else []
+    missed += ["loss error"] if row["loss error"] > MOST_LOSS_ERROR else []
+    names = [name for name in ("x error", "weight error") if row[name] is not None]
+    missed += [name for name in names if row[name] > 2 * plain[name]]
+    return "misses " + ", ".join(missed) if missed else "all met"
+
+
+def case(dtype: torch.dtype, sizes: tuple[int, ...], rounds: int, *, is_frozen: bool) -> list[dict[str, Any]]:
+    """Return a row for each loss."""
+    num_rows, width, num_classes = sizes
+    torch.manual_seed(0)
+    x0, weight0 = torch.randn(num_rows, width), torch.randn(num_classes, width) * STD
+    target = torch.randint(0, num_classes, (num_rows,))
+
+    def make() -> Inputs:
+        x, weight = (each.to(dtype, copy=True) for each in (x0, weight0))
+        return x.requires_grad_(), weight.requires_grad_(not is_frozen), target
+
+    losses = contenders()
+    timed = {name: loss for name, loss in losses.items() if name != "liger"}
+    times = seconds(timed, make, rounds)
+    best = min(time for name, time in times.items() if name.startswith("torch"))
+    rows: list[dict[str, Any]] = []
+    for name, loss in losses.items():
+        inputs = make()
+        peak = peak_mb(lambda loss=loss, inputs=inputs: loss(*inputs).backward())
+        row = {
+            "dtype": str(dtype).removeprefix("torch."), "weight": "frozen" if is_frozen else "trained",
+            "loss": name, "MB": peak, "s": times.get(name),
+            "time ratio": times[name] / best if name in times else None, **errors(loss, make), "goals": "",
+        }  # fmt: skip
+        rows.append(row)
+        if name == OURS and sizes == SIZES:
+            row["goals"] = verdict(row, rows[0], MOST_MB[dtype, is_frozen])
+    return rows
+
+
+def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the errors of gradients of rows that are no target, with a loss scale."""
+    num_rows, width, num_classes = sizes
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_rows, width).half(), (torch.randn(num_classes, width) * STD).half()
+    x.requires_grad_()
+    target = torch.randint(0, num_classes, (num_rows,))
+    others = torch.ones(num_classes, dtype=torch.bool).index_fill_(0, target, value=False)
+    trained = weight.double().requires_grad_()
+    (exact,) = torch.autograd.grad(
+        nn.functional.cross_entropy(x.detach().double() @ trained.T, target), [trained]
+    )
+    exact = exact[others] * LOSS_SCALE
+    rows: list[dict[str, Any]] = []
+    losses = contenders()
+    losses.pop("liger", None)  # whose chunks of few rows take too long in float16 on a CPU
+    for name, loss in losses.items():
+        trained = weight.clone().requires_grad_()
+        _, found = torch.autograd.grad(loss(x, trained, target).float() * LOSS_SCALE, [x, trained])
+        zeros = (found[others] == 0).double().mean().item()
+        rows.append({"loss": name, "error": error(found[others], exact), "zeros": zeros})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as text."""
+    formats = {"MB": ".1f", "s": ".3f", "time ratio": ".2f", "zeros": ".1%"}
+
+    def cell(key: str, value: Any) -> str:
+        if value is None:
+            return "-"
+        return format(value, formats.get(key, ".1e")) if isinstance(value, float) else value
+
+    keys = list(rows[0])
+    return text_table(keys, [[cell(key, row[key]) for key in keys] for row in rows])
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sizes", type=int, nargs=3, default=SIZES, metavar=("N", "D", "V"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = tuple(arguments.sizes)
+    rows: list[dict[str, Any]] = []
+    for dtype, is_frozen in MOST_MB:
+        rows += case(dtype, sizes, arguments.rounds, is_frozen=is_frozen)
+    print(table(rows))  # noqa: T201
+    float16 = float16_rows(SIZES_FLOAT16 if sizes == SIZES else sizes)
+    print(table(float16))  # noqa: T201
+    if arguments.json is not None:
+        load = os.getloadavg()
+        written = {
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "load": load[0], "rows": rows, "float16": float16,
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Logits that are read in odd ways: as in a plain run, or refused; never another number."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits
+from lightning_eff.callbacks.tiled_loss import tile_loss
+from lightning_eff.core.errors import ConfigError
+
+V, D = 12, 12
+X = torch.arange(10).view(2, 5)
+Y = (X * 7) % V
+
+
+class Net(nn.Module):
+    """As many features as classes, so that a mistaken axis shows in numbers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle = nn.Embedding(V, D), nn.Linear(D, D)
+        self.head = nn.Linear(D, V)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.table(x))))
+
+
+def ce(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), Y.flatten())
+
+
+class GradReverse(torch.autograd.Function):
+    """Returns its input as a view, and turns its gradient around."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.view(logits.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def hooked_logits(net: Any) -> Tensor:
+    logits = net(X)
+    logits.register_hook(lambda grad: grad * 0.1)
+    return ce(logits)
+
+
+def hooked_head(net: Any) -> Tensor:
+    net.head.register_forward_hook(lambda module, args, out: out / 3)
+    return ce(net(X))
+
+
+def without_gradients(net: Any) -> Tensor:
+    with torch.no_grad():
+        taught = net(X.flip(0))
+    return F.mse_loss(net(X), taught) + ce(net(X))
+
+
+def masked_without_gradients(net: Any) -> Tensor:
+    logits = net(X)
+    with torch.no_grad():
+        logits[..., :3] = -1e4
+    return ce(logits.float().double()) + logits.logsumexp(-1).mean()
+
+
+def written_by_a_function(net: Any) -> Tensor:
+    logits = net(X)
+    halved = logits / 2
+    F.relu(logits, inplace=True)
+    return ce(halved) + ce(logits)
+
+
+def written_as_data(net: Any) -> Tensor:
+    logits = net(X)
+    logits.data.mul_(2.0)
+    return ce(logits)
+
+
+def permuted_classes(net: Any) -> Tensor:
+    return ce(net(X)[..., torch.arange(V).flip(0)])
+
+
+def retained_before(net: Any) -> Tensor:
+    logits = net(X)
+    logits.retain_grad()
+    return ce(logits)
+
+
+def replaced_forward(net: Any) -> Tensor:
+    inner = net.head.forward
+    net.head.forward = lambda x: inner(x) * 2
+    return ce(net(X))
+
+
+def under_autocast(net: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = net.float()(X)
+    return ce(logits.float()).double()
+
+
+def sixteen_bits_reach_it(net: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return ce(net.float().head(net.middle(net.table(X))).float()).double()
+
+
+SAME: list[Callable[[Any], Tensor]] = [
+    hooked_logits, hooked_head, without_gradients, masked_without_gradients, written_by_a_function,
+    written_as_data, permuted_classes, retained_before, replaced_forward, under_autocast,
+    sixteen_bits_reach_it,
+]  # fmt: skip
+
+
+def gradients(net: nn.Module, step: Callable[[Any], Tensor]) -> list[Tensor]:
+    loss = step(net)
+    loss.backward()
+    return [loss.detach(), *(p.grad.double() for p in net.parameters() if p.grad is not None)]
+
+
+def nets() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = Net().double()
+    ours = copy.deepcopy(plain)
+    tile_loss(ours, head="head", tile_budget_mib=1e-4)
+    return plain, ours
+
+
+@pytest.mark.parametrize("step", SAME, ids=lambda step: step.__name__)
+def test_a_step_is_that_of_a_plain_run(step: Callable[[Any], Tensor]) -> None:
+    plain, ours = nets()
+    low = step in (under_autocast, sixteen_bits_reach_it)
+    tolerance = {"rtol": 2e-2, "atol": 5e-3} if low else {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(gradients(ours, step), gradients(plain, step), **tolerance)
+
+
+def after_an_update(net: Any) -> Tensor:
+    logits = net(X)
+    with torch.no_grad():
+        net.head.weight.mul_(1.1)
+    return ce(logits)
+
+
+def with_other_weights(net: Any) -> Tensor:
+    weights = {name: value * 1.5 for name, value in net.named_parameters()}
+    return ce(torch.func.functional_call(net, weights, (X,)))
+
+
+def after_the_input_changed(net: Any) -> Tensor:
+    hidden = net.middle(net.table(X))
+    logits = net.head(hidden)
+    hidden += 1
+    return ce(logits)
+
+
+def retained_after(net: Any) -> Tensor:
+    logits = net(X)
+    loss = ce(logits)
+    logits.retain_grad()
+    return loss
+
+
+def second_argument(net: Any) -> Tensor:
+    return ce(torch.where(Y[..., None] > 3, torch.zeros(()).double(), GradReverse.apply(net(X))))
+
+
+def in_another_mode(net: Any) -> Tensor:
+    logits = net(X)
+    net.eval()
+    return ce(logits)
+
+
+REFUSED = [
+    after_an_update, with_other_weights, after_the_input_changed, retained_after, in_another_mode,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
+def test_what_cannot_be_known_later_is_refused(step: Callable[[Any], Tensor]) -> None:
+    _, ours = nets()
+    with pytest.raises(ConfigError, match=r"callbacks\.tiled_loss=(.|\n)*linear_cross_entropy"):
+        step(ours)
+
+
+def test_a_function_that_changes_gradients_is_refused_wherever_it_stands() -> None:
+    _, ours = nets()
+    with pytest.raises(ConfigError, match="unseen"):
+        second_argument(ours).backward()
+
+
+def test_logits_that_are_kept_are_those_before_the_step() -> None:
+    plain, ours = nets()
+    kept: list[Tensor] = []
+    for net in (plain, ours):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        logits = net(X)
+        ce(logits).backward()
+        optimizer.step()
+        kept.append(logits.softmax(-1).detach())
+    torch.testing.assert_close(kept[1], kept[0], rtol=1e-12, atol=0.0)
+
+
+def test_a_compiled_loss_and_transforms() -> None:
+    plain, ours = nets()
+    compiled = torch.compile(ce, backend="eager")
+    torch.testing.assert_close(
+        gradients(ours, lambda net: compiled(net(X))), gradients(plain, lambda net: ce(net(X)))
+    )
+
+    def loss(weights: dict[str, Tensor], net: nn.Module) -> Tensor:
+        return ce(torch.func.functional_call(net, weights, (X,)))
+
+    found = [torch.func.grad(loss)(dict(net.named_parameters()), net) for net in (plain, ours)]
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_model_and_its_logits_can_be_pickled() -> None:
+    plain, ours = nets()
+    ce(ours(X)).backward()
+    twin = pickle.loads(pickle.dumps(ours))
+    assert isinstance(twin(X), LazyLogits)
+    torch.testing.assert_close(twin(X).exp(), plain(X).exp())
