@@ -168,10 +168,13 @@ class AdvisedRecipe:
         size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         micro_batch = ("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={size}")
         candidates = (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
+        is_on = {f"+callbacks={name}" for name in self.compose(()).get("callbacks") or {}}
         tried = [
             self.saving(before, each)
             for each in candidates
-            if not any(mutually_exclusive(each[0], word) for word in before) and time.monotonic() < until
+            if not is_on.issuperset(each)
+            and not any(mutually_exclusive(each[0], word) for word in before)
+            and time.monotonic() < until
         ]
         return sorted(tried, key=lambda saving: -(saving.saved_bytes or 0))
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import advice
-from lightning_eff.planner.advice import ADAPTERS, AdvisedRecipe, advise, savings_until_it_fits
+from lightning_eff.planner.advice import ADAPTERS, AdvisedRecipe, Options, advise, savings_until_it_fits
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.dry_run import ExampleBatch
 from lightning_eff.planner.prediction import Prediction
@@ -63,6 +63,14 @@ def test_what_fits_needs_nothing_and_shows_each_candidate_alone() -> None:
     assert "not beside that" in why["optimizer=adamw_8bit_bnb"]
     assert why["precision=bf16_mixed"] == "saves nothing here"
     assert " 300 B  x1.33  +callbacks=gradient_checkpointing" in str(found)
+
+
+def test_a_technique_that_is_on_is_not_tried_again() -> None:
+    recipe = known(6000, **CHECKPOINTING)
+    tiled: Options = ("+callbacks=tiled_loss",)
+    assert tiled in {each.words for each in advise(recipe).alone}
+    cast("Any", recipe.compose(()))["callbacks"]["tiled_loss"] = {}
+    assert tiled not in {each.words for each in advise(recipe).alone}
 
 
 def test_smaller_micro_batches_come_first_as_far_as_they_help() -> None:
