@@ -332,9 +332,10 @@ def test_a_model_without_a_projection_is_said() -> None:
 def test_sharding_that_waits_for_the_gradient_of_logits_is_refused() -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    trainer = make_trainer(callbacks=[TiledLoss()], strategy=ModelParallelStrategy(), devices=1)
+    technique = TiledLoss()
+    trainer = make_trainer(callbacks=[technique], strategy=ModelParallelStrategy(), devices=1)
     with pytest.raises(ConflictError, match="gradient of the model's logits"):
-        trainer.fit(Step(), loader())
+        technique.setup(trainer, Step(), "fit")  # a fit would start a process group
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

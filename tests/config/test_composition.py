@@ -26,16 +26,16 @@ def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recipe", "overrides", "names"),
     [
-        ("lm", [], ["exact_resume", "gradient_accumulation", "empty_cache"]),
+        ("lm", [], ["exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache"]),
         ("lm", ["callbacks=[]"], []),
         ("lm", ["callbacks=[empty_cache]"], ["empty_cache"]),
         ("lm", ["callbacks=[]", "+callbacks=empty_cache"], ["empty_cache"]),
         (
             "lm",
             ["+callbacks=data_preload"],
-            ["exact_resume", "gradient_accumulation", "empty_cache", "data_preload"],
+            ["exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache", "data_preload"],
         ),
-        ("lm", ["~callbacks.empty_cache"], ["exact_resume", "gradient_accumulation"]),
+        ("lm", ["~callbacks.empty_cache"], ["exact_resume", "gradient_accumulation", "tiled_loss"]),
         ("lm", ["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
         ("lm", ["callbacks=empty_cache"], ["empty_cache"]),
         ("low_memory", ["callbacks=empty_cache"], ["empty_cache"]),
@@ -201,7 +201,7 @@ def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
     values = composition.compose_recipe("often", [], mine).values
     assert values["seed"] == 7
     assert list(values["callbacks"]) == [
-        "exact_resume", "gradient_accumulation", "empty_cache", "very_often"
+        "exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache", "very_often"
     ]  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def _pairs(names: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
 
 
 COMBINATIONS = _combinations(40)
-QUICK = 8
+QUICK = 9
 """So many of the first combinations, each with one of the models, are not slow; they have every option."""
 CASES = [
     pytest.param(
