@@ -5,7 +5,8 @@ are the largest part of a block's backward pass. Here the forward of each MLP ru
 each under torch's non-reentrant checkpoint: it keeps its input alone, and its backward pass computes one tile
 at a time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
 gets one gradient. MLPs are the token-wise children of repeated blocks: that a token's output depends on that
-token alone is tested, not read from names. Attention, routed experts and batch statistics are left alone.
+token alone is tested, not read from names. Attention, routed experts, batch statistics and what has side
+effects are left alone.
 
 An MLP is tiled where its input has `min_tokens` or more, and `tokens x widest x 5 x itemsize` bytes exceed
 the budget; the number of tiles is the quotient. Its own part of the backward pass then always falls. Whether
