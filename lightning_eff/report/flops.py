@@ -1,10 +1,11 @@
 """Count the FLOPs of every operation.
 
 The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
-attention, where a multiply-add counts as two. The CPU kernel of attention has no entry in the registry
-(torch 2.13), so it gets one here. Not counted: operations without a formula (fused recurrent layers), and
-everything under `inference_mode`, where composite operations are not decomposed. Why not `FlopCounterMode`:
-inside it flex attention raises, and its module hooks add nodes to the graph that is measured.
+attention, where a multiply-add counts as two. The CPU kernel of attention and products that are added in
+place have no entry in the registry (torch 2.13), so they get one here. Not counted: operations without a
+formula (fused recurrent layers), and everything under `inference_mode`, where composite operations are not
+decomposed. Why not `FlopCounterMode`: inside it flex attention raises, and its module hooks add nodes to the
+graph that is measured.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FlopCount(InfraMode):
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a call that `__torch_dispatch__` got, with its result; 0 without a formula."""
     packet = getattr(func, "overloadpacket", func)
-    formula = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
+    formula = flop_registry.get(packet) or _MORE.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
@@ -59,7 +60,9 @@ def masked_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
     return flops // 2 if is_causal else 0
 
 
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+_MORE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (  # noqa: SLF001
         lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
     ),

@@ -56,6 +56,14 @@ def test_flops_by_hand(module: nn.Module, inputs: list[Tensor], expected: tuple[
     assert count(module, *inputs) == expected
 
 
+def test_products_that_are_added_in_place_count() -> None:
+    matrix, batch = torch.zeros(4, 6), torch.zeros(2, 4, 6)
+    with FlopCount() as counted:
+        matrix.addmm_(draw(4, 5), draw(5, 6))
+        batch.baddbmm_(draw(2, 4, 5), draw(2, 5, 6))
+    assert counted.flops == (1 + 2) * 2 * 4 * 5 * 6
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_higher_order_operator_runs_inside() -> None:
     from torch.nn.attention.flex_attention import flex_attention
