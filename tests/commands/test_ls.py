@@ -36,4 +36,4 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
         "default": "100",
         "meaning": "optimizer steps between two emptyings",
     }
-    assert "- callbacks: [gradient_accumulation, empty_cache]" in command("ls", "lm")[1]
+    assert "- callbacks: [gradient_accumulation, tiled_loss, empty_cache]" in command("ls", "lm")[1]
