@@ -41,6 +41,7 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
         "callbacks/empty_cache": "recipe lm, callbacks.empty_cache.every_n_steps=7",
         "callbacks/gradient_checkpointing": "recipe low_memory",
         "callbacks/gradient_accumulation": "recipe lm",
+        "callbacks/tiled_loss": "recipe lm",
         "callbacks/micro_batch": "recipe low_memory",
         "callbacks/exact_resume": "recipe baseline",
         "callbacks/torch_compile": "+callbacks=torch_compile",
