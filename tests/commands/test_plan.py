@@ -37,7 +37,6 @@ def test_every_technique_has_a_row_and_who_set_it(command: Command) -> None:
         "precision/auto": "recipe lm",
         "callbacks/optimizer_choice": "recipe baseline, optimizer.lr=0.1",
         "checkpoint_io/durable": "recipe baseline",
-        "callbacks/tiled_loss": "recipe lm",
         "callbacks/empty_cache": "recipe lm, callbacks.empty_cache.every_n_steps=7",
         "callbacks/gradient_checkpointing": "recipe low_memory",
         "callbacks/gradient_accumulation": "recipe lm",
