@@ -63,11 +63,13 @@ NAMES = {
     # What these mean is tested where they are used, by kernels and report.
     "torch:_C": "_will_engine_execute_node _len_torch_dispatch_stack _current_graph_task_id "
     "_current_autograd_node",
-    "torch._C:_functorch": "maybe_current_level",
+    "torch._C:_functorch": "maybe_current_level peek_interpreter_stack",
+    "torch._C:_autograd": "_top_saved_tensors_default_hooks",
+    "torch.nn:Module": "_call_impl",
     "torch:autograd": "_get_sequence_nr",
     "torch.autograd:graph": "get_gradient_edge",
     "torch.autograd:forward_ad": "_current_level",
-    "torch:Tensor": "_post_accumulate_grad_hooks _version",
+    "torch:Tensor": "_post_accumulate_grad_hooks _version _make_wrapper_subclass",
     "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu _local_scalar_dense "
     "_scaled_dot_product_flash_attention_for_cpu_backward _amp_foreach_non_finite_check_and_unscale_",
     "torch._dynamo:config": "recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit",
@@ -86,6 +88,10 @@ DEEPSPEED_FILES = {
         "self.grad_position[param_id] = [int(i), int(current_offset)",
         "def get_param_id",
     ),
+    "runtime/zero/parameter_offload.py": (
+        "class PreBackwardFunctionForModule(", "class PostBackwardFunctionModule(",
+    ),
+    "utils/z3_leaf_module.py": ("_z3_leaf",),
     "utils/tensor_fragment.py": ("lp_fragment_address", "hp_fragment_address"),
     "ops/__init__.py": ("__compatible_ops__",),
     "comm/torch.py": ("deepspeed.ops.__compatible_ops__.get(builder.NAME, False)",),

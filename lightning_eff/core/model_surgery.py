@@ -13,11 +13,12 @@ keys would train, but its checkpoint could not be resumed. Why not `functools.wr
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from torch import nn
@@ -32,6 +33,8 @@ BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Modu
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module (torch 2.13) in which its hooks are."""
+RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
+"""Packages whose hooks move weights, count or check, and read no values that pass a module."""
 
 
 class Stage(IntEnum):
@@ -144,6 +147,13 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
         module.configure_model = patch.configure_model
     if (stage, change) not in patch.changes:
         patch.changes.append((stage, change))
+
+
+def is_foreign(hook: Any) -> bool:
+    """Return whether a hook may read or change what passes its module: any but those of `RUNNERS`."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith(RUNNERS)
 
 
 def restore(module: pl.LightningModule) -> None:

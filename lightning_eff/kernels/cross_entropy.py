@@ -58,7 +58,8 @@ def linear_cross_entropy(
         class_weight: Factor of each class, as `weight` of `F.cross_entropy`.
         reduction: `mean` over the targets' weights, `sum`, or `none`.
         tile_budget_mib: Memory for float32 logits in MiB; None for the larger of `x` and 16 on a CPU or 64 on
-            a GPU. A GPU needs up to three times as much, and 16-bit inputs are computed in 16 tiles at most.
+            a GPU, but at most an eighth of all rows. A GPU needs up to three times as much, and 16-bit inputs
+            are computed in 16 tiles at most.
         low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added.
         backend: `tiled`: this module; `torch`: torch's own, from 2.13 on. `auto` is `tiled` everywhere: on a
             CPU it takes as long as torch's fastest, within 5 %, and at most its memory, within 1 %, and in

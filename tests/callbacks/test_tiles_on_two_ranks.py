@@ -24,6 +24,7 @@ from lightning_eff.callbacks.tiled_mlp import TiledMLP
 from lightning_eff.core import model_surgery
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.covering import Draws, draw
 from tests.support.models import make_trainer
 from tests.support.ranks import is_equal, run_two_ranks
 
@@ -86,20 +87,6 @@ class Stack(pl.LightningModule):
 
 def adapter() -> PeftAdapter:
     return PeftAdapter(method="lora", target_modules=["head", "down"], options={"r": 2, "lora_alpha": 4})
-
-
-def draw(model: nn.Module) -> int:
-    """Give adapters first values that are not nothing."""
-    generator = torch.Generator().manual_seed(5)
-    adapters = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-    for parameter in adapters:
-        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return len(adapters)
-
-
-class Draws(pl.Callback):
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        model_surgery.queue(trainer, pl_module, model_surgery.Stage.ADAPT, draw)
 
 
 def built() -> Stack:

@@ -204,13 +204,13 @@ def test_what_was_measured_before_the_time_was_over_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    tell = gpu_suite.Progress.tell
+    record = gpu_suite.Progress.record
 
     def late(self: Any, what: str, name: str, value: Any) -> None:
-        tell(self, what, name, value)
+        record(self, what, name, value)
         clock.now = 1000.0 * (name == "waits")
 
-    monkeypatch.setattr(gpu_suite.Progress, "tell", late)
+    monkeypatch.setattr(gpu_suite.Progress, "record", late)
     monkeypatch.setattr(gpu_suite, "time", SimpleNamespace(monotonic=lambda: clock.now))
     found = run([part("slow", slow), part("next", quick)], tmp_path, start=gpu_suite.run_in_process)
     assert found["slow"]["cases"] == {"first": {"value": 1}}

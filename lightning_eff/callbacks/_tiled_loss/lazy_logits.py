@@ -38,8 +38,6 @@ PROPERTIES = [
 """Attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
-
-
 _untraced: Any = torch.compiler.disable
 
 
@@ -228,7 +226,7 @@ def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's f
         value=value,
         allowed="a loss by torch's functions, in the step of its logits",
         remedies=("~callbacks.tiled_loss", "loss = linear_cross_entropy(hidden, head.weight, targets)"),
-    )  # fmt: skip
+    )
 
 
 def _all_logits(value: Any) -> list[LazyLogits]:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_eff.callbacks._tiled_loss.lazy_logits import IDENTITIES, LazyLogits, lazy, refuse
 from lightning_eff.callbacks._tiled_loss.rules import RULES
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.model_surgery import MODULE_HOOKS
+from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
 from lightning_eff.core.shards import GatheredAtOnce, is_sharded
 from lightning_eff.kernels.cross_entropy import (
     LowRank,
@@ -33,8 +33,6 @@ from lightning_eff.kernels.matmul import autocast_dtype
 PLAIN = (nn.Linear, TritonLinear)
 _untraced: Any = torch.compiler.disable
 Compute = Callable[[Tensor], Tensor]
-RUNNERS = ("deepspeed.", "torch.distributed.", "lightning_eff.")
-"""Packages whose hooks move weights or count, and read no logits."""
 
 
 class LateProjection:
@@ -138,7 +136,7 @@ class LateProjection:
         )
 
     def compute_held(self, *_: object) -> None:
-        """Compute the logits that somebody holds, before the weights change."""
+        """Compute the logits that are still referenced, before the weights change."""
         for each in self._alive:
             logits = each()
             if logits is not None and logits.computed is None:
@@ -255,12 +253,11 @@ def is_transformed() -> bool:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether hooks would see a loss where they expect logits, as any but those of `RUNNERS`."""
+    """Return whether a module, or every module, has hooks that would see a loss where they expect logits."""
     state = vars(module) | vars(torch_module)
     names = (*MODULE_HOOKS, "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
              "_global_backward_pre_hooks")  # fmt: skip
-    hooks: list[Any] = [hook for name in names for hook in state[name].values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith(RUNNERS) for hook in hooks)
+    return any(is_foreign(hook) for name in names for hook in state[name].values())
 
 
 def _node(loss: Tensor) -> Any:

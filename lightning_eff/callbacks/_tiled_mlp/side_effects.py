@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_eff.core.model_surgery import MODULE_HOOKS
-
-HOOKS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
-"""Packages whose hooks do nothing that depends on the tokens of a call."""
+from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
 
 State = dict[str, list[tuple[Any, int]]]
 """Objects in each attribute of a module and of all inside it, tensors with their versions."""
@@ -21,16 +17,9 @@ def hooked(module: nn.Module) -> str:
     """Return the name of a module inside that has hooks of its own, which may do anything with a tile."""
     for name, part in module.named_modules():
         hooks = [hook for kind in MODULE_HOOKS for hook in vars(part)[kind].values()] if name else []
-        if not all(_module_of(hook).startswith(HOOKS) for hook in hooks):
+        if any(map(is_foreign, hooks)):
             return name
     return ""
-
-
-def _module_of(hook: Any) -> str:
-    """Return where a function, a bound method, a partial function or a callable object was defined."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__module__", "") or ""
 
 
 def state_of(module: nn.Module) -> State:

@@ -30,7 +30,7 @@ from lightning_eff.core.errors import EXIT_FAILED, UsageError, is_out_of_memory,
 
 FILE = "gpu_suite.json"
 MINUTES = 9.0
-"""Of a call, unless it is told otherwise; the limits of the parts are for a call of so many."""
+"""Of a call, by default; the limits of the parts are for a call of so many."""
 PACKAGES = ("triton", "peft", "torchao")
 SAME = ("device", "torch", "triton", "lightning-eff", "sizes")
 """What has to be the same for a call to continue an earlier one."""
@@ -86,7 +86,7 @@ class Progress:
     save: Callable[[], None]
     running: str = field(default="", init=False)
 
-    def tell(self, what: str, name: str, value: Any) -> None:
+    def record(self, what: str, name: str, value: Any) -> None:
         """Note that a case begins or ends, or else something about the part."""
         if what == "begin":
             self.running = name
@@ -148,7 +148,7 @@ def _run_part(part: Part, setting: Setting, end: float, progress: Progress, star
         reason = start(part, setting, end, progress)
         is_late = time.monotonic() >= end
         if reason and progress.running and not is_late:
-            progress.tell("end", progress.running, {"error": reason})
+            progress.record("end", progress.running, {"error": reason})
         if not reason or is_late or len(entry["cases"]) == num_before:
             break
     names = entry.get("names", [])
@@ -173,28 +173,32 @@ def _clocks(device: torch.device) -> str:
 def run_here(part: Part, setting: Setting, end: float, progress: Progress) -> str:
     """Run a part in this process."""
     try:
-        run_cases(part, setting, set(progress.entry["cases"]), end, progress.tell)
+        run_cases(part, setting, set(progress.entry["cases"]), end, progress.record)
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the part's reason
         return root_cause_line(error)
     return ""
 
 
 def run_cases(
-    part: Part, setting: Setting, finished: Collection[str], end: float, tell: Callable[[str, str, Any], None]
+    part: Part,
+    setting: Setting,
+    finished: Collection[str],
+    end: float,
+    record: Callable[[str, str, Any], None],
 ) -> None:
-    """Run the cases that are not finished, and tell of each one's beginning and end."""
+    """Run the cases that are not finished, and record each one's beginning and end."""
     try:
         cases = part.cases(setting)
     except SkippedError as reason:
-        tell("skipped", "", str(reason))
+        record("skipped", "", str(reason))
         return
-    tell("names", "", list(cases))
+    record("names", "", list(cases))
     for name, case in cases.items():
         if name in finished:
             continue
         if time.monotonic() >= end:
             return
-        tell("begin", name, None)
+        record("begin", name, None)
         try:
             result = case()
         except SkippedError as reason:
@@ -202,7 +206,7 @@ def run_cases(
         except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the case's result
             kind = "out of memory: " if is_out_of_memory(error) else ""
             result = {"error": kind + root_cause_line(error).splitlines()[0]}
-        tell("end", name, result)
+        record("end", name, result)
         if setting.device.type == "cuda":
             torch.cuda.synchronize()  # raises if the case has broken the device for this process
             gc.collect()
@@ -222,7 +226,7 @@ def run_in_process(part: Part, setting: Setting, end: float, progress: Progress)
     reason = "no time left"
     try:
         while ours.poll(max(0.0, end - time.monotonic())):
-            progress.tell(*ours.recv())
+            progress.record(*ours.recv())
     except EOFError:
         process.join()
         reason = _ending(process.exitcode, progress)
@@ -238,8 +242,8 @@ def _ending(code: int, progress: Progress) -> str:
     """Return why a process ended, or nothing if its cases were over."""
     if code == 0:
         return ""
-    told = progress.entry.pop("ended", "")
-    return told or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+    reason = progress.entry.pop("ended", "")
+    return reason or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
 
 
 def _child(part: Part, setting: Setting, finished: set[str], left: float, sender: Any) -> None:
@@ -254,7 +258,7 @@ def _child(part: Part, setting: Setting, finished: set[str], left: float, sender
     os.dup2(2, 1)  # the standard output is the table's
     code = 0
     try:
-        run_cases(part, setting, finished, time.monotonic() + left, lambda *told: sender.send(told))
+        run_cases(part, setting, finished, time.monotonic() + left, lambda *entry: sender.send(entry))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the owner keeps it
         sender.send(("ended", "", root_cause_line(error).splitlines()[0]))
         code = EXIT_FAILED
