@@ -35,6 +35,16 @@ class CompiledCall:
         return self.__dict__ | {"_compiled": None}
 
 
+def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the instance's own attributes that call the compiler, by name; empty for a plain module."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, CompiledCall)}
+    if vars(module).get("_compiled_call_impl") is not None:  # private in torch 2.13: nn.Module.compile
+        found["_compiled_call_impl"] = vars(module)["_compiled_call_impl"]
+    if "_orig_mod" in dict(module.named_children()):  # torch.compile(module)
+        found["forward"] = vars(module)["forward"]
+    return found
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether any submodule is compiled: by `CompiledCall`, `nn.Module.compile` or `torch.compile`.
 
@@ -42,9 +52,4 @@ def is_compiled(module: nn.Module) -> bool:
         >>> is_compiled(nn.Linear(1, 1))
         False
     """
-    return any(
-        getattr(child, "_compiled_call_impl", None) is not None  # private in torch 2.13: nn.Module.compile
-        or hasattr(child, "_orig_mod")
-        or any(isinstance(value, CompiledCall) for value in child.__dict__.values())
-        for child in module.modules()
-    )
+    return any(compiled_attributes(child) for child in module.modules())

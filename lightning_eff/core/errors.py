@@ -128,7 +128,7 @@ class ConflictWarning(HasRemedies, UserWarning):
 
 
 class SlowPathWarning(UserWarning):
-    """A technique works here, but is slower than training without it."""
+    """Something works here, but is slower or larger than what could run instead."""
 
 
 def legacy_package_error(name: str) -> ConflictError:

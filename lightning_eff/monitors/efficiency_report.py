@@ -113,7 +113,8 @@ class EfficiencyReport(pl.Callback):
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
-            is_counted=self.count_first_batches and not is_compiled(pl_module),
+            is_counted=self.count_first_batches,
+            is_compiled=is_compiled(pl_module),
         )
 
     @override
@@ -193,6 +194,7 @@ class EfficiencyReport(pl.Callback):
             "ledger": [],
             "losses": self._losses.curve(),
             "memory": {} if held is None else asdict(held),
+            "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
             "command": command,

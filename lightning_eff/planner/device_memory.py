@@ -18,8 +18,8 @@ from lightning_eff.core import host_memory
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.kernels import devices
 from lightning_eff.planner.prediction import Prediction
+from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.peak import Peak
-from lightning_eff.report.recording import PHASES
 
 MIB = 2**20
 HOPPER = 90

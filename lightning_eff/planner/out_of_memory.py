@@ -20,7 +20,8 @@ from lightning_eff.core.text import human_bytes
 from lightning_eff.planner.advice import AdvisedRecipe, Compose, savings_until_it_fits
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
-from lightning_eff.report.recording import BACKWARD, BUFFERS, FORWARD, PARAMETERS, STATE, STEP
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
+from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE
 from lightning_eff.run import build_trainer
 
 SETUP = "setup"

@@ -1,4 +1,4 @@
-"""Count the FLOPs of every operation.
+"""Count the FLOPs of every operation, and look at its attention.
 
 The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
 attention, where a multiply-add counts as two. The CPU kernel of attention and products that are added in
@@ -11,17 +11,24 @@ graph that is measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
+from lightning_eff.report.attention import AttentionWatch
 from lightning_eff.report.live_bytes import InfraMode
+from lightning_eff.report.module_tracker import ModuleTracker
 
 
 class FlopCount(InfraMode):
     """Count the floating-point operations of everything that runs inside.
+
+    Args:
+        capability: Compute capability of the device, times ten; 0 for a CPU.
 
     Example:
         >>> with FlopCount() as count:
@@ -30,13 +37,23 @@ class FlopCount(InfraMode):
         48
     """
 
-    flops = 0
+    def __init__(self, *, capability: int = 0) -> None:
+        super().__init__()
+        self.flops = 0
+        self._tracker = ModuleTracker()
+        self.attention = AttentionWatch(lambda: self._tracker.path, capability=capability)
+        """Looks at the same operations."""
+
+    def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> AbstractContextManager[None]:
+        """Observe the modules of a model during a batch, for the names of those with attention."""
+        return self._tracker.follow(module)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.flops += flops_of(func, args, kwargs, out)
+        self.attention.see(func, args, kwargs, out)
         return out
 
 

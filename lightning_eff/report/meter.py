@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_eff.core import allocator
+from lightning_eff.core.errors import SlowPathWarning
 from lightning_eff.kernels import devices
+from lightning_eff.report.attention import AttentionRow, warning_of
+from lightning_eff.report.compiled_attention import CompiledAttention
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
@@ -44,6 +48,8 @@ class Throughput:
         """Part of each duration that was a wait for data."""
         self.num_samples = 0
         self.num_tokens = 0
+        self.num_padded: int | Tensor = 0
+        """Of these, padding; on the batches' device, so that nothing waits for it."""
         self.first_batch_s = 0.0
         """The longest of the batches that are left out; includes compilation."""
         self._mark_s = time.perf_counter()
@@ -53,7 +59,13 @@ class Throughput:
         self._mark_s = time.perf_counter()
 
     def finish_batch(
-        self, num_samples: int, num_tokens: int, wait_s: float, *, left_out: bool = False
+        self,
+        num_samples: int,
+        num_tokens: int,
+        wait_s: float,
+        *,
+        num_padded: int | Tensor = 0,
+        left_out: bool = False,
     ) -> None:
         """Record a batch that started at the end of the previous one, or at `restart`."""
         now = time.perf_counter()
@@ -64,20 +76,26 @@ class Throughput:
         self.batch_times_s.append(batch_time_s)
         self.num_samples += num_samples
         self.num_tokens += num_tokens
+        self.num_padded = self.num_padded + num_padded
         self.waits_s.append(wait_s)
 
     def summary(self) -> dict[str, float | int | None]:
         """Return medians, rates and fractions; None for what was not measured."""
         total_s = sum(self.batch_times_s)
         if total_s == 0.0:
-            names = ("batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "data_wait_share")
+            names = (
+                "batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "padding_share",
+                "data_wait_share",
+            )  # fmt: skip
             return dict.fromkeys(names) | {"num_batches": 0}
+        num_padded = int(self.num_padded)
         ordered = sorted(self.batch_times_s)
         return {
             "batch_time_s": statistics.median(ordered),
             "batch_time_p90_s": ordered[int(0.9 * (len(ordered) - 1))],
             "samples_per_s": self.num_samples / total_s,
             "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
+            "padding_share": num_padded / self.num_tokens if num_padded else None,
             "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
             "num_batches": len(ordered),
         }
@@ -126,29 +144,29 @@ class Probe:
     """Count from `begin` to `end` of each batch, until `is_done`.
 
     Args:
-        recorder: Records two full optimizer steps; None counts the FLOPs of the first batch alone.
+        count: A recorder, for two full optimizer steps; any other counts in the first batch alone.
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, count: Recorder | FlopCount | CompiledAttention) -> None:
         self.num_batches = 0
         self.flops = 0
         """Of the first batch."""
         self.masked_flops = 0
         """Of these, what lies behind a causal mask; counted by a recorder."""
-        self._recorder = recorder
-        self._count: Recorder | FlopCount = recorder or FlopCount()
+        self.attention: list[AttentionRow] = []
+        """Which attention ran in the first batch."""
+        self._count = count
         self._open = ExitStack()
 
     def is_done(self, steps: int) -> bool:
         """Return whether nothing is left to count after `steps` optimizer steps of this fit."""
-        if self._recorder is None:
+        if not isinstance(self._count, Recorder):
             return self.num_batches > 0
         return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Start to count, before a batch is trained on."""
-        if self._recorder is not None:
-            self._open.enter_context(self._recorder.begin(batch, module, optimizers))
+        self._open.enter_context(self._count.begin(batch, module, optimizers))
         self._open.enter_context(self._count)
 
     def end(self) -> None:
@@ -156,8 +174,8 @@ class Probe:
         self.close()
         self.num_batches += 1
         if self.num_batches == 1:
-            self.flops = self._count.flops
-            self.masked_flops = self._recorder.masked_flops if self._recorder is not None else 0
+            self.flops, self.attention = self._count.flops, self._count.attention.rows()
+            self.masked_flops = self._count.masked_flops if isinstance(self._count, Recorder) else 0
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""
@@ -173,15 +191,24 @@ class Meter:
         num_warmup_batches: Batches that are not timed, after those that the probe counts.
         is_counted: Count the operations of the first batch and, on a device whose allocator has no
             statistics, the live bytes of the first batches.
+        is_compiled: Whether a part of the model is compiled: then only its attention is looked at.
     """
 
     def __init__(
-        self, device: torch.device, profiler: Any, *, num_warmup_batches: int, is_counted: bool
+        self,
+        device: torch.device,
+        profiler: Any,
+        *,
+        num_warmup_batches: int,
+        is_counted: bool,
+        is_compiled: bool = False,
     ) -> None:
         self.device = device
         self.throughput = Throughput()
-        self._recorder = Recorder() if is_counted and device.type == "cpu" else None
-        self.probe = Probe(self._recorder)
+        kind = CompiledAttention if is_compiled else FlopCount
+        has_recorder = is_counted and not is_compiled and device.type == "cpu"
+        self._recorder = Recorder() if has_recorder else None
+        self.probe = Probe(self._recorder or kind(capability=devices.of(device).capability))
         self._is_probing = is_counted
         self._data_wait = DataWait(profiler)
         # The first batch is never timed: it compiles, and allocates the optimizer's state.
@@ -201,11 +228,15 @@ class Meter:
         left_out = self._is_probing or self._num_warmup_batches > 0
         if self._is_probing:
             self.probe.end()
+            if self.probe.num_batches == 1 and (text := warning_of(self.probe.attention)):
+                warnings.warn(text, SlowPathWarning, stacklevel=2)
             self._samples_of_first_batch = self._samples_of_first_batch or num_samples
             self._is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
-        self.throughput.finish_batch(num_samples, num_tokens, wait_s, left_out=left_out)
+        self.throughput.finish_batch(
+            num_samples, num_tokens, wait_s, num_padded=num_padded(batch), left_out=left_out
+        )
 
     def close(self) -> None:
         """Stop measuring, also in the middle of a batch; a second call does nothing."""
@@ -227,6 +258,8 @@ class Meter:
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
             figures[rate] = figures[rate] * world_size if figures[rate] is not None else None
+        if figures["padding_share"] is not None:
+            figures["real_tokens_per_s"] = figures["tokens_per_s"] * (1 - figures["padding_share"])
         flops, num_samples = self.probe.flops, self._samples_of_first_batch
         flops_per_sample = flops / num_samples if flops and num_samples else None
         has_rate = flops_per_sample and figures["samples_per_s"]
@@ -261,3 +294,16 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
     num_samples = next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1)
     integers = (t for t in tensors if t.dim() == 2 and t.dtype in {torch.int64, torch.int32})
     return num_samples, next((tensor.numel() for tensor in integers), 0)
+
+
+def num_padded(batch: object) -> int | Tensor:
+    """Return how many tokens of a batch are padding, by its `attention_mask` [B, T]; 0 without one.
+
+    Example:
+        >>> int(num_padded({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}))
+        3
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return 0
+    return mask.numel() - mask.count_nonzero()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_eff.report import recording
-from lightning_eff.report.recording import CATEGORIES, PHASES, Allocation, Event, Recorder
+from lightning_eff.report.module_tracker import PHASES, STEP
+from lightning_eff.report.recording import CATEGORIES, Allocation, Event, Recorder
 
 MAX_HOLDERS = 12
 """Holders that are listed."""
@@ -85,7 +86,7 @@ class Peak:
             total += change
             if (total, -index) > tops[event.phase]:
                 tops[event.phase], by_phase[event.phase] = (total, -index), dict(now)
-            if event.phase != recording.STEP:
+            if event.phase != STEP:
                 max_passing = max(max_passing, sum(now[category] for category in PASSING))
             # The timeline has the maximum of each stretch of events.
             if index % stretch == 0:

@@ -4,11 +4,6 @@
 module and in a phase: `forward`, the loss included, `backward`, or `step`, which lasts until a module is
 called or the next batch begins.
 
-Global module hooks maintain a stack of the modules being called. During the forward pass each operation's
-autograd sequence number is mapped to the innermost module; in the backward pass the running node carries the
-same number, so a gradient is attributed to the module of the forward operation. torch's private names for
-these numbers are used here and nowhere else (torch 2.10-2.13).
-
 Categories: `parameters`, `buffers` and `batch` existed before the step; `optimizer state` is in an
 optimizer's `state`; `gradients` have been a parameter's `.grad`; `activations` were allocated in a forward
 pass (or its recomputation) and alive at its end; `temporaries` are the rest.
@@ -16,24 +11,24 @@ pass (or its recomputation) and alive at its end; `temporaries` are the rest.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
+from lightning_eff.report.attention import AttentionWatch
 from lightning_eff.report.flops import flops_of, masked_flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 
-FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "gradients", "optimizer state", "activations", "temporaries"
 CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORARIES)
@@ -63,66 +58,6 @@ class Event:
     num_bytes: int
     """Its size from now on; 0 once freed."""
     phase: str
-
-
-class ModuleTracker:
-    """Follow a training step; call `update` at every dispatched operation."""
-
-    def __init__(self) -> None:
-        self.phase = FORWARD
-        self.is_recomputing = False
-        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
-        self._names: dict[int, str] = {}
-        self._stack: list[str] = []
-        self._by_sequence_number: dict[int, str] = {}
-
-    @contextmanager
-    def follow(self, module: nn.Module) -> Generator[None]:
-        """Have the global hooks during a batch of a module, which may fail."""
-        self.phase = FORWARD
-        self._names = {id(child): name or "(root)" for name, child in module.named_modules()}
-        entering = register_module_forward_pre_hook(self._enter)
-        # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
-        leaving = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            entering.remove()
-            leaving.remove()
-            self._stack.clear()
-
-    def _enter(self, module: nn.Module, _: object) -> None:
-        self._stack.append(self._names.get(id(module), type(module).__name__))
-        if self.phase == STEP:
-            self.phase = FORWARD
-
-    def _leave(self, *_: object) -> None:
-        if self._stack:
-            self._stack.pop()
-
-    def update(self) -> str:
-        """Determine the phase of the current operation; return the phase before it."""
-        before = self.phase
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            self.phase = BACKWARD
-        elif before == BACKWARD:
-            self.phase = STEP
-        self.is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
-        if self._stack:
-            # autograd numbered the current operation's node before it was dispatched: the next number less 1.
-            next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
-            self._by_sequence_number[next_number - 1] = self._stack[-1]
-        return before
-
-    @property
-    def path(self) -> str:
-        """Module of the current operation, or the one whose gradient it computes; empty for none."""
-        if self._stack:
-            return self._stack[-1]
-        if self.phase != BACKWARD or self.is_recomputing:
-            return ""
-        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        return "" if node is None else self._by_sequence_number.get(node._sequence_nr(), "")  # noqa: SLF001
 
 
 class Recorder(LiveBytes):
@@ -155,6 +90,8 @@ class Recorder(LiveBytes):
         self._optimizers: list[Optimizer] = []
         self._tracker = ModuleTracker()
         self._was_recomputing = False
+        self.attention = AttentionWatch(lambda: self._tracker.path)
+        """Looks at the operations of the first batch."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
         """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
@@ -220,6 +157,8 @@ class Recorder(LiveBytes):
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
         self.masked_flops += masked_flops_of(func, args, kwargs or {}, flops)
+        if self.num_batches <= 1:
+            self.attention.see(func, args, kwargs or {}, out)
         return out
 
     def _storage_index(self, tensor: Tensor) -> int:

@@ -10,12 +10,15 @@ from typing import Any
 from lightning_eff.core.text import human_bytes, human_count, text_table
 from lightning_eff.report.html import line_chart, memory_chart, render_page
 from lightning_eff.report.meter import Throughput
-from lightning_eff.report.recording import CATEGORIES, PHASES
+from lightning_eff.report.module_tracker import PHASES
+from lightning_eff.report.recording import CATEGORIES
 
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
     "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
     "tokens_per_s": ("tokens/s", human_count),
+    "padding_share": ("of them padding", lambda x: f"{x:.1%}"),
+    "real_tokens_per_s": ("real tokens/s", human_count),
     "flops_per_s": ("FLOP/s per device", human_count),
     "mfu": ("MFU", lambda x: f"{x:.1%}"),
     "peak_bytes": ("peak memory", human_bytes),
@@ -31,6 +34,10 @@ LOWERED_BY = {
     "parameters": ("precision/bf16_true", "precision/quantized_base", "strategy/fsdp2"),
 }
 """Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
+
+
+MAX_ATTENTION_LINES = 4
+"""In the text; the page and the ledger have all."""
 
 
 def json_safe(value: Any) -> Any:
@@ -86,6 +93,8 @@ def report_text(report: Mapping[str, Any]) -> str:
         techniques = _lowering(held[0][0], report["ledger"])
         lines.append(f" at the peak ({peak['phase']}): {sizes}")
         lines += [f" to lower {held[0][0]}: {', '.join(techniques)}"] if techniques else []
+    attention = report.get("attention", ())
+    lines += [f" attention: {row['text']}" for row in attention[:MAX_ATTENTION_LINES]]
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
         lines.append(text_table(["technique", "status", "what it did"], rows))
@@ -121,6 +130,12 @@ def report_page(report: Mapping[str, Any], throughput: Throughput, config: str =
         rows.append(("total", *(sum(by_phase[phase].values()) for phase in PHASES)))
         cells = [(name, *map(human_bytes, sizes)) for name, *sizes in rows if any(sizes)]
         tables.append(("Memory at the peak of each phase", ("category", *PHASES), cells))
+    if report.get("attention"):
+        rows = [
+            (row["text"], "\n".join(dict.fromkeys(row["modules"])), row["remedy"])
+            for row in report["attention"]
+        ]
+        tables.append(("Attention of the first batch", ("what ran", "modules", "try"), rows))
     return render_page(
         report, title=report["title"], verdict=run_verdict(report), figures=key_figures(report),
         charts=charts, tables=tables, config=config,

@@ -1,0 +1,79 @@
+"""Know which module is being called, and in which phase of a training step.
+
+Global module hooks maintain a stack of the modules being called. During the forward pass each operation's
+autograd sequence number is mapped to the innermost module; in the backward pass the running node carries the
+same number, so a gradient is attributed to the module of the forward operation. torch's private names for
+these numbers are used here and nowhere else (torch 2.10-2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
+
+
+class ModuleTracker:
+    """Follow a training step; call `update` at every dispatched operation."""
+
+    def __init__(self) -> None:
+        self.phase = FORWARD
+        self.is_recomputing = False
+        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._by_sequence_number: dict[int, str] = {}
+
+    @contextmanager
+    def follow(self, module: nn.Module) -> Generator[None]:
+        """Have the global hooks during a batch of a module, which may fail."""
+        self.phase = FORWARD
+        self._names = {id(child): name or "(root)" for name, child in module.named_modules()}
+        entering = register_module_forward_pre_hook(self._enter)
+        # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
+        leaving = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            entering.remove()
+            leaving.remove()
+            self._stack.clear()
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        if self.phase == STEP:
+            self.phase = FORWARD
+
+    def _leave(self, *_: object) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def update(self) -> str:
+        """Determine the phase of the current operation; return the phase before it."""
+        before = self.phase
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            self.phase = BACKWARD
+        elif before == BACKWARD:
+            self.phase = STEP
+        self.is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
+        if self._stack:
+            # autograd numbered the current operation's node before it was dispatched: the next number less 1.
+            next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
+            self._by_sequence_number[next_number - 1] = self._stack[-1]
+        return before
+
+    @property
+    def path(self) -> str:
+        """Module of the current operation, or the one whose gradient it computes; empty for none."""
+        if self._stack:
+            return self._stack[-1]
+        if self.phase != BACKWARD or self.is_recomputing:
+            return ""
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return "" if node is None else self._by_sequence_number.get(node._sequence_nr(), "")  # noqa: SLF001

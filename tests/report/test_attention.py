@@ -1,0 +1,212 @@
+"""Which attention ran is found, with the reason, in plain and in compiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_eff.core.compiled_call import CompiledCall
+from lightning_eff.core.errors import SlowPathWarning
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.report.attention import AttentionRow
+from lightning_eff.report.compiled_attention import CompiledAttention
+from lightning_eff.report.flops import FlopCount
+from lightning_eff.report.recording import Recorder
+
+SHAPE = (2, 4, 8, 16)
+SCORES = 2 * 4 * 8 * 8 * 4
+"""Bytes of the scores of all heads in float32."""
+TRIL = torch.ones(8, 8, dtype=torch.bool).tril()
+
+
+class Block(nn.Module):
+    """Calls one function of query, key and value on projections of its input [2, 8, 64]."""
+
+    def __init__(self, attend: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.attend = attend
+        self.qkv = nn.Linear(64, 192, dtype=dtype)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 8, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return x + self.attend(q, k, v).transpose(1, 2).reshape(2, 8, -1)[..., :64]
+
+
+def sdpa(**options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) / 4 + torch.zeros(8, 8).masked_fill(~TRIL, -1e9)
+    return F.dropout(scores.float().softmax(-1).to(q.dtype), 0.1) @ v
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], str, str, str]] = {
+    "plain": (sdpa(), "flash", "none", ""),
+    "causal": (sdpa(is_causal=True), "flash", "causal", ""),
+    "float mask": (sdpa(attn_mask=torch.arange(64.0).view(8, 8)), "flash", "float", ""),
+    "bool mask": (sdpa(attn_mask=TRIL), "flash", "bool that is causal", ""),
+    "idle mask": (sdpa(attn_mask=TRIL | True), "flash", "bool that masks nothing", ""),
+    "fewer key heads": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True),
+        "flash", "none", "",
+    ),
+    "dropout": (sdpa(dropout_p=0.1, is_causal=True), "math", "causal", "dropout"),
+    "value heads": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1)),
+        "math", "none", "head sizes differ",
+    ),
+    "trained mask": (
+        sdpa(attn_mask=torch.zeros(8, 8, requires_grad=True)), "math", "float", "mask requires grad",
+    ),
+    "3-D": (
+        lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]).expand(2, -1, -1, -1),
+        "math", "none", "not 4-D",
+    ),
+    "own softmax": (
+        eager, "softmax", "float that is causal",
+        "scores are computed by the model, not by F.scaled_dot_product_attention",
+    ),
+}  # fmt: skip
+
+
+def rows_of(step: Callable[[], Tensor]) -> list[AttentionRow]:
+    with FlopCount() as count:
+        step().float().sum().backward()
+    return count.attention.rows()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_backend_mask_and_reason_are_named_also_checkpointed(case: str) -> None:
+    attend, backend, mask, reason = CASES[case]
+    block, x = Block(attend), torch.randn(2, 8, 64)
+    (row,) = rows_of(lambda: block(x))
+    assert (row.backend, row.mask, row.reason, row.calls) == (backend, mask, reason, 1)
+    assert bool(row.remedy) == bool(reason)
+    assert rows_of(lambda: checkpoint(block, x, use_reentrant=False)) == [row], "computed again, called once"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    (row,) = rows_of(lambda: Block(sdpa(), dtype)(torch.randn(2, 8, 64, dtype=dtype)))
+    assert (row.backend, row.call.dtype, row.call.query) == ("flash", dtype, SHAPE)
+
+
+def test_layers_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    (row,) = rows_of(lambda: layer(torch.randn(2, 8, 64)))
+    assert (row.backend, row.reason, row.call.query) == ("math", "dropout", SHAPE)
+    attention, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 8, 64)
+    (row,) = rows_of(lambda: attention(x, x, x)[0])
+    assert (row.backend, row.call.query) == ("softmax", (8, 8, 16))
+    assert "need_weights=False" in row.remedy
+    (row,) = rows_of(lambda: attention(x, x, x, need_weights=False)[0])
+    assert row.backend == "flash"
+
+
+def test_bytes_are_those_of_scores_that_live_on_and_of_each_mask_once() -> None:
+    (row,) = rows_of(lambda: Block(CASES["value heads"][0])(torch.randn(2, 8, 64)))
+    assert (row.score_bytes, row.mask_bytes) == (SCORES, 0)
+    (row,) = rows_of(lambda: Block(sdpa(dropout_p=0.5))(torch.randn(2, 8, 64)))
+    assert row.score_bytes == 3 * SCORES, "softmax, dropout's mask, their product"
+    blocks, mask = [Block(sdpa(attn_mask=torch.ones(2, 1, 8, 8))) for _ in range(2)], 2 * 8 * 8 * 4
+    (row,) = rows_of(lambda: nn.Sequential(*blocks)(torch.randn(2, 8, 64)))
+    assert (row.calls, row.mask_bytes) == (2, 2 * mask), "two masks"
+    (row,) = rows_of(lambda: nn.Sequential(blocks[0], blocks[0])(torch.randn(2, 8, 64)))
+    assert (row.calls, row.mask_bytes) == (2, mask), "one mask, used twice"
+
+
+def test_what_is_no_attention_is_left_out() -> None:
+    x = torch.randn(4, 8, 16, requires_grad=True)
+    assert rows_of(lambda: (x @ torch.randn(4, 16, 8)).softmax(-1)) == [], "a classifier of tokens"
+    assert rows_of(lambda: x.softmax(-1) @ torch.randn(4, 16, 8)) == [], "a mixture by a router"
+    with sdpa_kernel(SDPBackend.MATH):
+        (row,) = rows_of(lambda: Block(sdpa())(torch.randn(2, 8, 64)))
+    assert row.reason == "math was selected"
+
+
+@pytest.mark.parametrize("how", ["forward", "module", "wrapper"])
+@pytest.mark.parametrize("case", ["causal", "dropout", "own softmax"])
+def test_compiled_blocks_are_counted_one_by_one_and_left_as_they_were(case: str, how: str) -> None:
+    attend, backend, *_ = CASES[case]
+    blocks = [Block(attend) for _ in range(3)]
+    if how == "wrapper":
+        net = nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in blocks))
+    else:
+        net = nn.Sequential(*blocks)
+        for block in blocks:
+            if how == "module":
+                block.compile(backend="aot_eager")
+            else:
+                block.forward = CompiledCall(block.forward, {"backend": "aot_eager"})
+    before = [dict(vars(module)) for module in net.modules()]
+    torch._dynamo.reset()
+    count = CompiledAttention()
+    with count.begin(None, net, None), count:
+        net(torch.randn(2, 8, 64)).sum().backward()
+    (row,) = count.attention.rows()
+    assert (row.backend, row.calls, row.modules) == (backend, 3, ("0", "1", "2"))
+    assert [dict(vars(module)) for module in net.modules()] == before
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    net(torch.randn(2, 8, 64)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+class Net(pl.LightningModule):
+    """Attention over [1, 2, `length`, 8], with dropout."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.layer = length, nn.Linear(1, 8)
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.layer(torch.ones(1, 2, self.length, 1))
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1).mean()
+
+    @override
+    def train_dataloader(self) -> Any:
+        return [torch.zeros(1)] * 3
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_report_of_a_plain_trainer_and_one_warning_for_long_sequences(
+    tmp_path: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    for length, num_warnings in ((511, 0), (512, 1)):
+        report = EfficiencyReport(dirpath=tmp_path)
+        trainer = pl.Trainer(
+            max_steps=3, callbacks=[report], logger=False, accelerator="cpu", enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False,
+        )  # fmt: skip
+        recwarn.clear()
+        trainer.fit(Net(length))
+        texts = [str(w.message) for w in recwarn if w.category is SlowPathWarning]
+        assert len(texts) == num_warnings
+        (row,) = report.report["attention"]
+        assert (row["backend"], row["reason"], row["query"]) == ("math", "dropout", [1, 2, length, 8])
+        assert row["score_bytes"] == 3 * 2 * length * length * 4
+    assert "6.0 MiB of scores held; dropout" in texts[0]
+    assert "try: dropout 0.0 in the attention, or a CUDA device" in texts[0]
+    assert "Attention of the first batch" in (tmp_path / "report.html").read_text()
+
+
+def test_recorder_looks_at_the_first_batch_alone() -> None:
+    block, x, recorder = Block(sdpa()), torch.randn(2, 8, 64), Recorder()
+    for _ in range(2):
+        with recorder.begin([x], block, []), recorder:
+            block(x).sum().backward()
+    assert [(row.calls, row.modules) for row in recorder.attention.rows()] == [(1, ("(root)",))]
