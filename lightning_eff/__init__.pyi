@@ -1,5 +1,6 @@
 # Written by `make stubs`: the types of the lazy names in __init__.py.
 
+from lightning_eff.callbacks.attention import Attention as Attention
 from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
 from lightning_eff.callbacks.empty_cache import release as release

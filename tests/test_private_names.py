@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
-from lightning_eff.report.meter import FETCH_ACTION
+from lightning_eff.report.throughput import FETCH_ACTION
 
 LOOPS = "lightning.pytorch.loops"
 EPOCH_LOOP = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
@@ -73,6 +73,7 @@ NAMES = {
     "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu _local_scalar_dense "
     "_scaled_dot_product_flash_attention_for_cpu_backward _amp_foreach_non_finite_check_and_unscale_",
     "torch._dynamo:config": "recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit",
+    "torch._dynamo.output_graph:OutputGraph": "call_user_compiler",
     "torch._dynamo.callback:CallbackTrigger": "DYNAMO",
     "torch._dynamo.callback:callback_handler": "start_callbacks end_callbacks",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",

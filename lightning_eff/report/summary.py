@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
 from lightning_eff.report.html import line_chart, memory_chart, render_page
-from lightning_eff.report.meter import Throughput
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
+from lightning_eff.report.throughput import Throughput
 
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -141,7 +142,8 @@ def test_compiled_blocks_are_counted_one_by_one_and_left_as_they_were(case: str,
     attend, backend, *_ = CASES[case]
     blocks = [Block(attend) for _ in range(3)]
     if how == "wrapper":
-        net = nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in blocks))
+        compiled: Any = [torch.compile(block, backend="aot_eager") for block in blocks]
+        net = nn.Sequential(*compiled)
     else:
         net = nn.Sequential(*blocks)
         for block in blocks:
@@ -150,16 +152,16 @@ def test_compiled_blocks_are_counted_one_by_one_and_left_as_they_were(case: str,
             else:
                 block.forward = CompiledCall(block.forward, {"backend": "aot_eager"})
     before = [dict(vars(module)) for module in net.modules()]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     count = CompiledAttention()
     with count.begin(None, net, None), count:
         net(torch.randn(2, 8, 64)).sum().backward()
     (row,) = count.attention.rows()
     assert (row.backend, row.calls, row.modules) == (backend, 3, ("0", "1", "2"))
     assert [dict(vars(module)) for module in net.modules()] == before
-    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    num_graphs = counters["stats"]["unique_graphs"]
     net(torch.randn(2, 8, 64)).sum().backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    assert counters["stats"]["unique_graphs"] == num_graphs
 
 
 class Net(pl.LightningModule):

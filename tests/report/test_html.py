@@ -12,10 +12,10 @@ import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
 from lightning_eff.report.html import bar_chart, line_chart, memory_chart
-from lightning_eff.report.meter import Throughput
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
 from lightning_eff.report.summary import report_page
+from lightning_eff.report.throughput import Throughput
 
 HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><link href=//evil>"""
 EMPTY = dict.fromkeys(CATEGORIES, 0)

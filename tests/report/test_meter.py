@@ -14,8 +14,9 @@ from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
-from lightning_eff.report.meter import FETCH_ACTION, Meter, Probe, samples_and_tokens
+from lightning_eff.report.meter import Meter, Probe, samples_and_tokens
 from lightning_eff.report.recording import Recorder
+from lightning_eff.report.throughput import FETCH_ACTION
 
 CPU, LONG = torch.device("cpu"), torch.long
 
@@ -61,6 +62,7 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
         "batch_time_p90_s": 9.0,
         "samples_per_s": 3 * 15 / 27,
         "tokens_per_s": 3 * 105 / 27,
+        "padding_share": None,
         "data_wait_share": 3 / 27,
         "num_batches": 3,
         "world_size": 3,
@@ -154,3 +156,15 @@ def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
     assert recorder.now_bytes == 400 + 200 + 200
     assert torch.equal(y, z), "counting changes nothing"
     assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNamespace) -> None:
+    measured = Meter(torch.device("cpu"), PassThroughProfiler(), num_warmup_batches=0, is_counted=False)
+    for num_real in (1, 7, 9):  # the first batch is not timed
+        mask = (torch.arange(10) < num_real).long().view(2, 5)
+        clock.now += 2.0
+        measured.end_batch({"input_ids": mask, "attention_mask": mask}, num_steps=1)
+    measured.close()
+    figures = measured.summary(dtype=torch.float32, world_size=1)
+    assert figures["padding_share"] == 4 / 20
+    assert (figures["tokens_per_s"], figures["real_tokens_per_s"]) == (5.0, 4.0)

@@ -1,0 +1,1 @@
+"""Parts of `callbacks/attention`: attention within the documents of packed rows."""

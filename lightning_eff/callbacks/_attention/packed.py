@@ -1,0 +1,220 @@
+"""Attention within the documents of packed rows, for models of transformers, without a mask of T x T values.
+
+Packed rows [B, T] hold several documents; their `position_ids` begin at 0 in each. All rows are one sequence
+of B x T tokens for a kernel of variable length, which gets the documents' starts in place of a mask. The
+starts are found once a batch: every layer gets the same tensor of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_eff.core.errors import ConflictError
+
+NAME = "lightning_eff_varlen"
+"""Of the attention function, as transformers knows it."""
+NOT_COMPUTED = ("softcap", "position_bias", "s_aux", "sinks")
+"""Arguments of transformers that change scores, which the kernel does not know."""
+MIN_CAPABILITY = 80
+MAX_HEAD_SIZE = 256
+MAX_CHECKED = 4096
+"""Tokens of a row whose mask is compared with that of its documents, once."""
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch begin, all rows one after another.
+
+    Args:
+        starts: `[n + 1]`, int32; the last is B x T.
+        longest: Tokens of the longest.
+    """
+
+    starts: Tensor
+    longest: int
+
+
+class LateMask:
+    """The mask that `sdpa` would get, made when a batch turns out not to be packed.
+
+    Args:
+        arguments: What transformers calls `sdpa_mask` with.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.is_padded = arguments.get("attention_mask") is not None
+
+    @functools.cached_property
+    def dense(self) -> Tensor | None:
+        """Return the mask [B, 1, T, T] of bool; None where `is_causal=True` is enough."""
+        return self._make()
+
+    def is_of(self, documents: Documents, window: tuple[int, int]) -> bool:
+        """Return whether a token of the first row sees what it sees in its document, window and direction.
+
+        Only the first `MAX_CHECKED` tokens are looked at.
+        """
+        length = min(self.arguments["q_length"], MAX_CHECKED)
+        mask = self._make(batch_size=1, q_length=length, kv_length=length, allow_is_causal_skip=False)
+        index = torch.arange(length, device=documents.starts.device)
+        document = torch.bucketize(index, documents.starts, right=True)
+        distance = index[:, None] - index
+        seen = document[:, None] == document
+        for limit, sign in zip(window, (1, -1), strict=True):
+            seen &= distance * sign <= (length if limit < 0 else limit)
+        return mask is not None and torch.equal(mask[0, 0], seen)
+
+    def _make(self, **changed: Any) -> Tensor | None:
+        from transformers.masking_utils import sdpa_mask
+
+        return sdpa_mask(**self.arguments | changed)
+
+
+class PackedAttention:
+    """The attention function of a model, with what it found for the report."""
+
+    def __init__(self, kernel: Callable[..., Tensor] | None = None) -> None:
+        self.kernel: Callable[..., Any] | None = kernel
+        """As `torch.nn.attention.varlen.varlen_attn`, which None takes."""
+        self.num_batches = 0
+        self.num_documents = 0
+        self.mask_bytes = 0
+        """Of the largest mask that was not made, of bool."""
+        self._checked: set[tuple[int, int]] = set()
+        self._known: dict[int, tuple[weakref.ref[Tensor], Documents | None]] = {}
+
+    def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
+        """Return the documents of positions [B or 1, T]; None where every row is one.
+
+        Example:
+            >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
+            Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
+        """
+        key = id(position_ids)
+        if key not in self._known:
+            length = position_ids.shape[-1]
+            begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
+            starts = begins.flatten().nonzero().flatten()
+            found = None
+            if len(starts) > num_rows:
+                starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
+                found = Documents(starts, int(starts.diff().max()))
+                self.num_batches += 1
+                self.num_documents += len(starts) - 1
+                self.mask_bytes = max(self.mask_bytes, num_rows * length * length)
+            reference = weakref.ref(position_ids, lambda _: self._known.pop(key, None))
+            self._known[key] = (reference, found)
+        return self._known[key][1]
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: LateMask | Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+        sliding_window: int | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Compute one layer; what is not packed is left to transformers' `sdpa`.
+
+        Args:
+            module: The attention layer.
+            query: `[B, H, T, E]`.
+            key: `[B, Hk, T, E]`, where Hk divides H.
+            value: As key.
+            attention_mask: The layer's mask, or how to make it.
+            dropout: Of the scores.
+            scaling: Factor of the scores.
+            sliding_window: Tokens that a token attends to, itself included.
+            kwargs: What else transformers passes on; `position_ids` among it.
+
+        Returns:
+            `[B, T, H, E]`, and no weights.
+
+        Raises:
+            ConflictError: The layer does not pass on positions, its scores are changed, or its mask is not
+                that of documents.
+        """
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        batch, _, length, _ = query.shape
+        positions = kwargs.get("position_ids")
+        refused = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
+        refused += ["dropout"] if dropout > 0 else []
+        if refused or positions is None:
+            refused += ["no position_ids"] if positions is None else []
+            raise _refusal(module, ", ".join(refused))
+        is_late = isinstance(attention_mask, LateMask)
+        documents = None
+        if is_late and not attention_mask.is_padded:
+            documents = self.documents_of(positions, batch)
+        if documents is None or not is_late:
+            attention_mask = attention_mask.dense if is_late else attention_mask
+            sdpa: Any = sdpa_attention_forward
+            return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        if self.kernel is None:
+            from torch.nn.attention.varlen import varlen_attn
+
+            self.kernel = varlen_attn
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
+        if window not in self._checked:
+            if not attention_mask.is_of(documents, window):
+                raise _refusal(module, "a mask of its own")
+            self._checked.add(window)
+        q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value))
+        starts, longest = documents
+        out = self.kernel(
+            q, k, v, starts, starts, longest, longest,
+            scale=scaling, enable_gqa=key.shape[1] != query.shape[1], window_size=window,
+        )  # fmt: skip
+        return out.reshape(batch, length, query.shape[1], -1), None
+
+
+def _refusal(module: nn.Module, what: str) -> ConflictError:
+    text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
+    return ConflictError(f"{text}\n  try: callbacks.attention.packing=dense")
+
+
+def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why kernels of variable length cannot compute a model's attention; empty where they can.
+
+    Args:
+        model: A model of transformers.
+        device: Of its weights.
+        dtype: In which it computes.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return f"the device is {device.type}, and kernels of variable length need CUDA"
+    if torch.cuda.get_device_capability(device)[0] * 10 < MIN_CAPABILITY:
+        return "kernels of variable length need compute capability 8.0"
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return f"{dtype} is not half precision"
+    config = model.config.get_text_config()
+    if getattr(config, "attention_chunk_size", None):
+        return "the model attends in chunks"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        "" if size <= MAX_HEAD_SIZE and size % 8 == 0 else f"heads of {size} are not a multiple of 8 to 256"
+    )
+
+
+@contextmanager
+def switched(model: Any, name: str, function: PackedAttention | None = None) -> Generator[None]:
+    """Let a model of transformers use another attention until the end."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if function is not None:
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, LateMask)
+    before = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,218 @@
+"""Choose the backends of `F.scaled_dot_product_attention`, and compute packed rows without dense masks.
+
+torch takes the first backend that accepts a call and falls back to `math`, which holds all T x T scores, in
+silence. `backend` names the backends that may be used, by priority. In the first batch each call is checked:
+where only `math` would be left, the run ends with the reason and the remedy, before an optimizer step.
+
+Packed rows of several documents need a mask by which attention stays within each. transformers makes it
+dense: B x T x T values, and again as numbers in every layer. With `packing=auto` its models compute packed
+rows by kernels of variable length (half precision on CUDA), else by compiled FlexAttention (CUDA), else with
+the dense mask, as on a CPU; the run's report has its bytes. Batches without packed documents are left to
+`sdpa`.
+
+Costs: none after the first batch; the documents of a packed batch are found once, with one wait for the GPU.
+    Kernels of variable length add in another order than the dense mask's.
+Conflicts: none. Models of transformers only, for packing; a dropout of attention needs `packing=dense`.
+Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html;
+    https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
+
+from lightning_eff.callbacks._attention.packed import NAME, PackedAttention, switched, why_not_varlen
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.attention_backends import BACKENDS, AttentionCall, choose, remedy
+from lightning_eff.core.compiled_call import is_compiled
+from lightning_eff.core.dtypes import matmul_dtype
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.technique import Outcome
+from lightning_eff.core.text import human_bytes
+from lightning_eff.kernels import devices
+
+Packing = Literal["auto", "varlen", "flex", "dense"]
+NO_BACKEND = "callbacks.attention.backend=null"
+SDP = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@contextmanager
+def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter[str]]:
+    """Check every call of `F.scaled_dot_product_attention`, and count the calls of each backend.
+
+    Args:
+        names: Backends that may be used; none for all.
+        capability: Compute capability of the device, times ten; 0 for a CPU.
+
+    Raises:
+        ConflictError: No backend of `names` accepts a call.
+
+    Example:
+        >>> x = torch.ones(1, 2, 8, 4)
+        >>> with checked_backends(["flash"], 0) as calls:
+        ...     _ = functional.scaled_dot_product_attention(x, x, x)
+        >>> dict(calls)
+        {'flash': 1}
+    """
+    calls: Counter[str] = Counter()
+    attend = functional.scaled_dot_product_attention
+
+    def check(*args: Any, scale: float | None = None, **kwargs: Any) -> Tensor:
+        call = AttentionCall.of(*args, **kwargs)
+        choice = choose(call, capability)
+        if names and choice.backend not in names:
+            allowed = choose(call, capability, enabled=(*names, "math"))
+            if allowed.backend not in names:
+                reasons = "; ".join(f"{key} refuses it ({why})" for key, why in allowed.refused.items())
+                text = (
+                    f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}\n"
+                    f"  try: {remedy(call, allowed) or 'a backend of another name'}\n"
+                    f"  try: {NO_BACKEND}"
+                )
+                raise ConflictError(text)
+            choice = allowed
+        calls[choice.backend] += 1
+        return attend(*args, scale=scale, **kwargs)
+
+    with patch.object(functional, "scaled_dot_product_attention", check):
+        yield calls
+
+
+class Attention(Managed):
+    """Choose backends of attention, and compute packed rows without dense masks.
+
+    Args:
+        backend: `flash`, `efficient`, `cudnn` or `math`, or several by priority; None leaves the choice to
+            torch.
+        packing: How a model of transformers computes packed rows: `varlen`, `flex`, `dense`, or `auto`, the
+            first of these that works here.
+
+    Raises:
+        ConfigError: An unknown backend, or a packing that this device or model does not have.
+        ConflictError: In the first batch, a call that no chosen backend accepts.
+
+    Warns:
+        NoEffectWarning: No backend was chosen, and no packed rows were computed without a mask.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[Attention(backend="flash")], logger=False, accelerator="cpu")
+        >>> Attention(backend="fast")
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: backend='fast': expected cudnn, flash, efficient, math, ...
+    """
+
+    @check_arguments
+    def __init__(self, *, backend: str | Sequence[str] | None = None, packing: Packing = "auto") -> None:
+        self.backend = backend
+        self.packing = packing
+        self._names = [] if backend is None else [backend] if isinstance(backend, str) else list(backend)
+        if backend is not None and (not self._names or not set(self._names) <= set(BACKENDS)):
+            allowed = f"{', '.join(BACKENDS)}, a list of these by priority, or null"
+            raise ConfigError(key="backend", value=backend, allowed=allowed)
+        self._packed = PackedAttention()
+        self._how = ""
+        self._why = ""
+        self._calls: Counter[str] = Counter()
+        self._first_batch = ExitStack()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._packed, self._how, self._why, self._calls = PackedAttention(), "", "", Counter()
+        capability = devices.of(pl_module.device).capability
+        if self._names:
+            kernels = [SDP[name] for name in self._names]
+            self.cleanup.enter_context(sdpa_kernel(kernels, set_priority=len(kernels) > 1))
+        for model in _transformers_models(pl_module):
+            dtype = matmul_dtype(str(trainer.precision), pl_module.device.type)
+            self._pack(model, dtype, is_compiled=is_compiled(pl_module))
+        # The compiler would trace the check, and compile again without it.
+        if not is_compiled(pl_module):
+            self.cleanup.callback(self._first_batch.close)
+            self._calls = self._first_batch.enter_context(checked_backends(self._names, capability))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._first_batch.close()
+
+    def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
+        """Let a model of transformers compute packed rows by what is there."""
+        why = why_not_varlen(model, model.device, dtype)
+        # The documents of a batch are looked up by Python, which the compiler cannot trace.
+        why = why or ("the model is compiled" if is_compiled else "")
+        has_flex = model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
+        how = (
+            self.packing
+            if self.packing != "auto"
+            else "varlen"
+            if not why
+            else "flex"
+            if has_flex
+            else "dense"
+        )
+        if (how == "varlen" and why) or (how == "flex" and not has_flex):
+            reason = why if how == "varlen" else "FlexAttention needs CUDA and a model that supports it"
+            allowed = f"auto or dense here: {reason}"
+            raise ConfigError(key="callbacks.attention.packing", value=how, allowed=allowed)
+        self._how, self._why = how, why
+        if how == "varlen":
+            self.cleanup.enter_context(switched(model, NAME, self._packed))
+        elif how == "flex":
+            self.cleanup.enter_context(switched(model, "flex_attention"))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        outcome = self.outcome()
+        if not outcome.effective:
+            warnings.warn(f"Attention had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
+
+    def outcome(self) -> Outcome:
+        """Report the backends of the first batch, and what packed rows did without."""
+        packed = self._packed
+        calls = ", ".join(f"{count} by {name}" for name, count in self._calls.most_common())
+        parts = [f"calls of the first batch: {calls}"] if calls else []
+        parts = (
+            [f"backends {', '.join(self._names)}", *parts] if self._names else parts or ["no call was seen"]
+        )
+        if packed.num_batches:
+            mean = packed.num_documents / packed.num_batches
+            parts.append(
+                f"{packed.num_batches} packed batches of {mean:.0f} documents by kernels of variable length: "
+                f"a mask of {human_bytes(packed.mask_bytes)} not made"
+            )
+        elif self._how == "flex":
+            parts.append("packed rows by FlexAttention")
+        elif self._how == "dense":
+            parts.append(f"packed rows keep the dense mask{f': {self._why}' if self._why else ''}")
+        numbers = {
+            "calls": dict(self._calls), "packing": self._how, "packed_batches": packed.num_batches,
+            "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,
+        }  # fmt: skip
+        effective = bool(self._names) or packed.num_batches > 0 or self._how == "flex"
+        return Outcome(did="; ".join(parts), effective=effective, numbers=numbers)
+
+
+def _transformers_models(module: nn.Module) -> list[Any]:
+    """Return the outermost models of transformers in a module."""
+    if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
+        return [module]
+    return [model for child in module.children() for model in _transformers_models(child)]

@@ -1,0 +1,219 @@
+"""Backends are chosen and checked; packed rows without a mask equal those with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from typing_extensions import override
+
+from lightning_eff.callbacks._attention.packed import (
+    NAME,
+    LateMask,
+    PackedAttention,
+    switched,
+    why_not_varlen,
+)
+from lightning_eff.callbacks.attention import Attention
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+
+QUIET: dict[str, Any] = {
+    "logger": False, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False,
+    "enable_model_summary": False, "max_steps": 2,
+}  # fmt: skip
+
+
+class Net(pl.LightningModule):
+    """One call of attention [1, 2, 8, 4]."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.options, self.flags = nn.Linear(4, 4), options, list[bool]()
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.flags.append(torch.backends.cuda.math_sdp_enabled())
+        x = self.layer(torch.ones(1, 2, 8, 4))
+        return F.scaled_dot_product_attention(x, x, x, **self.options).mean()
+
+    @override
+    def train_dataloader(self) -> Any:
+        return [torch.zeros(1)] * 2
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_only_the_chosen_backend_is_enabled_and_flags_and_functions_are_restored() -> None:
+    callback, net, attend = Attention(backend="flash"), Net(is_causal=True), F.scaled_dot_product_attention
+    pl.Trainer(callbacks=[callback], **QUIET).fit(net)
+    assert net.flags == [False, False]
+    assert torch.backends.cuda.math_sdp_enabled()
+    assert F.scaled_dot_product_attention is attend
+    assert callback.outcome().numbers["calls"] == {"flash": 1}, "of the first batch alone"
+    assert callback.outcome().did == "backends flash; calls of the first batch: 1 by flash"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "advice"),
+    [
+        ({"dropout_p": 0.1}, "dropout", "dropout 0.0"),
+        ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "mask requires grad", "detach"),
+    ],
+)
+def test_a_call_that_only_math_accepts_is_refused_before_the_first_step(
+    options: dict[str, Any], reason: str, advice: str
+) -> None:
+    net, attend = Net(**options), F.scaled_dot_product_attention
+    before = net.layer.weight.detach().clone()
+    trainer = pl.Trainer(callbacks=[Attention(backend=["cudnn", "flash"])], **QUIET)
+    with pytest.raises(
+        ConflictError, match=rf"flash refuses it \({reason}(.|\n)*{advice}(.|\n)*backend=None"
+    ):
+        trainer.fit(net)
+    assert torch.equal(net.layer.weight, before)
+    assert F.scaled_dot_product_attention is attend
+    assert torch.backends.cuda.math_sdp_enabled()
+    net, callback = Net(**options), Attention(backend=["flash", "math"])
+    pl.Trainer(callbacks=[callback], **QUIET).fit(net)
+    assert callback.outcome().numbers["calls"] == {"math": 1}
+
+
+def test_nothing_chosen_and_nothing_packed_is_no_effect() -> None:
+    with pytest.warns(NoEffectWarning, match="calls of the first batch: 1 by flash"):
+        pl.Trainer(callbacks=[Attention()], **QUIET).fit(Net())
+
+
+@pytest.mark.parametrize("backend", ["fast", [], ["flash", "fast"]])
+def test_unknown_backends_are_rejected(backend: Any) -> None:
+    with pytest.raises(ConfigError, match="expected cudnn, flash, efficient, math"):
+        Attention(backend=backend)
+
+
+def by_document(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _: Tensor, longest: int, __: int, *, scale: float,
+    enable_gqa: bool, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """What `varlen_attn` computes, one document after another."""
+    assert starts.dtype == torch.int32
+    out: list[Tensor] = []
+    for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        assert stop - start <= longest
+        index = torch.arange(stop - start)
+        distance = index[:, None] - index
+        seen = (distance >= 0) if window_size[1] == 0 else torch.ones_like(distance, dtype=torch.bool)
+        seen &= (distance <= window_size[0]) if window_size[0] >= 0 else True
+        rows = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        out.append(y[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def hf_model(kind: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, num_hidden_layers=2, **sizes, **options)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 0, 0, 1]])
+BATCHES: dict[str, dict[str, Tensor]] = {
+    "packed": {"position_ids": PACKED},
+    "one document a row": {"position_ids": torch.arange(10).expand(2, -1)},
+    "no positions": {},
+    "padded": {"attention_mask": (torch.arange(10) < torch.tensor([[10], [6]])).long()},
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, batch: str) -> None:
+    options = {"sliding_window": 3} if kind == "Mistral" else {}
+    ids = torch.randint(50, (2, 10), generator=torch.Generator().manual_seed(1))
+    inputs = BATCHES[batch] | {"input_ids": ids, "use_cache": False}
+    model, packed = hf_model(kind, **options), PackedAttention(by_document)
+    weight = inputs.get("attention_mask", torch.ones(2, 10))[..., None].double()
+    results: list[list[Tensor]] = []
+    for is_switched in (False, True):
+        model.zero_grad()
+        if is_switched:
+            with switched(model, NAME, packed):
+                logits = model(**inputs).logits
+        else:
+            logits = model(**inputs).logits
+        (logits * weight).square().sum().backward()
+        results.append([logits * weight, *(p.grad.clone() for p in model.parameters())])
+    for new, old in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-10, atol=1e-12)
+    assert (packed.num_batches, packed.num_documents) == ((1, 6) if batch == "packed" else (0, 0))
+    assert packed.mask_bytes == (2 * 10 * 10 if batch == "packed" else 0)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_documents_of_a_recomputed_layer_are_known_and_forgotten_with_the_batch() -> None:
+    packed, positions = PackedAttention(by_document), PACKED.clone()
+    assert packed.documents_of(positions, 2) is packed.documents_of(positions, 2)
+    assert packed.num_batches == 1
+    del positions
+    assert packed._known == {}
+
+
+def test_a_mask_that_is_more_than_documents_and_a_window_is_found() -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    documents = PackedAttention().documents_of(PACKED, 2)
+    assert documents is not None
+
+    def late(function: Any) -> LateMask:
+        sizes = {"batch_size": 2, "q_length": 10, "kv_length": 10}
+        packed = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(PACKED))
+        return LateMask(**sizes, mask_function=masks.and_masks(function, packed), use_vmap=True)
+
+    assert late(masks.causal_mask_function).is_of(documents, (-1, 0))
+    assert late(masks.sliding_window_causal_mask_function(3)).is_of(documents, (2, 0))
+    assert not late(masks.sliding_window_causal_mask_function(3)).is_of(documents, (-1, 0))
+    assert late(masks.bidirectional_mask_function).is_of(documents, (-1, -1))
+    assert not late(masks.bidirectional_mask_function).is_of(documents, (-1, 0))
+
+
+def test_what_the_kernel_lacks_is_refused_with_the_remedy() -> None:
+    model = hf_model("Llama", attention_dropout=0.1).train()
+    with (
+        switched(model, NAME, PackedAttention(by_document)),
+        pytest.raises(ConflictError, match=r"LlamaAttention has dropout(.|\n)*packing=.dense"),
+    ):
+        model(input_ids=torch.zeros(2, 10, dtype=torch.long), position_ids=PACKED)
+
+
+def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
+    model = hf_model("Llama")
+    reason = "the device is cpu, and kernels of variable length need CUDA"
+    assert why_not_varlen(model, torch.device("cpu"), torch.bfloat16) == reason
+
+    class Packed(Net):
+        @override
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return model(input_ids=torch.zeros_like(PACKED), position_ids=PACKED).logits.mean()
+
+    net = Packed()
+    net.model = model
+    with pytest.warns(NoEffectWarning, match=f"2 by flash; packed rows keep the dense mask: {reason}"):
+        pl.Trainer(callbacks=[Attention()], **QUIET).fit(net)
+    for packing in ("varlen", "flex"):
+        with pytest.raises(ConfigError, match=f"packing='{packing}': expected auto or dense here: .* CUDA"):
+            pl.Trainer(callbacks=[Attention(packing=packing)], **QUIET).fit(net)
+
+
+def test_the_kernel_of_torch_takes_what_we_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`varlen_attn` runs on CUDA alone; its own checks of arguments run here."""
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *_: (q, None, None))
+    model = hf_model("Llama")
+    with switched(model, NAME, packed := PackedAttention()):
+        model(input_ids=torch.zeros_like(PACKED), position_ids=PACKED, use_cache=False)
+    assert packed.kernel is varlen.varlen_attn
