@@ -1,0 +1,246 @@
+"""torch's rules of which kernel computes `F.scaled_dot_product_attention`, as a table.
+
+torch tries backends by priority and takes the first one that refuses nothing; math, which holds every score,
+is left at the end. `torch._fused_sdp_choice` returns that choice for tensors; this table does for shapes, on
+a device that need not be present, with the reasons.
+
+Source: the headers of torch 2.13.0, and of pytorch's aten/src/ATen/native/transformers the files
+sdp_utils_cpp.cpp and cuda/sdp_utils.cpp as of summer 2026 (001f694), without what the headers of 2.13 lack
+(memory-efficient attention with grouped heads, pytorch#191085). cuDNN comes first on compute capability 9 and
+10 with cuDNN 9.15.1 or later, which torch 2.11 and later for CUDA 13 brings; elsewhere it comes after math.
+Head sizes of 129 to 256 there are unsure: here flash has them, which saves the same tensors. Left out:
+nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuDNN refuses it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("cudnn", "flash", "efficient", "math")
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What the choice of a backend depends on.
+
+    Args:
+        query: Shape, `[B, H, T, E]`; math takes other numbers of axes too.
+        key: Shape, `[B, H, S, E]`, with fewer heads than the query's for grouped-query attention.
+        value: Shape, `[B, H, S, Ev]`.
+        dtype: Of query, key and value, after autocast.
+        mask: `causal` for `is_causal=True`, else the dtype of `attn_mask`.
+        mask_shape: Shape of `attn_mask`; None for one that every backend accepts.
+        mask_requires_grad: Whether the mask is trained.
+        dropout: `dropout_p`.
+        requires_grad: Whether gradients will be computed.
+        enable_gqa: The argument of this name.
+        is_strided: Whether the last axis of query, key or value has another stride than 1.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    mask: Literal["none", "causal", "bool", "float"] = "none"
+    mask_shape: tuple[int, ...] | None = None
+    mask_requires_grad: bool = False
+    dropout: float = 0.0
+    requires_grad: bool = True
+    enable_gqa: bool = True
+    is_strided: bool = False
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *,
+        dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False,
+    ) -> AttentionCall:  # fmt: skip
+        """Describe a call by its arguments.
+
+        Example:
+            >>> x = torch.ones(2, 4, 16, 8)
+            >>> AttentionCall.of(x, x, x, is_causal=True).mask
+            'causal'
+        """
+        operands = (query, key, value)
+        kind = "bool" if attn_mask is not None and attn_mask.dtype == torch.bool else "float"
+        return cls(
+            query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), dtype=query.dtype,
+            mask=kind if attn_mask is not None else "causal" if is_causal else "none",
+            mask_shape=None if attn_mask is None else tuple(attn_mask.shape),
+            mask_requires_grad=attn_mask is not None and attn_mask.requires_grad,
+            dropout=dropout_p, enable_gqa=enable_gqa,
+            requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands),
+            is_strided=any(tensor.stride(-1) != 1 for tensor in operands),
+        )  # fmt: skip
+
+    def scores_bytes(self, capability: int) -> int:
+        """Return the bytes of scores that math holds for the backward pass, which no other backend holds.
+
+        The softmax's result, in float32 for half precision; with dropout also its product and mask, which is
+        of bool on CUDA. `capability` is that of `choose`.
+        """
+        itemsize = 4 if self.dtype in HALF else self.dtype.itemsize
+        dropout_itemsize = itemsize + (1 if capability else itemsize) if self.dropout > 0 else 0
+        return math.prod(self.query[:-1]) * self.key[-2] * (itemsize + dropout_itemsize)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of a call, and why none of higher priority was taken."""
+
+    backend: str
+    refused: dict[str, str]
+    """Reasons by backend, keys of `RULES` separated by `; `."""
+
+
+def _is_mask_shape_refused(call: AttentionCall, _: int) -> bool:
+    """Return whether a mask is neither `[T, S]` nor `[B, H, T, S]`, each with 1 in any place."""
+    shape, scores = call.mask_shape or (), (*call.query[:-1], call.key[2])
+    fits = all(a in {b, 1} for a, b in zip(reversed(shape), reversed(scores), strict=False))
+    return len(shape) not in {0, 2, 4} or not fits
+
+
+def _are_heads_refused(call: AttentionCall, _: int) -> bool:
+    query, key, value = call.query[1], call.key[1], call.value[1]
+    return key != value or (query % key != 0 if call.enable_gqa else query != key)
+
+
+def _is_size_refused_by_cudnn(call: AttentionCall, _: int) -> bool:
+    sizes = (call.query[3], call.value[3])
+    return any(size % 8 for size in sizes) or (max(sizes) > 128 and sizes != (192, 128))
+
+
+def _is_alignment_refused(call: AttentionCall, capability: int) -> bool:
+    """Return whether a head does not end at a multiple of 16 bytes, as CUTLASS's products need it."""
+    alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
+    return any(size % alignment for size in (call.query[3], call.value[3]))
+
+
+def _is_backward_refused(call: AttentionCall, capability: int) -> bool:
+    """Return whether flash has no backward pass for these heads on a GPU with little shared memory."""
+    limit = 192 if call.dropout > 0 or call.query[3] <= 224 else 256
+    return (86 <= capability <= 89 or capability >= 120) and call.requires_grad and call.query[3] > limit
+
+
+def _is_dtype_refused(call: AttentionCall, capability: int) -> bool:
+    more = {0: (torch.bfloat16, torch.float64)}.get(capability, HALF if capability >= 80 else ())
+    return call.dtype not in (torch.float16, torch.float32, *more)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    refuses: Callable[[AttentionCall, int], bool]
+    remedy: str
+
+
+RULES = {
+    "not 4-D": _Rule(lambda *_: False, "add an axis of heads: x.unsqueeze(1)"),
+    "strided last axis": _Rule(lambda c, _: c.is_strided, "x.contiguous()"),
+    "dropout": _Rule(lambda c, _: c.dropout > 0, "dropout 0.0 in the attention, or a CUDA device"),
+    "dropout of one query": _Rule(lambda c, _: c.dropout > 0 and c.query[2] == 1, "dropout 0.0"),
+    "dropout is no multiple of 1/16": _Rule(lambda c, _: c.dropout * 16 % 1 != 0, "dropout 0.125"),
+    "not half precision": _Rule(lambda c, _: c.dtype not in HALF, "precision=bf16_mixed, or torch.autocast"),
+    "dtype": _Rule(_is_dtype_refused, "precision=bf16_mixed, or torch.autocast"),
+    "shape of the mask": _Rule(_is_mask_shape_refused, "an attn_mask of [T, S] or [B, H, T, S]"),
+    "mask requires grad": _Rule(
+        lambda c, _: c.mask_requires_grad, "attn_mask.detach(), or FlexAttention with a score_mod"),
+    "mask": _Rule(
+        lambda c, _: c.mask in {"bool", "float"}, "is_causal=True, or attn_mask=None if it masks nothing"),
+    "causal, T != S": _Rule(
+        lambda c, _: c.mask == "causal" and c.query[2] != c.key[2],
+        "attn_mask=torch.ones(T, S).bool().tril()"),
+    "head sizes differ": _Rule(
+        lambda c, _: c.query[3] != c.value[3], "{pad}"),
+    "number of heads": _Rule(_are_heads_refused, "enable_gqa=True; the key's heads must divide the query's"),
+    "grouped heads": _Rule(
+        lambda c, _: len({c.query[1], c.key[1], c.value[1]}) > 1, "repeat them: key.repeat_interleave(n, 1)"),
+    "batch sizes": _Rule(lambda c, _: len({c.query[0], c.key[0], c.value[0]}) > 1, "x.expand(B, -1, -1, -1)"),
+    "switched off": _Rule(lambda *_: False, "switch it on: torch.nn.attention.sdpa_kernel"),
+    "no tokens": _Rule(lambda c, _: 0 in (c.query[2], c.key[2]), "leave empty sequences out"),
+    "one key": _Rule(lambda c, _: c.key[2] == 1, "more than one key"),
+    "head size not aligned": _Rule(_is_alignment_refused, "heads of a multiple of 8"),
+    "head size of cuDNN": _Rule(_is_size_refused_by_cudnn, "heads of a multiple of 8 up to 128"),
+    "head size > 256": _Rule(lambda c, _: c.query[3] > 256, "heads of at most 256"),
+    "backward of large heads": _Rule(_is_backward_refused, "heads of at most 192"),
+    "GPU older than Ampere": _Rule(lambda _, capability: capability < 80, "a newer GPU"),
+}  # fmt: skip
+"""By reason: what is refused and what to change, the easiest first. Axes of shapes are `[B, H, T, E]`."""
+
+_SHAPES = ("number of heads", "batch sizes", "no tokens", "strided last axis")
+_CPU = {
+    "flash": ("dropout", "shape of the mask", "mask requires grad", "head sizes differ", "dtype", *_SHAPES)
+}
+_CUDA = {
+    "cudnn": (
+        "not half precision", "shape of the mask", "mask requires grad", "dropout is no multiple of 1/16",
+        "dropout of one query", "one key", "head size of cuDNN", *_SHAPES,
+    ),
+    "flash": (
+        "mask", "not half precision", "head sizes differ", "head size > 256", "causal, T != S",
+        "backward of large heads", "GPU older than Ampere", *_SHAPES,
+    ),
+    "efficient": ("grouped heads", "head size not aligned", "dtype", *_SHAPES),
+}  # fmt: skip
+"""What each backend refuses, the backends by priority."""
+
+
+def choose(call: AttentionCall, capability: int, *, enabled: Collection[str] = BACKENDS) -> Choice:
+    """Return the backend that torch takes for a call.
+
+    Args:
+        call: The call.
+        capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
+        enabled: Backends that are not switched off. Without math, torch raises where math is returned.
+
+    Example:
+        >>> shape = (2, 4, 512, 64)
+        >>> call = AttentionCall(query=shape, key=shape, value=shape, dtype=torch.bfloat16, dropout=0.1)
+        >>> choose(call, 0)
+        Choice(backend='math', refused={'flash': 'dropout'})
+        >>> choose(call, 90)
+        Choice(backend='flash', refused={'cudnn': 'dropout is no multiple of 1/16'})
+    """
+    query, key, value = (((1,) * 4 + shape)[-4:] for shape in (call.query, call.key, call.value))
+    in_4d = replace(call, query=query, key=key, value=value)
+    general = ["not 4-D"] if len(call.query) != 4 else []
+    rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
+    refused: dict[str, str] = {}
+    for backend, names in rules.items():
+        if backend == "cudnn" and capability // 10 not in {9, 10}:
+            continue
+        reasons = general + [name for name in names if RULES[name].refuses(in_4d, capability)]
+        reasons += ["switched off"] if backend not in enabled else []
+        if not reasons:
+            return Choice(backend, refused)
+        refused[backend] = "; ".join(reasons)
+    return Choice("math", refused)
+
+
+def remedy(call: AttentionCall, choice: Choice) -> str:
+    """Return the least to change so that not math is taken; empty where it is not.
+
+    Example:
+        >>> shape = (2, 512, 64)
+        >>> call = AttentionCall(query=shape, key=shape, value=shape, dtype=torch.float32)
+        >>> remedy(call, choose(call, 90))
+        'add an axis of heads: x.unsqueeze(1)'
+    """
+    if choice.backend != "math":
+        return ""
+    effort = list(RULES).index
+    by_backend = (text.split("; ") for text in choice.refused.values())
+    reasons = min(by_backend, key=lambda names: (len(names), max(map(effort, names))))
+    missing = call.query[-1] - call.value[-1]
+    pad = (
+        f"F.pad(value, (0, {missing}))"
+        if missing > 0
+        else f"F.pad(query, (0, {-missing})), key too, old scale"
+    )
+    return "; ".join(dict.fromkeys(RULES[name].remedy.format(pad=pad) for name in reasons))
