@@ -70,7 +70,10 @@ NAMES = {
     "torch.autograd:graph": "get_gradient_edge",
     "torch.autograd:forward_ad": "_current_level",
     "torch:Tensor": "_post_accumulate_grad_hooks _version _make_wrapper_subclass",
+    "torch.library:Library": "_destroy",
     "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu _local_scalar_dense "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
     "_scaled_dot_product_flash_attention_for_cpu_backward _amp_foreach_non_finite_check_and_unscale_",
     "torch._dynamo:config": "recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit",
     "torch._dynamo.output_graph:OutputGraph": "call_user_compiler",

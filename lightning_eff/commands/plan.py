@@ -104,16 +104,18 @@ def _predict(
     values = compose(())
     division = sharding_table_of(values, trainer)
     memory = DeviceMemory.of(device, trainer.strategy.root_device)
-    prediction = dry_run(values, is_cuda=memory.is_cuda)
+    prediction = dry_run(values, is_cuda=memory.is_cuda, capability=memory.capability)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
-    sections = [str(expected)]
+    attention = prediction.attention
+    sections = [str(expected), *([attention.line(memory.name)] if attention and attention.calls else [])]
     content: dict[str, Any] = {
         "division": division.rows(),
         "division_about": division.about,
         "division_assumed": division.assumed,
         "peak": expected.as_dict(),
+        "attention": attention and attention.as_dict(),
     }
     if has_advice:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")

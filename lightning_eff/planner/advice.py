@@ -130,8 +130,9 @@ class AdvisedRecipe:
             trainer = build_trainer(values)
             components = rules.trainer_components(trainer)
             rules.raise_rejected(rules.check_rules(components, rules.run_facts(trainer)))
-            prediction = dry_run(values, self.example, is_cuda=self.memory.is_cuda)
-            self._known[options] = MemoryForecast(prediction, self.memory)
+            memory = self.memory
+            found = dry_run(values, self.example, is_cuda=memory.is_cuda, capability=memory.capability)
+            self._known[options] = MemoryForecast(found, memory)
         return self._known[options]
 
     def saving(self, before: Options, candidate: Options) -> Saving:

@@ -30,8 +30,8 @@ CONTEXT_BYTES = 512 * MIB
 """Device memory of a CUDA process before its first tensor, loaded kernels included."""
 SYNTHETIC_BATCH = "synthetic batch used, because the data are not prepared yet"
 DIFFERENT_ON_CUDA = (
-    "operations save the same tensors as on a CPU; CUDA's attention with dropout, cuDNN's workspaces and "
-    "`foreach` optimizers differ"
+    "attention and dropout save the same tensors as on CUDA, other operations the same as on a CPU; the "
+    "workspaces of cuDNN and of attention, and `foreach` optimizers differ"
 )
 
 
@@ -43,6 +43,8 @@ class DeviceMemory:
     memory_bytes: int
     is_cuda: bool = False
     """Whether CUDA's allocator manages it."""
+    capability: int = 0
+    """Compute capability of a GPU by NVIDIA, times ten."""
     workspace_bytes: int = 0
     """Of cuBLAS."""
     taken_bytes: int = 0
@@ -70,7 +72,13 @@ class DeviceMemory:
             name = f"{found.name} ({limit.name})" if limit.name else found.name
             return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)
         workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
-        return cls(found.name, found.memory_bytes, is_cuda=True, workspace_bytes=workspace)
+        return cls(
+            found.name,
+            found.memory_bytes,
+            is_cuda=True,
+            capability=found.capability,
+            workspace_bytes=workspace,
+        )
 
     @property
     def free_bytes(self) -> int:

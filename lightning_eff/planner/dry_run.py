@@ -90,6 +90,7 @@ def dry_run(
     example: ExampleBatch | None = None,
     *,
     is_cuda: bool = False,
+    capability: int = 0,
     watch: pl.Callback | None = None,
 ) -> Prediction:
     """Predict the peak of a composed run; an error is returned in the prediction.
@@ -98,6 +99,7 @@ def dry_run(
         values: From `config.compose_recipe`.
         example: Batch to predict with; None takes one from the data.
         is_cuda: Whether `precision=auto` is what it is on a CUDA device, which need not be present.
+        capability: Of that device, as in `predict`.
         watch: Another callback of the predicted run.
     """
     precision = values.get("precision") or {}
@@ -105,12 +107,14 @@ def dry_run(
         values = dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
     try:
         with redirect_stdout(sys.stderr):
-            return _predict(values, example or ExampleBatch.of(values), watch)
+            return _predict(values, example or ExampleBatch.of(values), watch, capability)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return Prediction(reason=reason_of(error), error=error)
 
 
-def _predict(values: Mapping[str, Any], example: ExampleBatch, watch: pl.Callback | None) -> Prediction:
+def _predict(
+    values: Mapping[str, Any], example: ExampleBatch, watch: pl.Callback | None, capability: int
+) -> Prediction:
     """Predict on one CPU, without monitors, loggers and pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
@@ -138,6 +142,7 @@ def _predict(values: Mapping[str, Any], example: ExampleBatch, watch: pl.Callbac
         data=example.data,
         num_batches=example.num_batches,
         batch_size=example.batch_size,
+        capability=capability,
     )
     found.assumed.extend([example.about] if example.about else [])
     return found

@@ -205,7 +205,9 @@ class _Lengths:
         except PRE_RUN_ERRORS as error:
             return MemoryForecast(Prediction(reason=reason_of(error), error=error), self.memory)
         example = self.example.with_length(num_tokens)
-        return MemoryForecast(dry_run(values, example, is_cuda=self.memory.is_cuda), self.memory)
+        memory = self.memory
+        found = dry_run(values, example, is_cuda=memory.is_cuda, capability=memory.capability)
+        return MemoryForecast(found, memory)
 
 
 def longest_sequences(

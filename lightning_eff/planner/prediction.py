@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
+from lightning_eff.planner.attention import AttentionForecast, PlannedAttention
 from lightning_eff.planner.fakes import FakeLoader, Fakes
 from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak, host_bytes
@@ -48,13 +49,14 @@ class Prediction:
     """Predicted memory of a training step.
 
     Args:
-        peak: On a CPU, exact to the byte; None if the step could not be run.
+        peak: On a CPU, exact to the byte, unless it was for CUDA; None if the step could not be run.
         in_blocks: The same in blocks of CUDA's allocator, without what stays in host memory.
         assumed: Values that were assumed.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
         masked_flops: Of these, what lies behind a causal mask, which kernels for CUDA leave out.
         host_bytes: Peak of what `in_blocks` leaves out.
+        attention: Calls of `F.scaled_dot_product_attention` in the first forward pass.
         error: Exception that ended the prediction.
     """
 
@@ -65,6 +67,7 @@ class Prediction:
     flops: int = 0
     masked_flops: int = 0
     host_bytes: int = 0
+    attention: AttentionForecast | None = None
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 
@@ -76,6 +79,7 @@ def predict(
     data: pl.LightningDataModule | None = None,
     num_batches: int | None = None,
     batch_size: int | None = None,
+    capability: int = 0,
 ) -> Prediction:
     """Predict the peak memory of a training step in a Trainer.
 
@@ -86,6 +90,8 @@ def predict(
         data: A data module whose hooks change batches.
         num_batches: Batches per epoch; None for an endless loader.
         batch_size: `batch_size` of the loader; None takes the length of the first tensor.
+        capability: Compute capability times ten of a GPU, which need not be present, to predict attention and
+            dropout for; 0 for this CPU.
 
     Raises:
         ValueError: The Trainer is not for one CPU.
@@ -104,7 +110,7 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    with Fakes() as fakes, quietly():
+    with Fakes() as fakes, PlannedAttention(capability) as attention, quietly():
         made = trainer() if callable(trainer) else trainer
         _check_one_cpu(made)
 
@@ -114,7 +120,7 @@ def predict(
             _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
             return module
 
-        return _predicted(run, fakes)
+        return _predicted(run, fakes, attention)
 
 
 def _check_one_cpu(trainer: pl.Trainer) -> None:
@@ -129,6 +135,8 @@ def predict_step(
     batch: Any,
     step: Callable[[Any, Any], Tensor],
     optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    capability: int = 0,
 ) -> Prediction:
     """Predict the peak memory of a plain loop: forward, backward, `optimizer.step`, `zero_grad`.
 
@@ -137,6 +145,7 @@ def predict_step(
         batch: Second argument of `step`.
         step: Returns the loss of model and batch.
         optimizer: Builds the optimizer of the trained parameters.
+        capability: As in `predict`.
 
     Example:
         >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
@@ -144,7 +153,7 @@ def predict_step(
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
         'backward'
     """
-    with Fakes() as fakes, quietly():
+    with Fakes() as fakes, PlannedAttention(capability) as attention, quietly():
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -159,10 +168,10 @@ def predict_step(
                 probe.end()
             return module
 
-        return _predicted(run, fakes)
+        return _predicted(run, fakes, attention)
 
 
-def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
+def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, attention: PlannedAttention) -> Prediction:
     """Run a training, which returns its model, and return its peak, or why it failed."""
     recorder = Recorder()
     probe = Probe(recorder)
@@ -175,6 +184,7 @@ def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
         return Prediction(
             Peak.of(recorder), in_blocks, assumed,
             flops=probe.flops, masked_flops=probe.masked_flops, host_bytes=host_bytes(recorder),
+            attention=attention.forecast(),
         )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values
         return Prediction(assumed=list(fakes.assumed), reason=reason_of(error), error=error)

@@ -1,0 +1,220 @@
+"""The table of attention backends: on a CPU equal to torch's own choice, on CUDA by rows from its source."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_eff.core.attention_backends import AttentionCall, Choice, choose, remedy
+
+SHAPE = (2, 4, 16, 8)
+NAMES = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash"}
+
+
+def operands(
+    *, dtype: torch.dtype, heads: int, keys: int, value_size: int, axes: int, is_strided: bool
+) -> list[torch.Tensor]:
+    """Return query, key and value."""
+    shapes = [SHAPE, (2, heads, keys, 8), (2, heads, keys, value_size)]
+    tensors = [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    if axes == 3:
+        tensors = [tensor[:, 0] for tensor in tensors]
+    return [t.mT.contiguous().mT if is_strided else t for t in tensors]
+
+
+def grid():
+    """Yield the tensors of calls, that torch accepts."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    kinds = ("none", "causal", "bool", "float", "3-D", "trained", "one row")
+    for dtype, kind, p, heads, keys, value_size in itertools.product(
+        dtypes, kinds, (0.0, 0.1), (4, 2), (16, 24), (8, 4)
+    ):
+        for axes, is_strided in ((4, False), (3, False), (4, True)):
+            if (axes == 3 and heads != 4) or (kind == "3-D" and axes == 4):
+                continue
+            q, k, v = operands(
+                dtype=dtype, heads=heads, keys=keys, value_size=value_size, axes=axes, is_strided=is_strided
+            )
+            mask = {
+                "bool": torch.ones(16, keys, dtype=torch.bool), "float": torch.zeros(16, keys, dtype=dtype),
+                "3-D": torch.zeros(2, 16, keys, dtype=dtype),
+                "one row": torch.ones(1, keys, dtype=torch.bool),
+                "trained": torch.zeros(16, keys, dtype=dtype, requires_grad=True),
+            }.get(kind)  # fmt: skip
+            options = {"dropout_p": p, "is_causal": kind == "causal", "enable_gqa": heads != 4}
+            yield (q, k, v, mask), options
+
+
+class Seen(TorchDispatchMode):
+    """The backend of the last call."""
+
+    backend = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.backend = "flash"
+        if func in {torch.ops.aten._safe_softmax.default, torch.ops.aten._softmax.default}:
+            self.backend = "math"
+        return func(*args, **kwargs or {})
+
+
+def test_the_choice_on_a_cpu_is_that_of_torch():
+    wrong, counts = [], {"flash": 0, "math": 0}
+    for tensors, options in grid():
+        call = AttentionCall.of(*tensors, **options)
+        found = choose(call, 0).backend
+        theirs = torch._fused_sdp_choice(*tensors, **options)
+        counts[found] += 1
+        wrong += [] if found == NAMES[SDPBackend(theirs)] else [call]
+    assert not wrong
+    assert counts == {"flash": 60, "math": 684}
+
+
+def test_the_choice_on_a_cpu_is_what_runs():
+    num_calls = 0
+    for tensors, options in itertools.islice(grid(), 0, None, 7):
+        with Seen() as seen:
+            F.scaled_dot_product_attention(*tensors, **options)
+        assert choose(AttentionCall.of(*tensors, **options), 0).backend == seen.backend
+        num_calls += 1
+    assert num_calls >= 100
+
+
+@pytest.mark.parametrize("enabled", [("math",), ("flash", "math")])
+def test_a_backend_that_is_switched_off_is_not_chosen(enabled: tuple[str, ...]):
+    q = torch.ones(SHAPE)
+    with sdpa_kernel([backend for backend, name in NAMES.items() if name in enabled]):
+        theirs = NAMES[SDPBackend(torch._fused_sdp_choice(q, q, q))]
+    assert choose(CALL, 0, enabled=enabled).backend == theirs
+
+
+CALL = AttentionCall(query=SHAPE, key=SHAPE, value=SHAPE, dtype=torch.bfloat16)
+LARGE = (2, 4, 16, 512)
+"""Head size of Gemma."""
+GROUPED = {"key": (2, 2, 16, 8), "value": (2, 2, 16, 8)}
+LONGER = {"key": (2, 4, 24, 8), "value": (2, 4, 24, 8)}
+NOT_HALF = "not half precision"
+
+
+def sized(size: int, value_size: int | None = None) -> dict[str, Any]:
+    """Return shapes with another head size."""
+    shape = (2, 4, 16, size)
+    return {"query": shape, "key": shape, "value": (2, 4, 16, value_size or size)}
+
+
+# Arguments of the call, its backend on compute capability 8.0, 8.9 and 9.0 as sdp_utils.cpp gives it, and why
+# flash does not take it.
+ROWS = [
+    ({}, "flash flash cudnn", ""),
+    ({"mask": "causal"}, "flash flash cudnn", ""),
+    ({"dropout": 0.1}, "flash flash flash", ""),  # check_cudnn_dropout
+    ({"dropout": 0.125}, "flash flash cudnn", ""),
+    ({"mask": "bool"}, "efficient efficient cudnn", "mask"),  # check_for_attn_mask
+    ({"mask": "float", "mask_requires_grad": True}, "efficient efficient efficient", "mask"),
+    ({"mask": "float", "dropout": 0.1}, "efficient efficient efficient", "mask"),
+    (GROUPED, "flash flash cudnn", ""),
+    (GROUPED | {"mask": "bool"}, "math math cudnn", "mask"),
+    (GROUPED | {"dtype": torch.float32}, "math math math", NOT_HALF),
+    (GROUPED | {"enable_gqa": False}, "math math math", "number of heads"),
+    ({"dtype": torch.float32}, "efficient efficient efficient", NOT_HALF),
+    ({"dtype": torch.float16}, "flash flash cudnn", ""),
+    ({"dtype": torch.float64}, "math math math", NOT_HALF),
+    (sized(12), "flash flash flash", ""),  # flash pads to a multiple of 8, cuDNN refuses
+    (sized(12) | {"mask": "bool"}, "math math math", "mask"),
+    (sized(12) | {"dtype": torch.float32}, "efficient efficient efficient", NOT_HALF),
+    (sized(64, 32), "efficient efficient cudnn", "head sizes differ"),
+    (sized(192, 128), "efficient efficient cudnn", "head sizes differ"),
+    (sized(208), "flash efficient flash", ""),  # flash has no backward for (192, 224] on 8.6 to 8.9
+    (sized(208) | {"requires_grad": False}, "flash flash flash", ""),
+    (sized(256), "flash flash flash", ""),
+    (sized(256) | {"dropout": 0.1}, "flash efficient flash", ""),
+    (sized(512), "efficient efficient efficient", "head size > 256"),
+    (
+        {"query": LARGE, "key": (2, 1, 16, 512), "value": (2, 1, 16, 512)},
+        "math math math",
+        "head size > 256",
+    ),
+    (LONGER | {"mask": "causal"}, "efficient efficient cudnn", "causal, T != S"),
+    ({"key": (2, 4, 1, 8), "value": (2, 4, 1, 8)}, "flash flash flash", ""),
+    ({"is_strided": True}, "math math math", "strided last axis"),
+    ({"query": SHAPE[1:], "key": SHAPE[1:], "value": SHAPE[1:]}, "math math math", "not 4-D"),
+    ({"mask": "bool", "mask_shape": (2, 16, 16)}, "efficient efficient efficient", "mask"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "backends", "why_not_flash"), ROWS)
+def test_rows_of_the_choice_on_cuda(changes: dict[str, Any], backends: str, why_not_flash: str):
+    call = replace(CALL, **changes)
+    choices = [choose(call, capability) for capability in (80, 89, 90)]
+    assert " ".join(choice.backend for choice in choices) == backends
+    assert choices[0].refused.get("flash", "") == why_not_flash
+    assert choose(call, 100).backend == choices[2].backend
+
+
+FIXES = {
+    "dropout 0.0 in the attention, or a CUDA device": {"dropout": 0.0},
+    "attn_mask.detach(), or FlexAttention with a score_mod": {"mask_requires_grad": False},
+    "is_causal=True, or attn_mask=None if it masks nothing": {"mask": "causal"},
+    "precision=bf16_mixed, or torch.autocast": {"dtype": torch.bfloat16},
+    "add an axis of heads: x.unsqueeze(1)": {"query": SHAPE, "key": SHAPE, "value": SHAPE},
+    "F.pad(value, (0, 4))": {"value": SHAPE},
+    "F.pad(query, (0, 8)), key too, old scale": sized(16),
+    "repeat them: key.repeat_interleave(n, 1)": {"key": LARGE, "value": LARGE},
+    "x.contiguous()": {"is_strided": False},
+}
+MATH = [
+    (0, {"dropout": 0.1}),
+    (0, {"mask": "float", "mask_requires_grad": True, "dropout": 0.1}),
+    (0, {"value": (2, 4, 16, 4)}),
+    (0, {"value": (2, 4, 16, 16)}),
+    (0, {"query": SHAPE[1:], "key": SHAPE[1:], "value": SHAPE[1:]}),
+    (80, GROUPED | {"mask": "bool"}),
+    (90, GROUPED | {"dtype": torch.float32}),
+    (80, {"query": LARGE, "key": (2, 1, 16, 512), "value": (2, 1, 16, 512)}),
+    (90, {"dtype": torch.float64}),
+    (90, {"is_strided": True}),
+]
+
+
+@pytest.mark.parametrize(("capability", "changes"), MATH)
+def test_the_remedy_leads_away_from_math(capability: int, changes: dict[str, Any]):
+    call = replace(CALL, **changes)
+    choice = choose(call, capability)
+    assert choice.backend == "math"
+    for text in remedy(call, choice).split("; "):
+        call = replace(call, **FIXES[text])
+    assert choose(call, capability).backend != "math"
+
+
+def test_no_remedy_where_no_scores_are_held():
+    assert remedy(CALL, Choice("efficient", {"flash": "mask"})) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_bytes_of_scores_are_those_that_math_saves(dtype: torch.dtype, p: float, heads: int):
+    q = torch.ones(2, 4, 16, 8, dtype=dtype, requires_grad=True)
+    k = torch.ones(2, heads, 24, 8, dtype=dtype, requires_grad=True)
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, k, k, dropout_p=p, enable_gqa=True)
+    scores = [tensor for tensor in saved.values() if tensor.shape[-2:] == (16, 24)]
+    call = AttentionCall.of(q, k, k, dropout_p=p, enable_gqa=True)
+    assert call.scores_bytes(0) == sum(tensor.untyped_storage().nbytes() for tensor in scores)
+    # On CUDA dropout saves a mask of bool: torch's fused dropout.
+    assert call.scores_bytes(0) - call.scores_bytes(90) == (
+        2 * 4 * 16 * 24 * (scores[0].itemsize - 1) if p else 0
+    )

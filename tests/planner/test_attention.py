@@ -1,0 +1,243 @@
+"""Attention in a prediction for CUDA: the operator that runs, what it saves, and what `plan` says of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.planner.attention import PlannedAttention
+from lightning_eff.planner.fakes import Fakes
+from lightning_eff.planner.prediction import Prediction, predict, predict_step
+from lightning_eff.precision.auto import AutoPrecision
+from tests.support.prediction import GPT_OF, loader_for, trainer_of
+
+B, H, T, E = 2, 4, 48, 16
+HALF = torch.bfloat16
+
+
+class Saved(TorchDispatchMode):
+    """Names of the operators of attention, and bytes that are saved for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if "attention" in name or "softmax" in name or "dropout" in name:
+            self.names.append(name.removeprefix("_scaled_dot_product_"))
+        return func(*args, **kwargs or {})
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.tensors[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+
+def run(
+    capability: int, *, dtype: torch.dtype = HALF, mask: Callable[[], Tensor] | None = None, num_kv: int = H,
+    keys: int = T, size: int = E, value_size: int | None = None, **options: Any,
+) -> tuple[list[str], int, Tensor]:  # fmt: skip
+    """Return the operators of a call forward and backward, the bytes that it saves, and its result."""
+    with Fakes(), PlannedAttention(capability), Saved() as saved:
+        q = torch.empty(B, H, T, size, dtype=dtype, requires_grad=True)
+        k = torch.empty(B, num_kv, keys, size, dtype=dtype, requires_grad=True)
+        v = torch.empty(B, num_kv, keys, value_size or size, dtype=dtype, requires_grad=True)
+        attn_mask = None if mask is None else mask()
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=num_kv != H, **options)
+        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors.values())
+        names = [name for name in saved.names if name != "where"]
+        out.sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+    return names, num_bytes, out
+
+
+QKV_OUT = 4 * B * H * T * E * 2
+"""Bytes of query, key, value and result in half precision."""
+LOGSUMEXP = B * H * T * 4
+
+
+def test_flash_with_dropout_saves_no_scores() -> None:
+    names, num_bytes, _ = run(80, dropout_p=0.1, is_causal=True)
+    assert names == ["flash_attention"]
+    # The state of the random numbers: two integers of 8 bytes and one.
+    assert num_bytes == QKV_OUT + LOGSUMEXP + 16 + 8
+
+
+def test_cudnn_is_first_on_hopper() -> None:
+    assert run(90)[0] == ["cudnn_attention"]
+    assert run(90)[1] == QKV_OUT + LOGSUMEXP + 16
+
+
+def test_flash_pads_heads_as_torch_does() -> None:
+    names, num_bytes, out = run(80, size=12)
+    assert names == ["flash_attention"]
+    assert out.shape == (B, H, T, 12)
+    assert num_bytes == QKV_OUT + LOGSUMEXP + 16 + 8
+
+
+@pytest.mark.parametrize(("keys", "mask_bytes"), [(48, T * 48 * 2), (40, T * 48 * 2)])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_goes_to_the_efficient_kernel_with_rows_of_16(keys: int, mask_bytes: int, kind: str) -> None:
+    def mask() -> Tensor:
+        return torch.empty(T, keys, dtype=torch.bool if kind == "bool" else HALF)
+
+    names, num_bytes, _ = run(80, keys=keys, mask=mask)
+    assert names == ["efficient_attention"]
+    qkv_out = 2 * B * H * (T + keys) * E * 2
+    logsumexp = B * H * 64 * 4  # rows of a multiple of 32
+    assert num_bytes == qkv_out + logsumexp + mask_bytes + 16
+
+
+def test_a_trained_mask_gets_its_gradient() -> None:
+    masks: list[Tensor] = []
+
+    def mask() -> Tensor:
+        masks.append(torch.empty(T, T, dtype=HALF, requires_grad=True))
+        return masks[0]
+
+    assert run(90, mask=mask)[0] == ["efficient_attention"]
+    assert masks[0].grad is not None
+
+
+def test_math_on_cuda_saves_a_mask_of_bool_for_dropout() -> None:
+    names, with_dropout, _ = run(80, dtype=torch.float64, dropout_p=0.1)
+    assert names == ["_safe_softmax", "native_dropout"]
+    without = run(80, dtype=torch.float64)[1]
+    scores = B * H * T * T
+    assert with_dropout - without == scores * (8 + 1)
+
+
+def test_grouped_heads_take_flash_and_value_heads_of_another_size_the_efficient_one() -> None:
+    assert run(80, num_kv=2)[0] == ["flash_attention"]
+    assert run(80, value_size=8)[0] == ["efficient_attention"]
+    assert run(80, dtype=torch.float32)[0] == ["efficient_attention"]
+
+
+def test_a_backend_that_is_switched_off_is_not_taken() -> None:
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert run(90)[0] == ["efficient_attention"]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="try: is_causal=True"):
+        run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
+
+
+def test_torchs_own_choice_is_back_afterwards() -> None:
+    x = torch.ones(B, H, T, E)
+    run(90)
+    with Saved() as saved:
+        F.scaled_dot_product_attention(x, x, x)
+    assert saved.names == ["flash_attention_for_cpu"]
+
+
+def test_real_tensors_are_left_to_torch() -> None:
+    x = torch.ones(B, H, T, E)
+    with PlannedAttention(90) as attention, Saved() as saved:
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    assert "flash_attention" not in saved.names
+    assert not attention.forecast().calls
+
+
+def backends(found: Prediction) -> list[tuple[str, str]]:
+    assert found.reason == ""
+    assert found.attention is not None
+    return [(choice.backend, str(call.dtype)) for call, choice in found.attention.calls]
+
+
+TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
+    "micro-batches": lambda: [MicroBatch(micro_batch_size=2)],
+    "recomputed": lambda: [GradientCheckpointing()],
+    "selective and LoRA": lambda: [GradientCheckpointing(policy="selective"), PeftAdapter()],
+}
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_calls_of_one_forward_pass_under_techniques(name: str) -> None:
+    """The GPT has two layers; autocast has made the operands half."""
+    make = functools.partial(GPT_OF, dropout=0.1)
+    batch = next(iter(loader_for(make)))
+    plugins = [AutoPrecision(precision="bf16-mixed")]
+    found = predict(
+        make, batch, num_batches=10, capability=80,
+        trainer=lambda: trainer_of({"callbacks": TECHNIQUES[name](), "plugins": plugins}),
+    )  # fmt: skip
+    assert backends(found) == [("flash", "torch.bfloat16")] * 2
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def predicted(capability: int, *, dropout: float) -> Prediction:
+    """Predict a layer of torch's own under autocast."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=HALF):
+            return model(x, src_mask=torch.zeros(64, 64), is_causal=True).sum()
+
+    return predict_step(layer, torch.ones(2, 64, 16), step, SGD, capability=capability)
+
+
+def test_flops_are_those_of_the_cpus_kernel() -> None:
+    here, there = predicted(0, dropout=0.0), predicted(80, dropout=0.0)
+    assert backends(here) == backends(there) == [("flash", "torch.bfloat16")]
+    assert (there.flops, there.masked_flops) == (here.flops, here.masked_flops)
+    # Half of two products forward and five backward.
+    assert here.masked_flops == 7 * 2 * 2 * 64 * 64 * 16 // 2
+
+
+def test_the_peak_with_dropout_has_no_scores_on_cuda() -> None:
+    here, there = predicted(0, dropout=0.1), predicted(80, dropout=0.1)
+    assert backends(here) == [("math", "torch.bfloat16")]
+    assert backends(there) == [("flash", "torch.bfloat16")]
+    assert here.attention is not None
+    assert here.peak is not None
+    assert there.peak is not None
+    held, saved = (each.peak.by_phase["backward"]["activations"] for each in (here, there))
+    # The softmax's backward pass, where the peak is, has freed one of the three tensors.
+    assert held - saved > here.attention.scores_bytes(is_held=True) * 2 // 3
+
+
+def test_reentrant_checkpoints_are_counted_once() -> None:
+    layer = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(3):
+            x = checkpoint(lambda y: model(y, y, y, need_weights=False)[0], x, use_reentrant=True)
+        return x.sum()
+
+    found = predict_step(layer, torch.ones(2, 8, 16), step, SGD, capability=80)
+    assert backends(found) == [("efficient", "torch.float32")] * 3
+
+
+def test_the_line_names_calls_and_why_math_is_left() -> None:
+    with Fakes(), PlannedAttention(0) as attention:
+        x = torch.empty(2, 4, 1024, 8, requires_grad=True)
+        for _ in range(2):
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        F.scaled_dot_product_attention(x, x[:, :, :512], x[:, :, :512], torch.ones(1024, 512).bool())
+    found = attention.forecast()
+    assert found.line("CPU").split("; ") == [
+        "attention on CPU: 2 calls by math [2, 4, 1024, 8] float32 dropout 0.1, "
+        "1 call by flash [2, 4, 1024, 8] x [2, 4, 512, 8] float32 bool mask",
+        "16.0 MiB of scores not held",
+        "math holds 192.0 MiB of scores",
+        "refused by flash: dropout (try: dropout 0.0 in the attention, or a CUDA device)",
+    ]
+    assert found.as_dict()["scores_held_bytes"] == 2 * 3 * 4 * 2 * 4 * 1024**2
+    assert [row["count"] for row in found.as_dict()["calls"]] == [2, 1]
