@@ -113,7 +113,7 @@ def test_sizes_of_caches_are_what_linux_states(tmp_path: Path) -> None:
     assert blocking.cache_sizes(tmp_path / "nothing") == {}
 
 
-@pytest.mark.parametrize("page", ["benchmarks/blocking.md", "docs/tiling.md"])
+@pytest.mark.parametrize("page", ["benchmarks/blocking.md", "docs/gemm_tiling.md"])
 def test_a_page_shows_the_table_that_was_measured(page: str) -> None:
     report = json.loads((ROOT / "benchmarks" / "blocking.json").read_text())
     assert all(each["correct"] for row in report["rows"] for each in row["variants"])
@@ -124,7 +124,7 @@ def test_a_page_shows_the_table_that_was_measured(page: str) -> None:
 
 def test_what_the_page_says_of_the_table_follows_from_it() -> None:
     report = json.loads((ROOT / "benchmarks" / "blocking.json").read_text())
-    text = (ROOT / "docs" / "tiling.md").read_text()
+    text = (ROOT / "docs" / "gemm_tiling.md").read_text()
     in_l1, in_l2, in_l3, beyond = (
         {each["name"]: median(each["gflops"]) for each in row["variants"]} for row in report["rows"]
     )

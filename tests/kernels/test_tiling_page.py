@@ -1,4 +1,4 @@
-"""docs/tiling.md: the lines that it names exist, its instructions are compiled ones, its sums are right."""
+"""The pages on tiles: lines that they name exist, instructions are compiled ones, sums are right."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_eff.kernels.devices import DEVICES, KIB
 from lightning_eff.kernels.tile_configs import CONFIGS, Shape
 from lightning_eff.kernels.tiles import Cost
+from lightning_eff.report.live_bytes import LiveBytes
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "tiling.md").read_text()
+PAGE = (ROOT / "docs" / "gemm_tiling.md").read_text()
 LARGEST = CONFIGS[0]
 
 
@@ -58,3 +61,29 @@ def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled()
         (kernel,) = compiled
         assert re.search(instruction, kernel.asm["ptx"]), device
         assert swizzle in kernel.asm["ttgir"], device
+
+
+def test_the_overview_shows_what_was_measured() -> None:
+    overview, benchmarks = (ROOT / "docs" / "tiling.md").read_text(), ROOT / "benchmarks"
+    for page, row, columns in (
+        ("tiled_loss.md", r"float32 +trained +(?:whole logits|lightning_eff) +([\d.]+)", 2),
+        ("tiled_mlp.md", r"(?:plain|callbacks/tiled_mlp, 16 tiles) +([\d.]+) +", 2),
+    ):
+        found = re.findall(row, (benchmarks / page).read_text())
+        assert len(found) == columns
+        assert " → ".join(found) in overview, page
+    for picture in re.findall(r"\((pictures/\w+\.svg)\)", overview):
+        assert (ROOT / "docs" / picture).is_file()
+
+
+def test_the_overview_shows_what_attention_holds() -> None:
+    peaks: list[str] = []
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        q, k, v = (torch.randn(1, 8, 1024, 64, requires_grad=True) for _ in range(3))
+        live, gradient = LiveBytes(), torch.randn(1, 8, 1024, 64)
+        live.add([q, k, v, gradient])
+        before = live.now_bytes
+        with live, sdpa_kernel(backend):
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+        peaks.append(f"{(live.peak_bytes - before) / 2**20:.1f}")
+    assert " → ".join(peaks) in (ROOT / "docs" / "tiling.md").read_text()
