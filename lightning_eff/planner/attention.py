@@ -2,7 +2,7 @@
 
 Fake tensors are on a CPU, whose choice is another one than CUDA's: it has no dropout, but takes masks. In a
 prediction for CUDA `F.scaled_dot_product_attention` therefore calls the operator that CUDA would run
-(core/attention_backends.py), with masks and heads prepared as torch does (attention.cpp of 2.13); its fake
+(core/attention_backends.py), with masks and heads prepared as in pytorch's attention.cpp; its fake
 result has the shapes that the kernel saves. Dropout saves a mask of bool, as CUDA's fused one does.
 
 Why a kernel of the dispatcher: autocast has cast the operands by then, and every caller comes through it,
@@ -27,9 +27,7 @@ from lightning_eff.core.text import human_bytes
 
 aten: Any = torch.ops.aten
 ALIGNMENT = 8
-"""Multiple to which flash attention pads heads."""
-MASK_ALIGNMENT = 16
-"""The same of a mask's rows for memory-efficient attention."""
+"""Multiple to which torch pads heads for flash attention, and rows of a mask for the efficient one."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +198,8 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *
     mask = _additive(mask, query.dtype)
     if mask is not None:
         num_keys = mask.shape[-1]
-        if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
-            mask = F.pad(mask, (0, MASK_ALIGNMENT - num_keys % MASK_ALIGNMENT))[..., :num_keys]
+        if mask.stride(-1) != 1 or any(stride % ALIGNMENT for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, ALIGNMENT - num_keys % ALIGNMENT))[..., :num_keys]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
         query, key, value, mask, _has_grad(query, key, value), **options
