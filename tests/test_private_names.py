@@ -71,6 +71,7 @@ NAMES = {
     "torch.autograd:forward_ad": "_current_level",
     "torch:Tensor": "_post_accumulate_grad_hooks _version _make_wrapper_subclass",
     "torch.library:Library": "_destroy",
+    "torch.nn:attention": "_cur_sdpa_kernel_backends",
     "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu _local_scalar_dense "
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "

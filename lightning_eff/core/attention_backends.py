@@ -15,7 +15,7 @@ nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuD
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,10 +58,10 @@ class AttentionCall:
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *,
-        dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False,
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> AttentionCall:  # fmt: skip
-        """Describe a call by its arguments.
+        """Describe a call by its arguments, which are those of `F.scaled_dot_product_attention`.
 
         Example:
             >>> x = torch.ones(2, 4, 16, 8)
@@ -84,8 +84,10 @@ class AttentionCall:
         """Return the bytes of scores that math holds for the backward pass, which no other backend holds.
 
         The softmax's result, in float32 for half precision; with dropout also its product and mask, which is
-        of bool on CUDA. `capability` is that of `choose`.
+        of bool on CUDA. Nothing without gradients. `capability` is that of `choose`.
         """
+        if not self.requires_grad:
+            return 0
         itemsize = 4 if self.dtype in HALF else self.dtype.itemsize
         dropout_itemsize = itemsize + (1 if capability else itemsize) if self.dropout > 0 else 0
         return math.prod(self.query[:-1]) * self.key[-2] * (itemsize + dropout_itemsize)
@@ -191,13 +193,20 @@ _CUDA = {
 """What each backend refuses, the backends by priority."""
 
 
-def choose(call: AttentionCall, capability: int, *, enabled: Collection[str] = BACKENDS) -> Choice:
+def choose(
+    call: AttentionCall,
+    capability: int,
+    *,
+    enabled: Collection[str] = BACKENDS,
+    priority: Sequence[str] = (),
+) -> Choice:
     """Return the backend that torch takes for a call.
 
     Args:
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
         enabled: Backends that are not switched off. Without math, torch raises where math is returned.
+        priority: Order of backends, as set by `sdpa_kernel(..., set_priority=True)`; empty for the device's.
 
     Example:
         >>> shape = (2, 4, 512, 64)
@@ -211,11 +220,13 @@ def choose(call: AttentionCall, capability: int, *, enabled: Collection[str] = B
     in_4d = replace(call, query=query, key=key, value=value)
     general = ["not 4-D"] if len(call.query) != 4 else []
     rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
+    has_cudnn = capability // 10 in {9, 10}  # elsewhere it comes after math
+    default = [backend for backend in rules if has_cudnn or backend != "cudnn"]
     refused: dict[str, str] = {}
-    for backend, names in rules.items():
-        if backend == "cudnn" and capability // 10 not in {9, 10}:
-            continue
-        reasons = general + [name for name in names if RULES[name].refuses(in_4d, capability)]
+    for backend in priority if capability and priority else default:
+        if backend == "math":
+            break
+        reasons = general + [name for name in rules[backend] if RULES[name].refuses(in_4d, capability)]
         reasons += ["switched off"] if backend not in enabled else []
         if not reasons:
             return Choice(backend, refused)

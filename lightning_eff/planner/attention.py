@@ -2,7 +2,7 @@
 
 Fake tensors are on a CPU, whose choice is another one than CUDA's: it has no dropout, but takes masks. In a
 prediction for CUDA `F.scaled_dot_product_attention` therefore calls the operator that CUDA would run
-(core/attention_backends.py), with masks and heads prepared as torch does (attention.cpp of 2.13); its fake
+(core/attention_backends.py), with masks and heads prepared as in pytorch's attention.cpp; its fake
 result has the shapes that the kernel saves. Dropout saves a mask of bool, as CUDA's fused one does.
 
 Why a kernel of the dispatcher: autocast has cast the operands by then, and every caller comes through it,
@@ -20,16 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - PyTorch's own name
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,  # pyright: ignore[reportPrivateUsage]
+)
 from typing_extensions import override
 
-from lightning_eff.core.attention_backends import BACKENDS, AttentionCall, Choice, choose, remedy
+from lightning_eff.core.attention_backends import AttentionCall, Choice, choose, remedy
 from lightning_eff.core.text import human_bytes
 
 aten: Any = torch.ops.aten
+_NAMES = {
+    SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+}  # fmt: skip
+"""By priority, as torch has it before a device is used."""
 ALIGNMENT = 8
-"""Multiple to which flash attention pads heads."""
-MASK_ALIGNMENT = 16
-"""The same of a mask's rows for memory-efficient attention."""
+"""Multiple to which torch pads heads for flash attention, and rows of a mask for the efficient one."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,10 @@ class AttentionForecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
-        choices = {(call, choice.backend): choice for call, choice in self.calls}
+        choices = dict(self.calls)
         rows = [
             {
-                "backend": backend,
+                "backend": choices[call].backend,
                 "count": count,
                 "query": list(call.query),
                 "key": list(call.key),
@@ -61,38 +68,31 @@ class AttentionForecast:
                 "dtype": str(call.dtype).removeprefix("torch."),
                 "mask": call.mask,
                 "dropout": call.dropout,
-                "refused": choices[call, backend].refused,
-                "remedy": remedy(call, choices[call, backend]),
+                "refused": choices[call].refused,
+                "remedy": remedy(call, choices[call]),
             }
-            for (call, backend), count in Counter(
-                (call, choice.backend) for call, choice in self.calls
-            ).items()
+            for call, count in Counter(call for call, _ in self.calls).items()
         ]
-        held = self.scores_bytes(is_held=True)
-        return {
-            "calls": rows,
-            "scores_held_bytes": held,
-            "scores_saved_bytes": self.scores_bytes(is_held=False),
-        }
+        held, saved = self.scores_bytes(is_held=True), self.scores_bytes(is_held=False)
+        return {"calls": rows, "scores_held_bytes": held, "scores_saved_bytes": saved}
 
     def line(self, device: str) -> str:
         """Return it as a sentence; empty without calls."""
-        rows, reasons = self.as_dict()["calls"], dict[str, None]()
-        texts: list[str] = []
-        for row in rows:
+        content, counts, reasons = self.as_dict(), Counter[str](), dict[str, None]()
+        for row in content["calls"]:
             kind = {"none": "", "causal": " causal"}.get(row["mask"], f" {row['mask']} mask")
             kind += f" dropout {row['dropout']}" if row["dropout"] else ""
             shape = f"{row['query']}" + (f" x {row['key']}" if row["query"] != row["key"] else "")
-            calls = "call" if row["count"] == 1 else "calls"
-            texts.append(f"{row['count']} {calls} by {row['backend']} {shape} {row['dtype']}{kind}")
+            counts[f"by {row['backend']} {shape} {row['dtype']}{kind}"] += row["count"]
             if row["backend"] == "math":
                 refused = ", ".join(f"{name}: {why}" for name, why in row["refused"].items())
                 reasons[f"refused by {refused} (try: {row['remedy']})"] = None
-        saved, held = self.scores_bytes(is_held=False), self.scores_bytes(is_held=True)
+        texts = (f"{count} call{'s' if count > 1 else ''} {text}" for text, count in counts.items())
+        held, saved = content["scores_held_bytes"], content["scores_saved_bytes"]
         parts = [", ".join(texts)]
         parts += [f"{human_bytes(saved)} of scores not held"] if saved else []
         parts += [f"math holds {human_bytes(held)} of scores"] if held else []
-        return f"attention on {device}: {'; '.join([*parts, *reasons])}" if rows else ""
+        return f"attention on {device}: {'; '.join([*parts, *reasons])}" if counts else ""
 
 
 class PlannedAttention(AbstractContextManager["PlannedAttention"]):
@@ -104,7 +104,7 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
     Example:
         >>> from lightning_eff.planner.fakes import Fakes
         >>> with Fakes(), PlannedAttention(80) as attention:
-        ...     x = torch.empty(2, 4, 1024, 64, dtype=torch.float16)
+        ...     x = torch.empty(2, 4, 1024, 64, dtype=torch.float16, requires_grad=True)
         ...     y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
         >>> attention.forecast().line("A100").split("; ")
         ['attention on A100: 1 call by flash [2, 4, 1024, 64] float16 causal dropout 0.1',
@@ -146,10 +146,12 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
         if type(query) in {Tensor, nn.Parameter}:  # a real one
             return own(*operands, scale=scale, **options)
         call = AttentionCall.of(*operands, **options)
-        enabled = _enabled()
-        choice = choose(call, self._capability, enabled=enabled)
-        if choice.backend not in enabled:
-            msg = f"no backend of attention is left: {choice.refused}; try: {remedy(call, choice)}"
+        switches = _switches()
+        choice = choose(call, self._capability, **switches)
+        if choice.backend not in switches["enabled"]:
+            reasons = ", ".join(f"{name}: {why}" for name, why in choice.refused.items())
+            msg = f"math is switched off, and no other backend takes attention ({reasons}); try: "
+            msg += remedy(call, choice)
             raise RuntimeError(msg)
         if not self._capability:
             out = own(*operands, scale=scale, **options)
@@ -168,14 +170,13 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
         self._is_recorded = True
 
 
-def _enabled() -> list[str]:
-    """Return the backends that are not switched off, for example by `sdpa_kernel`."""
-    switches = torch.backends.cuda
-    is_on = (
-        switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled(),
-        switches.mem_efficient_sdp_enabled(), switches.math_sdp_enabled(),
-    )  # fmt: skip
-    return [name for name, on in zip(BACKENDS, is_on, strict=True) if on]
+def _switches() -> dict[str, list[str]]:
+    """Return the backends that are switched on, and their priority where `sdpa_kernel` has set one."""
+    order = [
+        _NAMES[backend] for backend in _cur_sdpa_kernel_backends(with_priority=True) if backend in _NAMES
+    ]
+    is_set = order != [name for name in _NAMES.values() if name in order]
+    return {"enabled": order, "priority": order if is_set else []}
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any) -> Tensor:
@@ -200,8 +201,8 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *
     mask = _additive(mask, query.dtype)
     if mask is not None:
         num_keys = mask.shape[-1]
-        if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
-            mask = F.pad(mask, (0, MASK_ALIGNMENT - num_keys % MASK_ALIGNMENT))[..., :num_keys]
+        if mask.stride(-1) != 1 or any(stride % ALIGNMENT for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, ALIGNMENT - num_keys % ALIGNMENT))[..., :num_keys]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
         query, key, value, mask, _has_grad(query, key, value), **options

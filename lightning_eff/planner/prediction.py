@@ -2,7 +2,8 @@
 
 The model is built on fake tensors, and `Trainer.fit` runs for two optimizer steps with everything that is in
 the Trainer, on a batch of the right shapes. The bytes counted are those that `EfficiencyReport` counts on a
-CPU, and equal to the byte. Loggers, checkpoints, validation and callbacks that only observe are left out.
+CPU, and equal to the byte; for a GPU, attention and dropout are its own (planner/attention.py). Loggers,
+checkpoints, validation and callbacks that only observe are left out.
 
 What needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction: `reason`
 explains it.

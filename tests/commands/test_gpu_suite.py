@@ -388,6 +388,16 @@ def test_a_fault_is_named_and_makes_the_call_fail() -> None:
     assert gpu_run.MEANINGLESS in gpu_run.report(RAW | {"parts": {}}, Setting(device=CPU, quick=True))
 
 
+def test_every_case_of_attention_runs_as_the_table_expects() -> None:
+    setting = Setting(device=CPU, quick=True)
+    found = {name: gpu_models.find_backend(name, setting) for name in gpu_models.CASES}
+    assert {name: case["backend"] for name, case in found.items()} == {
+        name: case["expected"] for name, case in found.items()
+    }
+    assert sum(case["backend"] == "math" for case in found.values()) == 4
+    assert len(found) == 12
+
+
 def test_the_long_model_has_eight_billion_parameters() -> None:
     with torch.device("meta"):
         model = GPT(context_length=2, tie_word_embeddings=False, **gpu_models.LONG_SIZES)

@@ -32,19 +32,20 @@ def operands(
 def grid():
     """Yield the tensors of calls, that torch accepts."""
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    kinds = ("none", "causal", "bool", "float", "3-D", "trained", "one row")
+    kinds = ("none", "causal", "bool", "float", "3-D", "trained", "one row", "by sample")
     for dtype, kind, p, heads, keys, value_size in itertools.product(
         dtypes, kinds, (0.0, 0.1), (4, 2), (16, 24), (8, 4)
     ):
         for axes, is_strided in ((4, False), (3, False), (4, True)):
-            if (axes == 3 and heads != 4) or (kind == "3-D" and axes == 4):
+            if axes == 3 and heads != 4:
                 continue
             q, k, v = operands(
                 dtype=dtype, heads=heads, keys=keys, value_size=value_size, axes=axes, is_strided=is_strided
             )
             mask = {
                 "bool": torch.ones(16, keys, dtype=torch.bool), "float": torch.zeros(16, keys, dtype=dtype),
-                "3-D": torch.zeros(2, 16, keys, dtype=dtype),
+                "3-D": torch.zeros(4 if axes == 4 else 2, 16, keys, dtype=dtype),
+                "by sample": torch.ones(2, 1, 1, keys, dtype=torch.bool)[: 2 if axes == 4 else 1],
                 "one row": torch.ones(1, keys, dtype=torch.bool),
                 "trained": torch.zeros(16, keys, dtype=dtype, requires_grad=True),
             }.get(kind)  # fmt: skip
@@ -74,7 +75,7 @@ def test_the_choice_on_a_cpu_is_that_of_torch():
         counts[found] += 1
         wrong += [] if found == NAMES[SDPBackend(theirs)] else [call]
     assert not wrong
-    assert counts == {"flash": 60, "math": 684}
+    assert counts == {"flash": 72, "math": 888}
 
 
 def test_the_choice_on_a_cpu_is_what_runs():

@@ -91,9 +91,9 @@ def test_flash_pads_heads_as_torch_does() -> None:
     assert num_bytes == QKV_OUT + LOGSUMEXP + 16 + 8
 
 
-@pytest.mark.parametrize(("keys", "mask_bytes"), [(48, T * 48 * 2), (40, T * 48 * 2)])
+@pytest.mark.parametrize(("keys", "mask_bytes"), [(40, T * 40 * 2), (44, T * 48 * 2)])
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_mask_goes_to_the_efficient_kernel_with_rows_of_16(keys: int, mask_bytes: int, kind: str) -> None:
+def test_a_mask_goes_to_the_efficient_kernel_with_rows_of_8(keys: int, mask_bytes: int, kind: str) -> None:
     def mask() -> Tensor:
         return torch.empty(T, keys, dtype=torch.bool if kind == "bool" else HALF)
 
@@ -132,6 +132,12 @@ def test_grouped_heads_take_flash_and_value_heads_of_another_size_the_efficient_
 def test_a_backend_that_is_switched_off_is_not_taken() -> None:
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert run(90)[0] == ["efficient_attention"]
+    by_priority = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    for is_set, backend in ((True, "efficient"), (False, "flash")):
+        with sdpa_kernel(by_priority, set_priority=is_set):
+            assert run(90)[0] == [f"{backend}_attention"]
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert run(90)[0] == ["_safe_softmax"]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="try: is_causal=True"):
         run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
 
@@ -230,14 +236,15 @@ def test_the_line_names_calls_and_why_math_is_left() -> None:
         x = torch.empty(2, 4, 1024, 8, requires_grad=True)
         for _ in range(2):
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        F.scaled_dot_product_attention(x.detach(), x.detach(), x.detach(), dropout_p=0.1)
         F.scaled_dot_product_attention(x, x[:, :, :512], x[:, :, :512], torch.ones(1024, 512).bool())
     found = attention.forecast()
     assert found.line("CPU").split("; ") == [
-        "attention on CPU: 2 calls by math [2, 4, 1024, 8] float32 dropout 0.1, "
+        "attention on CPU: 3 calls by math [2, 4, 1024, 8] float32 dropout 0.1, "
         "1 call by flash [2, 4, 1024, 8] x [2, 4, 512, 8] float32 bool mask",
         "16.0 MiB of scores not held",
         "math holds 192.0 MiB of scores",
         "refused by flash: dropout (try: dropout 0.0 in the attention, or a CUDA device)",
     ]
     assert found.as_dict()["scores_held_bytes"] == 2 * 3 * 4 * 2 * 4 * 1024**2
-    assert [row["count"] for row in found.as_dict()["calls"]] == [2, 1]
+    assert [row["count"] for row in found.as_dict()["calls"]] == [2, 1, 1]

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_eff.commands._bench.gpu_suite import Measurement, Part, Setting, SkippedError
 from lightning_eff.commands._bench.turns import peak_bytes, sync, take_turns
 from lightning_eff.core import machine
+from lightning_eff.core.attention_backends import AttentionCall, choose
+from lightning_eff.kernels import devices
 
 BF16 = torch.bfloat16
 BACKENDS = {
@@ -25,13 +27,10 @@ BACKENDS = {
     "efficient": "_scaled_dot_product_efficient_attention", "math": "_scaled_dot_product_attention_math",
 }  # fmt: skip
 """Names of attention's backends, by the operator that the profiler shows."""
-EXPECTED = {
-    "plain": "flash", "causal": "flash", "boolean mask": "efficient", "additive mask": "efficient",
-    "trained mask": "efficient", "dropout": "flash", "grouped heads": "flash", "float32": "efficient",
-    "other head size of values": "math", "head size 320": "math", "three axes": "math",
-    "nn.MultiheadAttention": "none",
-}  # fmt: skip
-"""What CUDA is said to run in each case; `none` is attention without the function."""
+CASES = (
+    "plain", "causal", "boolean mask", "additive mask", "trained mask", "dropout", "grouped heads", "float32",
+    "other head size of values", "head size 320", "three axes", "nn.MultiheadAttention",
+)  # fmt: skip
 LOSS_SIZES = (8192, 4096, 128256)
 """Tokens, channels and vocabulary of Llama 3 8B."""
 FLOAT8_RECIPES = ("tensorwise", "rowwise")
@@ -47,7 +46,7 @@ ROWS_OF_LOSS = 4096
 
 def attention(setting: Setting) -> dict[str, Measurement]:
     """Return the twelve calls of `scaled_dot_product_attention`."""
-    return {name: partial(find_backend, name, setting) for name in EXPECTED}
+    return {name: partial(find_backend, name, setting) for name in CASES}
 
 
 def find_backend(name: str, setting: Setting) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def find_backend(name: str, setting: Setting) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints when it starts
-    call = _attention_call(name, setting)
+    call, expected = _attention_case(name, setting)
     call()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.device.type == "cuda" else [])]
     with profile(activities=activities) as seen:
@@ -65,11 +64,14 @@ def find_backend(name: str, setting: Setting) -> dict[str, Any]:
     names = [event.key for event in events]
     backend = next((key for key, op in BACKENDS.items() if any(op in name for name in names)), "none")
     kernels = [event.key for event in events if "CUDA" in str(event.device_type)]
-    return {"backend": backend, "expected": EXPECTED[name], "kernels": kernels}
+    return {"backend": backend, "expected": expected, "kernels": kernels}
 
 
-def _attention_call(name: str, setting: Setting) -> Callable[[], None]:
-    """Return a case: queries, keys and values [B, H, T, D] in bfloat16, but for what its name says."""
+def _attention_case(name: str, setting: Setting) -> tuple[Callable[[], None], str]:
+    """Return a case and the backend that the table of torch's rules expects; `none` without the function.
+
+    Queries, keys and values are [B, H, T, D] in bfloat16, but for what the case's name says.
+    """
     length, heads = setting.size(2048, 32), setting.size(16, 4)
     size = 320 if name == "head size 320" else setting.size(128, 16)
     dtype = torch.float32 if name == "float32" else BF16
@@ -77,7 +79,7 @@ def _attention_call(name: str, setting: Setting) -> Callable[[], None]:
         layer = nn.MultiheadAttention(heads * size, heads, batch_first=True)
         layer.to(setting.device, dtype)
         x = torch.randn(2, length, heads * size, device=setting.device, dtype=dtype)
-        return lambda: layer(x, x, x)[0].sum().backward()
+        return lambda: layer(x, x, x)[0].sum().backward(), "none"
 
     def made(num_heads: int, size: int) -> Tensor:
         shape = (2, num_heads, length, size)
@@ -95,7 +97,8 @@ def _attention_call(name: str, setting: Setting) -> Callable[[], None]:
     elif name in ("additive mask", "trained mask"):
         mask = torch.zeros(length, length, device=setting.device, dtype=dtype)
         options["attn_mask"] = mask.requires_grad_(name == "trained mask")
-    return lambda: F.scaled_dot_product_attention(q, k, v, **options).sum().backward()
+    expected = choose(AttentionCall.of(q, k, v, **options), devices.of(setting.device).capability).backend
+    return lambda: F.scaled_dot_product_attention(q, k, v, **options).sum().backward(), expected
 
 
 def losses(setting: Setting) -> dict[str, Measurement]:
