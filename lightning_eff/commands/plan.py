@@ -15,7 +15,7 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, suggest_name
-from lightning_eff.core.text import WIDTH, line_width, print_json, text_table
+from lightning_eff.core.text import WIDTH, human_bytes, line_width, print_json, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -100,6 +100,7 @@ def _predict(
     from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
     from lightning_eff.planner.dry_run import dry_run
     from lightning_eff.planner.sharding import sharding_table_of
+    from lightning_eff.report.attention import scores_not_held
 
     values = compose(())
     division = sharding_table_of(values, trainer)
@@ -109,13 +110,20 @@ def _predict(
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     attention = prediction.attention
-    sections = [str(expected), *([attention.line(memory.name)] if attention and attention.calls else [])]
+    not_held = scores_not_held(attention, memory.capability)
+    sections = [str(expected)]
+    if attention:
+        rows = [
+            f"attention on {memory.name}: {row}{row.remedy and f' (try: {row.remedy})'}" for row in attention
+        ]
+        rows += [f" {human_bytes(not_held)} of scores not held"] if not_held else []
+        sections.append("\n".join(rows))
     content: dict[str, Any] = {
         "division": division.rows(),
         "division_about": division.about,
         "division_assumed": division.assumed,
         "peak": expected.as_dict(),
-        "attention": attention and attention.as_dict(),
+        "attention": {"calls": [row.as_dict() for row in attention], "scores_not_held_bytes": not_held},
     }
     if has_advice:
         sys.stderr.write(" simulating techniques, for about a minute at most\n")

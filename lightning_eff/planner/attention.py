@@ -1,4 +1,4 @@
-"""Attention in a prediction: by the backend that the device would take, with what it holds.
+"""Attention in a prediction for a GPU: by the backend that it would take, with what that holds.
 
 Fake tensors are on a CPU, whose choice is another one than CUDA's: it has no dropout, but takes masks. In a
 prediction for CUDA `F.scaled_dot_product_attention` therefore calls the operator that CUDA would run
@@ -11,10 +11,7 @@ Why a kernel of the dispatcher: autocast has cast the operands by then, and ever
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +23,7 @@ from torch.nn.attention import (
 )
 from typing_extensions import override
 
-from lightning_eff.core.attention_backends import AttentionCall, Choice, choose, remedy
-from lightning_eff.core.text import human_bytes
+from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
 
 aten: Any = torch.ops.aten
 _NAMES = {
@@ -39,101 +35,40 @@ ALIGNMENT = 8
 """Multiple to which torch pads heads for flash attention, and rows of a mask for the efficient one."""
 
 
-@dataclass(frozen=True)
-class AttentionForecast:
-    """The calls of `F.scaled_dot_product_attention` in one forward pass."""
-
-    capability: int
-    """Compute capability times ten; 0 for a CPU."""
-    calls: Sequence[tuple[AttentionCall, Choice]]
-
-    def scores_bytes(self, *, is_held: bool) -> int:
-        """Return the bytes of scores that math holds, or those that other backends do not hold."""
-        return sum(
-            call.scores_bytes(self.capability)
-            for call, choice in self.calls
-            if (choice.backend == "math") == is_held
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        choices = dict(self.calls)
-        rows = [
-            {
-                "backend": choices[call].backend,
-                "count": count,
-                "query": list(call.query),
-                "key": list(call.key),
-                "value": list(call.value),
-                "dtype": str(call.dtype).removeprefix("torch."),
-                "mask": call.mask,
-                "dropout": call.dropout,
-                "refused": choices[call].refused,
-                "remedy": remedy(call, choices[call]),
-            }
-            for call, count in Counter(call for call, _ in self.calls).items()
-        ]
-        held, saved = self.scores_bytes(is_held=True), self.scores_bytes(is_held=False)
-        return {"calls": rows, "scores_held_bytes": held, "scores_saved_bytes": saved}
-
-    def line(self, device: str) -> str:
-        """Return it as a sentence; empty without calls."""
-        content, counts, reasons = self.as_dict(), Counter[str](), dict[str, None]()
-        for row in content["calls"]:
-            kind = {"none": "", "causal": " causal"}.get(row["mask"], f" {row['mask']} mask")
-            kind += f" dropout {row['dropout']}" if row["dropout"] else ""
-            shape = f"{row['query']}" + (f" x {row['key']}" if row["query"] != row["key"] else "")
-            counts[f"by {row['backend']} {shape} {row['dtype']}{kind}"] += row["count"]
-            if row["backend"] == "math":
-                refused = ", ".join(f"{name}: {why}" for name, why in row["refused"].items())
-                reasons[f"refused by {refused} (try: {row['remedy']})"] = None
-        texts = (f"{count} call{'s' if count > 1 else ''} {text}" for text, count in counts.items())
-        held, saved = content["scores_held_bytes"], content["scores_saved_bytes"]
-        parts = [", ".join(texts)]
-        parts += [f"{human_bytes(saved)} of scores not held"] if saved else []
-        parts += [f"math holds {human_bytes(held)} of scores"] if held else []
-        return f"attention on {device}: {'; '.join([*parts, *reasons])}" if counts else ""
-
-
 class PlannedAttention(AbstractContextManager["PlannedAttention"]):
-    """Compute attention on fake tensors as a device would, and record the calls of the first forward pass.
+    """Compute attention and dropout on fake tensors as a GPU would.
 
     Args:
-        capability: Compute capability times ten; 0 for a CPU, where torch's own choice is left as it is.
+        capability: Compute capability times ten; 0 for a CPU, where everything is left as it is.
 
     Example:
         >>> from lightning_eff.planner.fakes import Fakes
-        >>> with Fakes(), PlannedAttention(80) as attention:
+        >>> from lightning_eff.report.flops import FlopCount
+        >>> with Fakes(), PlannedAttention(80), FlopCount() as count:
         ...     x = torch.empty(2, 4, 1024, 64, dtype=torch.float16, requires_grad=True)
         ...     y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
-        >>> attention.forecast().line("A100").split("; ")
-        ['attention on A100: 1 call by flash [2, 4, 1024, 64] float16 causal dropout 0.1',
-         '72.0 MiB of scores not held']
+        >>> print(*count.attention.rows())
+        1 call by flash [2, 4, 1024, 64] float16, mask: causal
     """
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
-        self._calls: list[tuple[AttentionCall, Choice]] = []
-        self._is_recorded = False
         self._library: Any = None
-
-    def forecast(self) -> AttentionForecast:
-        """Return the calls of the first forward pass."""
-        return AttentionForecast(self._capability, self._calls)
 
     @override
     def __enter__(self) -> PlannedAttention:
-        self._library = torch.library.Library("aten", "IMPL")
-        # Above autograd, whose formulas are those of the operators called here.
-        self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
         if self._capability:
+            self._library = torch.library.Library("aten", "IMPL")
+            # Above autograd, whose formulas are those of the operators called here.
+            self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
             self._library.impl("dropout", _dropout, "AutogradCPU")
         return self
 
     @override
     def __exit__(self, *error: object) -> None:
-        self._library._destroy()  # noqa: SLF001
-        self._library = None
+        if self._library is not None:
+            self._library._destroy()  # noqa: SLF001
+            self._library = None
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -153,21 +88,7 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
             msg = f"math is switched off, and no other backend takes attention ({reasons}); try: "
             msg += remedy(call, choice)
             raise RuntimeError(msg)
-        if not self._capability:
-            out = own(*operands, scale=scale, **options)
-        else:
-            out = _BY_BACKEND[choice.backend](*operands, scale=scale, **options)
-        # What is computed in a backward pass is computed again.
-        self._is_recorded |= torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        if not self._is_recorded:
-            self._calls.append((call, choice))
-            if out.requires_grad:
-                out.register_hook(self._end)
-        return out
-
-    def _end(self, _: Tensor) -> None:
-        """Record no more: the backward pass of the calls so far has begun."""
-        self._is_recorded = True
+        return _BY_BACKEND[choice.backend](*operands, scale=scale, **options)
 
 
 def _switches() -> dict[str, list[str]]:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
-from lightning_eff.planner.attention import AttentionForecast, PlannedAttention
+from lightning_eff.planner.attention import PlannedAttention
 from lightning_eff.planner.fakes import FakeLoader, Fakes
+from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak, host_bytes
 from lightning_eff.report.recording import Recorder
@@ -57,7 +58,7 @@ class Prediction:
         flops: Floating-point operations of a batch.
         masked_flops: Of these, what lies behind a causal mask, which kernels for CUDA leave out.
         host_bytes: Peak of what `in_blocks` leaves out.
-        attention: Calls of `F.scaled_dot_product_attention` in the first forward pass.
+        attention: Which attention ran in the first forward pass.
         error: Exception that ended the prediction.
     """
 
@@ -68,7 +69,7 @@ class Prediction:
     flops: int = 0
     masked_flops: int = 0
     host_bytes: int = 0
-    attention: AttentionForecast | None = None
+    attention: list[AttentionRow] = field(default_factory=list[AttentionRow])
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 
@@ -111,7 +112,7 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    with Fakes() as fakes, PlannedAttention(capability) as attention, quietly():
+    with Fakes() as fakes, PlannedAttention(capability), quietly():
         made = trainer() if callable(trainer) else trainer
         _check_one_cpu(made)
 
@@ -121,7 +122,7 @@ def predict(
             _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
             return module
 
-        return _predicted(run, fakes, attention)
+        return _predicted(run, fakes, capability)
 
 
 def _check_one_cpu(trainer: pl.Trainer) -> None:
@@ -154,7 +155,7 @@ def predict_step(
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
         'backward'
     """
-    with Fakes() as fakes, PlannedAttention(capability) as attention, quietly():
+    with Fakes() as fakes, PlannedAttention(capability), quietly():
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -169,12 +170,12 @@ def predict_step(
                 probe.end()
             return module
 
-        return _predicted(run, fakes, attention)
+        return _predicted(run, fakes, capability)
 
 
-def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, attention: PlannedAttention) -> Prediction:
+def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, capability: int) -> Prediction:
     """Run a training, which returns its model, and return its peak, or why it failed."""
-    recorder = Recorder()
+    recorder = Recorder(capability=capability)
     probe = Probe(recorder)
     try:
         model = run(probe)
@@ -185,7 +186,7 @@ def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, attention: Plann
         return Prediction(
             Peak.of(recorder), in_blocks, assumed,
             flops=probe.flops, masked_flops=probe.masked_flops, host_bytes=host_bytes(recorder),
-            attention=attention.forecast(),
+            attention=probe.attention,
         )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values
         return Prediction(assumed=list(fakes.assumed), reason=reason_of(error), error=error)

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from typing_extensions import override
 
 from lightning_eff.core.compiled_call import compiled_attributes
-from lightning_eff.report.attention import QUADRATIC, AttentionRow, AttentionWatch
+from lightning_eff.report.attention import AttentionRow
+from lightning_eff.report.attention_watch import QUADRATIC, AttentionWatch
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import InfraMode
 
@@ -84,12 +85,14 @@ class CompiledAttention(InfraMode):
                 return compiled(*args, **kwargs)
             outer, self._path, self._captured = self._path, name, []
             watch = self.attention
+            watch.finish()
             ran, watch.seen = watch.seen, []
             try:
                 return compiled(*args, **kwargs)
             finally:
                 if self._captured:
                     self._graphs[kind] = self._captured
+                watch.finish()
                 fused = watch.seen
                 watch.seen = [*ran, *self._calls(name, self._graphs.get(kind, []), fused)]
                 self._path, self._captured = outer, None
@@ -112,7 +115,9 @@ class CompiledAttention(InfraMode):
         with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, count:
             try:
                 fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
-                fx.Interpreter(module).run(*fakes)
+                results = fx.Interpreter(module).run(*fakes)
+                count.attention.finish()  # while its results hold what is kept for a backward pass
+                del results
             except Exception:  # noqa: BLE001 - a graph may hold what cannot run on fake tensors
                 return
         self._captured += count.attention.seen

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
-from lightning_eff.report.attention import AttentionWatch
+from lightning_eff.report.attention_watch import AttentionWatch
 from lightning_eff.report.live_bytes import InfraMode
 from lightning_eff.report.module_tracker import ModuleTracker
 

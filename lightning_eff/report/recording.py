@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
-from lightning_eff.report.attention import AttentionWatch
+from lightning_eff.report.attention_watch import AttentionWatch
 from lightning_eff.report.flops import flops_of, masked_flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
@@ -63,6 +63,9 @@ class Event:
 class Recorder(LiveBytes):
     """Count live bytes, and record each storage.
 
+    Args:
+        capability: Compute capability, times ten, of the device whose attention runs; 0 for a CPU.
+
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
         >>> recorder = Recorder()
@@ -73,7 +76,7 @@ class Recorder(LiveBytes):
         [('parameters', '', 'weight'), ('temporaries', 'mm', '(root)'), ('gradients', 'mm', 'weight')]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, capability: int = 0) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
@@ -90,7 +93,7 @@ class Recorder(LiveBytes):
         self._optimizers: list[Optimizer] = []
         self._tracker = ModuleTracker()
         self._was_recomputing = False
-        self.attention = AttentionWatch(lambda: self._tracker.path)
+        self.attention = AttentionWatch(lambda: self._tracker.path, capability=capability)
         """Looks at the operations of the first batch."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:

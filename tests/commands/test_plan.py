@@ -217,13 +217,14 @@ def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Comman
     assert " peak of phase    forward " in out
     assert "blocks.*.mlp.up" in out
     assert "note: synthetic batch used, because the data are not prepared yet" in out
-    assert "attention on RTX 4090: 4 calls by efficient [2, 4, 32, 48] float32 causal; 128.0 KiB of" in out
+    assert "attention on RTX 4090: 4 calls by efficient [2, 4, 32, 48] float32, mask: causal" in out
+    assert "\n 128.0 KiB of scores not held\n" in out
     assert list(tmp_path.iterdir()) == []
     words = ["baseline", *SMALL, "device=h200", "precision=bf16_mixed", "trainer.accelerator=cpu"]
     content = json.loads(command("plan", *words, "--json", code=0)[1])
     found, attention = content["peak"], content["attention"]
-    assert [(row["backend"], row["count"]) for row in attention["calls"]] == [("cudnn", 4)]
-    assert attention["scores_saved_bytes"] == 4 * (2 * 4 * 32 * 32 * 4)
+    assert [(row["backend"], row["calls"]) for row in attention["calls"]] == [("cudnn", 4)]
+    assert attention["scores_not_held_bytes"] == 4 * (2 * 4 * 32 * 32 * 4)
     assert (found["device"], found["fits"]) == ("H200", True)
     tensors = found["tensors"]
     assert found["peak_bytes"] == tensors["num_bytes"] + 32 * 2**20

@@ -152,16 +152,14 @@ def test_torchs_own_choice_is_back_afterwards() -> None:
 
 def test_real_tensors_are_left_to_torch() -> None:
     x = torch.ones(B, H, T, E)
-    with PlannedAttention(90) as attention, Saved() as saved:
+    with PlannedAttention(90), Saved() as saved:
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
     assert "flash_attention" not in saved.names
-    assert not attention.forecast().calls
 
 
 def backends(found: Prediction) -> list[tuple[str, str]]:
     assert found.reason == ""
-    assert found.attention is not None
-    return [(choice.backend, str(call.dtype)) for call, choice in found.attention.calls]
+    return [(row.backend, str(row.call.dtype)) for row in found.attention for _ in range(row.calls)]
 
 
 TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
@@ -210,12 +208,11 @@ def test_the_peak_with_dropout_has_no_scores_on_cuda() -> None:
     here, there = predicted(0, dropout=0.1), predicted(80, dropout=0.1)
     assert backends(here) == [("math", "torch.bfloat16")]
     assert backends(there) == [("flash", "torch.bfloat16")]
-    assert here.attention is not None
     assert here.peak is not None
     assert there.peak is not None
     held, saved = (each.peak.by_phase["backward"]["activations"] for each in (here, there))
     # The softmax's backward pass, where the peak is, has freed one of the three tensors.
-    assert held - saved > here.attention.scores_bytes(is_held=True) * 2 // 3
+    assert held - saved > here.attention[0].score_bytes * 2 // 3
 
 
 def test_reentrant_checkpoints_are_counted_once() -> None:
@@ -229,22 +226,3 @@ def test_reentrant_checkpoints_are_counted_once() -> None:
 
     found = predict_step(layer, torch.ones(2, 8, 16), step, SGD, capability=80)
     assert backends(found) == [("efficient", "torch.float32")] * 3
-
-
-def test_the_line_names_calls_and_why_math_is_left() -> None:
-    with Fakes(), PlannedAttention(0) as attention:
-        x = torch.empty(2, 4, 1024, 8, requires_grad=True)
-        for _ in range(2):
-            F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-        F.scaled_dot_product_attention(x.detach(), x.detach(), x.detach(), dropout_p=0.1)
-        F.scaled_dot_product_attention(x, x[:, :, :512], x[:, :, :512], torch.ones(1024, 512).bool())
-    found = attention.forecast()
-    assert found.line("CPU").split("; ") == [
-        "attention on CPU: 3 calls by math [2, 4, 1024, 8] float32 dropout 0.1, "
-        "1 call by flash [2, 4, 1024, 8] x [2, 4, 512, 8] float32 bool mask",
-        "16.0 MiB of scores not held",
-        "math holds 192.0 MiB of scores",
-        "refused by flash: dropout (try: dropout 0.0 in the attention, or a CUDA device)",
-    ]
-    assert found.as_dict()["scores_held_bytes"] == 2 * 3 * 4 * 2 * 4 * 1024**2
-    assert [row["count"] for row in found.as_dict()["calls"]] == [2, 1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +96,10 @@ def test_backend_mask_and_reason_are_named_also_checkpointed(case: str) -> None:
     (row,) = rows_of(lambda: block(x))
     assert (row.backend, row.mask, row.reason, row.calls) == (backend, mask, reason, 1)
     assert bool(row.remedy) == bool(reason)
-    assert rows_of(lambda: checkpoint(block, x, use_reentrant=False)) == [row], "computed again, called once"
+    again = rows_of(lambda: checkpoint(block, x, use_reentrant=False))
+    assert again == [dataclasses.replace(row, score_bytes=0)], (
+        "called once; no scores held between the passes"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -125,6 +130,18 @@ def test_bytes_are_those_of_scores_that_live_on_and_of_each_mask_once() -> None:
     assert (row.calls, row.mask_bytes) == (2, 2 * mask), "two masks"
     (row,) = rows_of(lambda: nn.Sequential(blocks[0], blocks[0])(torch.randn(2, 8, 64)))
     assert (row.calls, row.mask_bytes) == (2, mask), "one mask, used twice"
+
+
+def test_nothing_lives_longer_for_being_looked_at() -> None:
+    x = torch.randn(1, 2, 8, 4)
+    with FlopCount() as count, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        mask = torch.randn(8, 8)
+        mask_storage = weakref.ref(mask.untyped_storage())
+        out = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        storage = weakref.ref(out.untyped_storage())
+        del mask, out
+        assert (mask_storage(), storage()) == (None, None)
+    assert [row.score_bytes for row in count.attention.rows()] == [0]
 
 
 def test_what_is_no_attention_is_left_out() -> None:

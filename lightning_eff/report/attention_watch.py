@@ -1,0 +1,296 @@
+"""Find out which kind of attention ran, from the operations of one forward pass.
+
+`F.scaled_dot_product_attention` chooses a backend for each call and says nothing when only its quadratic one,
+`math`, is left. A fused backend is one operation, known by its name. `math`, and a softmax between two
+products that never asked for a fused backend (`nn.MultiheadAttention` with `need_weights=True`, `eager` of
+transformers), are found by following the scores: the result of a batched product [.., T, S], through whatever
+is done to it element by element, to a softmax over S, and its result to another batched product.
+
+Nothing is kept alive by being looked at: tensors are known by their storages, and these by weak references.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
+from lightning_eff.report.attention import AttentionRow, alike
+
+SOFTMAX = "softmax"
+"""A softmax between two products, without `scaled_dot_product_attention`."""
+MATH = "math"
+QUADRATIC = (MATH, SOFTMAX)
+FUSED = (
+    (re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?$"), r"\1"),
+    (re.compile(r"^_scaled_dot_product_fused_attention_overrideable$"), "fused"),
+    (re.compile(r"^_(flash|efficient)_attention_forward$"), r"\1"),
+    (re.compile(r"^flex_attention$"), "flex"),
+    (re.compile(r"^_?varlen_attn$"), "varlen"),
+    (re.compile(r"^_?flash_attn_(varlen_)?(fwd|forward)\w*$"), "flash_attn"),
+)
+"""Names of operations (torch 2.13, the package flash_attn), with the backend."""
+Storage = weakref.ref[Any]
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """A mask that was given to attention."""
+
+    kind: Literal["none", "causal", "bool", "float"] = "none"
+    pattern: str = ""
+    requires_grad: bool = False
+    num_bytes: int = 0
+    """0 where an earlier call had the same."""
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Scores, before or after their softmax."""
+
+    shape: tuple[int, ...]
+    """`[.., T, S]`, as the softmax gets them."""
+    head_size: int
+    mask: _Mask = _Mask()
+    backend: str = ""
+    """`math` or `softmax`; empty before the softmax."""
+    dropout: float = 0.0
+    held: dict[int, tuple[Storage, int]] = field(default_factory=dict[int, tuple[Storage, int]])
+    """Storages of the softmax's result, of dropout's mask and result, with their bytes."""
+
+
+@dataclass
+class _Pending:
+    """The last quadratic call: what it holds shows when the next one begins, and its dtype in a cast."""
+
+    scores: _Scores
+    call: AttentionCall
+    path: str
+    result: Storage
+
+
+class AttentionWatch:
+    """Look at each operation of a forward pass.
+
+    Args:
+        path: Returns the name of the module that is being called.
+        capability: Compute capability of the device, times ten; 0 for a CPU.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> from lightning_eff.report.flops import FlopCount
+        >>> x = torch.ones(1, 2, 8, 4)
+        >>> with FlopCount() as count:
+        ...     _ = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        >>> print(*count.attention.rows())
+        1 call by flash [1, 2, 8, 4] float32, mask: causal
+    """
+
+    def __init__(self, path: Callable[[], str] = str, *, capability: int = 0) -> None:
+        self.seen: list[AttentionRow] = []
+        """One row a call."""
+        self.is_graph = False
+        """Whether the operations are those of a graph that will be compiled."""
+        self._path, self._capability = path, capability
+        self._is_later = False
+        """Whether a backward pass has begun."""
+        self._scores: dict[int, tuple[Storage, _Scores]] = {}
+        """By the id of a storage, as the next two."""
+        self._from_bool: dict[int, Storage] = {}
+        """Masks of numbers that were made from a bool."""
+        self._masks: dict[int, Storage] = {}
+        self._pending: _Pending | None = None
+
+    def rows(self) -> list[AttentionRow]:
+        """Return the calls, those that are alike as one row."""
+        self.finish()
+        return alike(self.seen)
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Look at an operation that `__torch_dispatch__` got, with its result."""
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            self.finish()
+            self._is_later = True
+            return  # a backward pass, or what is computed again in it
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        backend = _fused_backend(name)
+        if backend:
+            self._see_fused(backend, func, args, kwargs)
+        elif name in ("bmm", "baddbmm"):
+            left, right = args[:2] if name == "bmm" else args[1:3]
+            self._see_product(left, right, out)
+        elif name in ("_softmax", "_safe_softmax"):
+            scores = self._scores_of(args[0])
+            if scores is not None and args[1] in (-1, args[0].dim() - 1):
+                backend = MATH if name == "_safe_softmax" else SOFTMAX
+                shape = tuple(args[0].shape)
+                self._keep(out, replace(scores, shape=shape, backend=backend, held=_held([out])))
+        else:
+            if name == "where" and args[0].dtype == torch.bool and args[0].shape[-2:] == out.shape[-2:]:
+                _remember(self._from_bool, out)
+            if self._scores:
+                self._follow(name, args, out)
+
+    def finish(self) -> None:
+        """Add the last quadratic call, with the bytes of scores that are still there."""
+        if self._pending is None:
+            return
+        scores, call, path = self._pending.scores, self._pending.call, self._pending.path
+        self._pending = None
+        held_bytes = sum(size for storage, size in scores.held.values() if storage() is not None)
+        kind: str = scores.mask.kind
+        if scores.backend == MATH and scores.mask.pattern == "causal":
+            kind = "causal"  # math itself makes a mask of is_causal=True
+        self._add(scores.backend, call, replace(scores.mask, kind=kind), path, held_bytes)
+
+    def _follow(self, name: str, args: Any, out: Any) -> None:
+        """Keep track of scores through an operation element by element, and of a result that is cast."""
+        results = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+        if not results or results[0].dim() < 2:
+            return
+        if name == "_to_copy" and self._pending is not None and self._pending.result() is _storage(args[0]):
+            # Math computes half precision in float32.
+            self._pending.call = replace(self._pending.call, dtype=results[0].dtype)
+        for index, value in enumerate(args):
+            scores = self._scores_of(value)
+            if scores is None or results[0].shape[-2:] != scores.shape[-2:]:
+                continue
+            others = [x for x in (*args[:index], *args[index + 1 :]) if isinstance(x, Tensor) and x.dim() > 1]
+            if not scores.backend and others:
+                scores = replace(scores, mask=self._mask_of(others[0]))
+            elif scores.backend:
+                if name == "native_dropout" or others:
+                    dropout = float(args[1]) if name == "native_dropout" else 1.0
+                    scores = replace(scores, dropout=dropout)
+                scores = replace(scores, held=scores.held | _held([*results, *others]))
+            self._keep(results[0], scores)
+            return
+
+    def _keep(self, tensor: Tensor, scores: _Scores) -> None:
+        key = id(_storage(tensor))
+        self._scores[key] = (weakref.ref(_storage(tensor), lambda _: self._scores.pop(key, None)), scores)
+
+    def _scores_of(self, value: Any) -> _Scores | None:
+        if not self._scores or not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        found = self._scores.get(id(_storage(value)))
+        return None if found is None else found[1]
+
+    def _mask_of(self, mask: Tensor) -> _Mask:
+        key = id(_storage(mask))
+        is_bool = mask.dtype == torch.bool or key in self._from_bool
+        num_bytes = 0 if key in self._masks else _storage(mask).nbytes()
+        _remember(self._masks, mask)
+        return _Mask("bool" if is_bool else "float", pattern_of(mask), mask.requires_grad, num_bytes)
+
+    def _see_product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        scores = self._scores_of(left)
+        if scores is None or not scores.backend:
+            self._keep(out, _Scores(tuple(out.shape), left.shape[-1]))
+            return
+        self.finish()
+        *batch, length, num_keys = scores.shape
+        call = AttentionCall(
+            query=(*batch, length, scores.head_size), key=(*batch, num_keys, scores.head_size),
+            value=(*batch, num_keys, right.shape[-1]), dtype=right.dtype, mask=scores.mask.kind,
+            mask_requires_grad=scores.mask.requires_grad, dropout=scores.dropout,
+        )  # fmt: skip
+        self._pending = _Pending(scores, call, self._path(), weakref.ref(_storage(out)))
+
+    def _see_fused(self, backend: str, func: Any, args: Any, kwargs: Any) -> None:
+        self.finish()
+        schema = getattr(func, "_schema", None)
+        names = [] if schema is None else [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value = [x for x in args if isinstance(x, Tensor)][:3]
+        tensor = next((given[n] for n in ("attn_mask", "attn_bias") if given.get(n) is not None), None)
+        mask = _Mask("causal" if given.get("is_causal") or given.get("causal") else "none")
+        mask = mask if tensor is None else self._mask_of(tensor)
+        call = AttentionCall(
+            query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), dtype=query.dtype,
+            mask=mask.kind, dropout=float(given.get("dropout_p") or 0.0),
+        )  # fmt: skip
+        self._add(backend, call, mask, self._path())
+
+    def _add(self, backend: str, call: AttentionCall, mask: _Mask, path: str, score_bytes: int = 0) -> None:
+        # After a backward pass: the next micro-batch, or another model.
+        if self._is_later and any(row.call == call and row.modules == (path,) for row in self.seen):
+            return
+        about = {"causal": "is causal", "nothing": "masks nothing"}.get(mask.pattern, "")
+        kind = f"{mask.kind} that {about}" if about and mask.kind != "causal" else mask.kind
+        reason, advice = self._why(backend, call)
+        if backend == "flex" and reason:
+            score_bytes = call.scores_bytes(self._capability)
+        row = AttentionRow(backend, 1, call, kind, (path,), score_bytes, mask.num_bytes, reason, advice)
+        self.seen.append(row)
+
+    def _why(self, backend: str, call: AttentionCall) -> tuple[str, str]:
+        """Return why no fused backend ran, and what to change; empty where one did."""
+        if backend == "flex" and not self.is_graph:
+            return "flex_attention is not compiled", "torch.compile(flex_attention)"
+        if backend == SOFTMAX:
+            return "scores are computed by the model, not by F.scaled_dot_product_attention", (
+                "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers, "
+                "else y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"
+            )
+        if backend != MATH:
+            return "", ""
+        choice = choose(call, self._capability)
+        if choice.backend != MATH:
+            return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
+        return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
+
+
+def pattern_of(mask: Tensor) -> str:
+    """Return `nothing` for a mask that lets everything pass, `causal` for that of `is_causal=True`, else "".
+
+    Args:
+        mask: `[.., T, S]`, bool, or added to the scores.
+
+    Example:
+        >>> pattern_of(torch.ones(4, 4, dtype=torch.bool).tril()), pattern_of(torch.zeros(2, 1, 4, 4))
+        ('causal', 'nothing')
+    """
+    if isinstance(mask, FakeTensor) or mask.is_meta or mask.requires_grad:
+        return ""
+    with _disable_current_modes(), torch.no_grad():
+        if bool(mask.all() if mask.dtype == torch.bool else not mask.any()):
+            return "nothing"
+        # All samples and heads at once would be a copy of the mask; a mask of one sample is often shared.
+        if mask.numel() != mask.shape[-1] * mask.shape[-2]:
+            return ""
+        passes = mask.view(mask.shape[-2:])
+        passes = passes if mask.dtype == torch.bool else passes == 0
+        return "causal" if torch.equal(passes, torch.ones_like(passes).tril()) else ""
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return a tensor's storage: the same object for as long as it lives, so that its id identifies it."""
+    return tensor.untyped_storage()
+
+
+def _held(tensors: list[Tensor]) -> dict[int, tuple[Storage, int]]:
+    storages = [_storage(tensor) for tensor in tensors]
+    return {id(storage): (weakref.ref(storage), storage.nbytes()) for storage in storages}
+
+
+def _remember(storages: dict[int, Storage], tensor: Tensor) -> None:
+    """Know a storage by its id for as long as it lives."""
+    key = id(_storage(tensor))
+    storages[key] = weakref.ref(_storage(tensor), lambda _: storages.pop(key, None))
+
+
+@functools.cache
+def _fused_backend(name: str) -> str:
+    """Return the backend that an operation belongs to; empty for none."""
+    found = (match.expand(backend) for pattern, backend in FUSED if (match := pattern.match(name)))
+    return next(found, "")
