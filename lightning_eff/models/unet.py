@@ -2,14 +2,15 @@
 
 Stages of two 3x3 convolutions, each followed by SiLU. Between the stages of the encoder the image size is
 halved and the channels are doubled, in the decoder the other way around; each decoder stage also gets the
-output of the encoder stage of its size (Ronneberger et al. 2015). There is no normalisation, so that every
-layer is local: its output at a pixel depends on pixels near it. Instead the first weights keep the variance
-of what passes through. Shapes in comments: B images, C channels, H x W pixels.
+output of the encoder stage of its size (Ronneberger et al. 2015). There is no normalisation, so every layer
+is local: its output at a pixel depends on pixels near it. Instead the first weights keep the mean square of
+what passes through. Shapes in comments: B images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import lightning.pytorch as pl
 import torch
@@ -86,7 +87,7 @@ class UNet(pl.LightningModule):
         self.decoder = nn.ModuleList(stage(2 * wide, wide, norm=norm) for wide, _ in pairs)
         self.head = nn.Conv2d(channels, num_classes, 1)
         self.iou = MulticlassJaccardIndex(num_classes)
-        self.apply(_keep_variance)
+        self.apply(_keep_mean_square)
 
     @override
     def forward(self, images: Tensor) -> Tensor:
@@ -139,10 +140,12 @@ class UNet(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _keep_variance(layer: nn.Module) -> None:
-    """Draw a convolution's weights so that what passes it and SiLU has the variance that it had before."""
+def _keep_mean_square(layer: nn.Module) -> None:
+    """Draw a convolution's weights so that what passes it and SiLU keeps its mean square."""
     if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-        fan_in = layer.weight[0].numel() if isinstance(layer, nn.Conv2d) else layer.in_channels
-        gain = SILU_GAIN if layer.kernel_size == (3, 3) else 1.0  # others have no activation
-        nn.init.normal_(layer.weight, std=gain / fan_in**0.5)
-        nn.init.zeros_(layer.bias) if layer.bias is not None else None
+        inputs = layer.in_channels  # of each output: those of all pixels, or of the one pixel below
+        inputs *= 1 if isinstance(layer, nn.ConvTranspose2d) else math.prod(layer.kernel_size)
+        gain = SILU_GAIN if layer.kernel_size == (3, 3) else 1.0  # no SiLU follows the others
+        nn.init.normal_(layer.weight, std=gain / math.sqrt(inputs))
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
