@@ -176,4 +176,4 @@ def test_shapes_are_found_and_told_apart(empty_folder: Path, command: Command) -
     """At a quarter of the size; a mask of background alone has a mean of 0.2 over the four classes."""
     small = ["trainer.accelerator=cpu", "data.image_size=128"]
     out = command("train", "images_large", *small, "--json", code=0)[1]
-    assert json.loads(out)["metrics"]["val_iou"] > 0.5
+    assert json.loads(out)["metrics"]["val_iou"] > 0.4

@@ -17,8 +17,8 @@ DISTANCES = (torch.add, torch.hypot, torch.maximum)
 """Of both coordinates' distances: a diamond, a disc and a square, the classes 1 to 3; 0 is the background."""
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
 """Fractions of the image's size."""
-NOISE = 0.4
-"""Standard deviation, where the background is -2 to 0 and shapes are 0 to 2."""
+NOISE = 0.3
+"""Standard deviation, where the background is -1.5 to 0 and shapes are 0 to 1.5."""
 VALIDATION = 10**6
 """Index of the first validation image, so that the number of training images does not change them."""
 
@@ -40,7 +40,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < self.num_images:
             raise IndexError(index)
         generator = torch.Generator().manual_seed(self.first + index)
-        image = -2 * torch.rand(3, 1, 1, generator=generator).repeat(1, self.size, self.size)
+        image = -1.5 * torch.rand(3, 1, 1, generator=generator).repeat(1, self.size, self.size)
         mask = torch.zeros(self.size, self.size, dtype=torch.int64)
         pixels = torch.arange(self.size) + 0.5  # their centres
         for _ in range(self.num_shapes):
@@ -52,7 +52,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
             rows, columns = (slice(max(0, int(at - radius)), int(at + radius) + 1) for at in (y, x))
             dy, dx = (pixels[rows, None] - y).abs(), (pixels[columns] - x).abs()
             is_inside = DISTANCES[kind](*torch.broadcast_tensors(dy, dx)) <= radius
-            image[:, rows, columns][:, is_inside] = 2 * torch.rand(3, 1, generator=generator)
+            image[:, rows, columns][:, is_inside] = 1.5 * torch.rand(3, 1, generator=generator)
             mask[rows, columns][is_inside] = kind + 1
         return image + NOISE * torch.randn(image.shape, generator=generator), mask
 

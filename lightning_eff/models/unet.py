@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 from typing_extensions import override
 
-SILU_GAIN = 1.68
-"""1 / sqrt(E[silu(z)^2]) for a normally distributed z."""
+GAINS = {(3, 3): 1.68, (2, 2): 1.0, (1, 1): 0.1}
+"""By kernel size: 1 / sqrt(E[silu(z)^2]) for a normal z where SiLU follows; the first logits are near 0."""
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -145,7 +145,7 @@ def _keep_mean_square(layer: nn.Module) -> None:
     if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
         inputs = layer.in_channels  # of each output: those of all pixels, or of the one pixel below
         inputs *= 1 if isinstance(layer, nn.ConvTranspose2d) else math.prod(layer.kernel_size)
-        gain = SILU_GAIN if layer.kernel_size == (3, 3) else 1.0  # no SiLU follows the others
-        nn.init.normal_(layer.weight, std=gain / math.sqrt(inputs))
+        kernel_size = (layer.kernel_size[0], layer.kernel_size[1])
+        nn.init.normal_(layer.weight, std=GAINS[kernel_size] / math.sqrt(inputs))
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)

@@ -219,7 +219,7 @@ def test_batches_are_converted_where_a_convolution_could_take_them(tmp_path: Pat
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
-def test_what_is_tiled_or_unused_is_counted_apart() -> None:
+def test_convolutions_that_are_not_called_are_counted_apart() -> None:
     model, callback = Images(), ChannelsLast()
     model.unused = nn.Conv2d(1, 1, 3).double()
     make_trainer(callbacks=[callback], max_steps=1).fit(model, loader())
