@@ -8,10 +8,10 @@ strides change. The report names the first layer that breaks the format, which c
 
 Converted are the weights of convolutions in two and three dimensions, and tensors of a batch that one of
 these layers could take, by number of axes and channels. Weights are converted after they are sharded, since
-FSDP2 shards contiguous ones only; its weights, and those that DeepSpeed keeps in one buffer, stay as they are
-and are converted in each call. Checkpoints have contiguous tensors, as without this technique. When a run
-resumes, the optimizer's state takes the strides of its parameters: fused optimizers on the CPU (torch 2.13)
-read both in the order of memory, and compute wrong updates where the two differ.
+FSDP2 shards contiguous ones only. Its weights, and those under DeepSpeed, which sends them as bytes, stay as
+they are and are converted in each call. Checkpoints have contiguous tensors, as without this technique. When
+a run resumes, the optimizer's state takes the strides of its parameters: fused optimizers on the CPU (torch
+2.13) read both in the order of memory, and compute wrong updates where the two differ.
 
 A matter of GPUs with tensor cores, in float16, bfloat16 or TF32. It has not been measured on one here; on a
 CPU a step took 0.98 to 1.06 times as long.
@@ -31,6 +31,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -123,6 +124,7 @@ class ChannelsLast(Managed):
 
     def _reset(self) -> None:
         self._num_layers = self._num_weights = self._num_batches = self._num_converted = 0
+        self._is_deepspeed = False
         self._takes: set[tuple[int, int]] = set()  # axes and channels of what convolutions take
         self._probe: FormatProbe | None = None
 
@@ -136,6 +138,7 @@ class ChannelsLast(Managed):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._reset()
+        self._is_deepspeed = isinstance(trainer.strategy, DeepSpeedStrategy)
         model_surgery.queue(trainer, pl_module, Stage.MEMORY_FORMAT, self._apply)
         # A hook of the module or the data module for this would hide one that the user has.
         strategy: Any = trainer.strategy
@@ -152,7 +155,7 @@ class ChannelsLast(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         layers: dict[str, Any] = convolutions(model)
-        undo = to_channels_last(model)
+        undo = {} if self._is_deepspeed else to_channels_last(model)
         for each in undo.values():
             self.cleanup.callback(each)
         self._num_weights += len(undo)
