@@ -27,10 +27,11 @@ from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Net, make_trainer
 from tests.support.prediction import assert_predicted_is_measured
-from tests.support.ranks import is_equal
+from tests.support.ranks import is_equal, run_two_ranks
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
@@ -290,3 +291,46 @@ def test_the_memory_of_a_step_is_predicted(tmp_path: Path) -> None:
 
     make = functools.partial(CNN, in_channels=1, num_classes=10, channels=4, num_blocks=1)
     assert_predicted_is_measured(make, lambda: {"callbacks": [ChannelsLast()]}, tmp_path)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "fsdp2": FSDP2,
+    "zero2": lambda: DeepSpeedZero(stage=2),
+}
+
+
+def main(folder: str) -> None:
+    """Run in both ranks: train with every strategy, plain and in the format."""
+    found: dict[str, Any] = {}
+    for name, make in STRATEGIES.items():
+        for callback in (None, ChannelsLast()):
+            model = Images(dtype=torch.float32)
+            callbacks = [] if callback is None else [callback]
+            trainer = make_trainer(callbacks=callbacks, max_steps=2, strategy=make(), devices=2)
+            model.configure_optimizers = lambda model=model: torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer.fit(model, loader(dtype=torch.float32))
+            found[f"{name} {len(callbacks)}"] = {
+                key: value.clone() for key, value in trainer.strategy.lightning_module_state_dict().items()
+            }
+        assert callback is not None
+        found[f"{name} numbers"] = dict(callback.outcome().numbers)
+    if trainer.global_rank == 0:
+        torch.save(found, Path(folder, "found.pt"))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_without_it(tmp_path: Path) -> None:
+    """FSDP2 and DeepSpeed take contiguous weights only."""
+    done = run_two_ranks(__name__, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "found.pt")
+    for name in STRATEGIES:
+        assert found[f"{name} 1"].keys() == found[f"{name} 0"].keys()
+        for key, value in found[f"{name} 1"].items():
+            torch.testing.assert_close(value, found[f"{name} 0"][key], rtol=1e-5, atol=1e-6)
+        numbers = found[f"{name} numbers"]
+        assert numbers["channels_last"] == 6
+        assert (numbers["weights"], len(numbers["contiguous_weights"])) == (
+            (4, 0) if name == "ddp" else (0, 4)
+        )
