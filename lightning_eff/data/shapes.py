@@ -81,7 +81,7 @@ class Shapes(pl.LightningDataModule):
         self,
         *,
         image_size: int = 512,
-        num_train_images: int = 320,
+        num_train_images: int = 256,
         num_val_images: int = 16,
         num_shapes: int = 48,
         batch_size: int = 2,
