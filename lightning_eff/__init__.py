@@ -49,6 +49,7 @@ PUBLIC = {
     "swap": "lightning_eff.callbacks.triton_gemm",
     "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
+    "to_channels_last": "lightning_eff.callbacks.channels_last",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }
 """Public names besides the techniques, by module; a technique's class comes before a name here."""

@@ -1,6 +1,8 @@
 # Written by `make stubs`: the types of the lazy names in __init__.py.
 
 from lightning_eff.callbacks.attention import Attention as Attention
+from lightning_eff.callbacks.channels_last import ChannelsLast as ChannelsLast
+from lightning_eff.callbacks.channels_last import to_channels_last as to_channels_last
 from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
 from lightning_eff.callbacks.empty_cache import release as release

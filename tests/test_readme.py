@@ -79,6 +79,7 @@ def test_make_targets_exist() -> None:
         ("fabric", "[4, 4]"),
         ("checkpoints", ""),
         ("tiled_loss", "float32 loss: True"),
+        ("images", "['0', '2']\nTrue\n"),
     ],
 )
 def test_the_python_of_a_page_prints(
@@ -177,6 +178,8 @@ def test_every_command_runs(
             extra = [word for word in tiny if word.partition("=")[0] not in given]
             if {"full_finetune", "qlora", "long_context"} & {*words}:
                 extra = [*own_data, "trainer.max_steps=2", "trainer.limit_val_batches=1"]
+            if "images_large" in words:
+                extra = [*own_data, "trainer.max_steps=2", "data.image_size=32", "data.num_val_images=2"]
             if {"numbers", "data=numbers"} & {*words}:
                 extra = [*own_data, "trainer.max_steps=2"]
             if "ckpt_path=last" in words:

@@ -27,6 +27,10 @@ SMALL_IMAGES = [
     "model.channels=4",
     "model.num_blocks=1",
 ]
+SMALL_DRAWINGS = [
+    *("trainer.check_val_every_n_epoch=1", "data.image_size=32", "data.num_train_images=4"),
+    *("data.num_val_images=1", "model.channels=4"),
+]
 SMALL_FINETUNE = [
     "trainer.val_check_interval=16",
     "data.context_length=32",
@@ -50,6 +54,7 @@ def test_recipes_say_what_they_are_in_a_flat_list_of_options() -> None:
         "lm",
         "baseline",
         "images",
+        "images_large",
         "low_memory",
         "fast",
         "full_finetune",
@@ -70,11 +75,13 @@ def test_recipe_trains_two_steps(name: str, tiny: list[str], tiny_llama: Path, c
     trainer = tiny[:5]
     finetune = [*trainer, *SMALL_FINETUNE, f"model.name={tiny_llama}"]
     small = dict.fromkeys(OF_TRANSFORMERS, finetune) | {"images": [*trainer, *SMALL_IMAGES]}
+    small["images_large"] = [*trainer, *SMALL_DRAWINGS]
     _, out, err = command("train", name, *small.get(name, tiny), *MORE.get(name, []), "--json", code=0)
     report = json.loads(out)
     assert report["status"] == "finished"
     assert report["num_steps"] == 2
-    shown = (dict.fromkeys(OF_TRANSFORMERS, "val_loss") | {"images": "val_accuracy"}).get(name)
+    shown = dict.fromkeys(OF_TRANSFORMERS, "val_loss") | {"images": "val_accuracy", "images_large": "val_iou"}
+    shown = shown.get(name)
     assert shown in report["metrics"] if shown else "unigram entropy" in err
     (run_dir,) = Path("outputs", name).iterdir()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
@@ -160,3 +167,11 @@ def test_lora_begins_at_the_newest_base_stays_with_it_and_is_exported(
 def test_images_are_learnt(empty_folder: Path, command: Command) -> None:
     out = command("train", "images", "trainer.accelerator=cpu", "--json", code=0)[1]
     assert json.loads(out)["metrics"]["val_accuracy"] > 0.95
+
+
+@pytest.mark.slow
+def test_shapes_are_found_and_told_apart(empty_folder: Path, command: Command) -> None:
+    """At a quarter of the size; a mask of background alone has a mean of 0.2 over the four classes."""
+    small = ["trainer.accelerator=cpu", "data.image_size=128", "data.num_train_images=320"]
+    out = command("train", "images_large", *small, "--json", code=0)[1]
+    assert json.loads(out)["metrics"]["val_iou"] > 0.4

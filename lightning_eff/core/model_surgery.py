@@ -49,6 +49,8 @@ class Stage(IntEnum):
     CHECKPOINT = 6
     COMPILE = 7
     SHARD = 8
+    MEMORY_FORMAT = 9
+    """Strides of weights: last, since FSDP2 (torch 2.13) shards contiguous parameters only."""
 
 
 @runtime_checkable

@@ -1,0 +1,123 @@
+"""Images to segment that need no download: bright diamonds, discs and squares, a dark background, and noise.
+
+A shape is all pixels at most a radius away from its centre; which shape that is depends on how the distance
+is measured. Each image is drawn when it is asked for, from its own index alone: the same in every run, on
+every rank and in every worker.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+DISTANCES = (torch.add, torch.hypot, torch.maximum)
+"""Of both coordinates' distances: a diamond, a disc and a square, the classes 1 to 3; 0 is the background."""
+MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
+"""Fractions of the image's size."""
+NOISE = 0.3
+"""Standard deviation, where the background is -1.5 to 0 and shapes are 0 to 1.5."""
+VALIDATION = 10**6
+"""Index of the first validation image, so that the number of training images does not change them."""
+
+
+class Drawings(Dataset[tuple[Tensor, Tensor]]):
+    """Images [3, size, size] of floats with masks [size, size] of integers, from an index on."""
+
+    def __init__(self, first: int, num_images: int, *, size: int, num_shapes: int) -> None:
+        self.first = first
+        self.num_images = num_images
+        self.size = size
+        self.num_shapes = num_shapes
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.num_images:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(self.first + index)
+        image = -1.5 * torch.rand(3, 1, 1, generator=generator).repeat(1, self.size, self.size)
+        mask = torch.zeros(self.size, self.size, dtype=torch.int64)
+        pixels = torch.arange(self.size) + 0.5  # their centres
+        for _ in range(self.num_shapes):
+            y, x, relative = torch.rand(3, generator=generator).tolist()
+            y, x, radius = (
+                self.size * each for each in (y, x, MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * relative)
+            )
+            kind = int(torch.randint(len(DISTANCES), (), generator=generator))
+            rows, columns = (slice(max(0, int(at - radius)), int(at + radius) + 1) for at in (y, x))
+            dy, dx = (pixels[rows, None] - y).abs(), (pixels[columns] - x).abs()
+            is_inside = DISTANCES[kind](*torch.broadcast_tensors(dy, dx)) <= radius
+            image[:, rows, columns][:, is_inside] = 1.5 * torch.rand(3, 1, generator=generator)
+            mask[rows, columns][is_inside] = kind + 1
+        return image + NOISE * torch.randn(image.shape, generator=generator), mask
+
+
+class Shapes(pl.LightningDataModule):
+    """Drawings as (images, masks): floats [B, 3, H, W] and integers [B, H, W], B the `batch_size`.
+
+    Args:
+        image_size: Height and width in pixels.
+        num_train_images: Images of an epoch.
+        num_val_images: Images of a validation.
+        num_shapes: Shapes in each image; later ones hide earlier ones.
+        batch_size: Images per batch of the loader, per rank.
+        num_workers: DataLoader worker processes.
+
+    Raises:
+        ValueError: A number is outside its range.
+
+    Example:
+        >>> images, masks = next(iter(Shapes(image_size=64).train_dataloader()))
+        >>> images.shape, masks.shape
+        (torch.Size([2, 3, 64, 64]), torch.Size([2, 64, 64]))
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int = 512,
+        num_train_images: int = 256,
+        num_val_images: int = 16,
+        num_shapes: int = 48,
+        batch_size: int = 2,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        counts = {"image_size": image_size, "num_train_images": num_train_images, "batch_size": batch_size}
+        counts |= {"num_val_images": num_val_images, "num_shapes": num_shapes}
+        for key, value in counts.items():
+            if value < 1:
+                msg = f"{key}={value} must be at least 1"
+                raise ValueError(msg)
+        if num_workers < 0:
+            msg = f"num_workers={num_workers} must be at least 0"
+            raise ValueError(msg)
+        self.image_size = image_size
+        self.num_train_images = num_train_images
+        self.num_val_images = num_val_images
+        self.num_shapes = num_shapes
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+
+    @override
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader(0, self.num_train_images, shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader(VALIDATION, self.num_val_images, shuffle=False)
+
+    def example_batch(self) -> tuple[Tensor, Tensor]:
+        """Return a batch of the right shapes, without drawing it."""
+        size = (self.batch_size, self.image_size, self.image_size)
+        return torch.zeros(size[0], 3, *size[1:]), torch.zeros(size, dtype=torch.int64)
+
+    def _loader(self, first: int, num_images: int, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
+        images = Drawings(first, num_images, size=self.image_size, num_shapes=self.num_shapes)
+        workers, is_kept = self.num_workers, self.num_workers > 0
+        return DataLoader(images, self.batch_size, shuffle, num_workers=workers, persistent_workers=is_kept)

@@ -1,0 +1,65 @@
+"""Drawn images: each its own and the same in every run, with a mask that fits what is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.data.shapes import DISTANCES, NOISE, Shapes
+
+SMALL: dict[str, Any] = {"image_size": 64, "num_train_images": 6, "num_val_images": 3, "num_shapes": 12}
+
+
+def batches(data: Shapes, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    loader = data.train_dataloader() if split == "train" else data.val_dataloader()
+    images, masks = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(masks)
+
+
+def test_images_are_their_own_and_the_same_in_every_run_and_worker() -> None:
+    images, masks = batches(Shapes(**SMALL), "val")
+    again = batches(Shapes(**SMALL | {"num_train_images": 9, "num_workers": 1, "batch_size": 1}), "val")
+    assert torch.equal(images, again[0])
+    assert torch.equal(masks, again[1])
+    train = batches(Shapes(**SMALL), "train")[0]
+    assert len({image.sum().item() for image in (*train, *images)}) == 9
+    one, other = (batches(Shapes(**SMALL), "train")[0] for _ in range(2))
+    assert not torch.equal(one, other), "shuffled"
+
+
+def test_a_batch_is_what_the_planner_is_given_without_drawing() -> None:
+    data = Shapes(**SMALL)
+    drawn, synthetic = next(iter(data.train_dataloader())), data.example_batch()
+    assert [(x.shape, x.dtype) for x in drawn] == [(x.shape, x.dtype) for x in synthetic]
+    assert drawn[0].shape == (2, 3, 64, 64)
+
+
+def test_masks_fit_what_is_seen() -> None:
+    """The background is one colour below 0, shapes are above, but for noise."""
+    images, masks = batches(Shapes(**SMALL), "val")
+    assert set(masks.unique().tolist()) == {0, 1, 2, 3}
+    for image, mask in zip(images, masks, strict=True):
+        background = image[:, mask == 0]
+        assert background.std(1).max() < 1.2 * NOISE
+        assert background.mean(1).max() < 0 < image[:, mask > 0].mean()
+        assert 0.02 < (mask > 0).float().mean() < 0.5
+
+
+def test_classes_are_a_diamond_a_disc_and_a_square() -> None:
+    """By the area of all pixels at most 1 away: 2, pi and 4."""
+    grid = torch.linspace(-1, 1, 401).abs()
+    dy, dx = torch.meshgrid(grid, grid, indexing="ij")
+    areas = [4 * (distance(dy, dx) <= 1).float().mean().item() for distance in DISTANCES]
+    assert areas == pytest.approx([2.0, torch.pi, 4.0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "key", ["image_size", "num_train_images", "num_val_images", "num_shapes", "batch_size"]
+)
+def test_numbers_out_of_range_are_named(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}=0 must be at least 1"):
+        Shapes(**{key: 0})
+    with pytest.raises(ValueError, match="num_workers=-1 must be at least 0"):
+        Shapes(num_workers=-1)
