@@ -24,7 +24,17 @@ from lightning_eff.kernels._conv.function import apply
 from lightning_eff.kernels._conv.grid import Chain, Grid, choose
 from lightning_eff.kernels._conv.layers import LocalLayer, read_layer
 
-__all__ = ["Chain", "Grid", "LocalLayer", "apply", "choose_grid", "read_layer", "read_segment", "tiled"]
+__all__ = [
+    "Chain",
+    "Grid",
+    "LocalLayer",
+    "apply",
+    "choose_grid",
+    "computed_itemsize",
+    "read_layer",
+    "read_segment",
+    "tiled",
+]
 
 MIN_BUDGET_BYTES = 64 << 20
 
@@ -73,7 +83,7 @@ def tiled(
     if tiles is None:
         if budget_mib is not None and budget_mib <= 0:
             raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
-        grid = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
+        grid, _ = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
     else:
         pieces = (tiles,) * (x.dim() - 2) if isinstance(tiles, int) else tuple(tiles)
         if len(pieces) != x.dim() - 2 or min(pieces) < 1:
@@ -87,10 +97,17 @@ def tiled(
     return x
 
 
-def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:
-    """Return the tiles of a chain for an input, within a budget of bytes; None for the default one."""
+def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> tuple[Grid, bool]:
+    """Return the tiles of a chain for an input, and whether they are within the budget.
+
+    Args:
+        chain: Of the sizes of `x`.
+        x: The input.
+        budget_bytes: As `budget_mib` of `tiled`, in bytes.
+    """
     budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes) if budget_bytes is None else budget_bytes
-    return choose(chain, budget_bytes / computed_itemsize(x))
+    grid = choose(chain, budget_bytes / computed_itemsize(x))
+    return grid, grid.tile_elements() * computed_itemsize(x) <= budget_bytes
 
 
 def computed_itemsize(x: Tensor) -> int:

@@ -137,6 +137,16 @@ class Grid:
         each = [samples * self.chain.channels[level] * size for level, size in enumerate(sizes)]
         return sum(each[1:]) + max(each[1:])
 
+    def saved_elements(self, *, is_input_trained: bool) -> int:
+        """Return by how many elements the backward pass holds less than that of the layers without tiles.
+
+        Those keep what is between them, and have the largest gradient of it when they begin; tiles have the
+        gradient of the input from their beginning.
+        """
+        inner = range(1, len(self.chain.layers))
+        plain = self.chain.kept_elements() + max((self.chain.elements(index) for index in inner), default=0)
+        return plain - self.tile_elements() - self.chain.elements(0) * is_input_trained
+
     def halo(self) -> float:
         """Return the fraction of the layers' outputs that is computed more than once."""
         computed = self._lengths(sum)
