@@ -106,7 +106,7 @@ def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> tuple[Gr
         budget_bytes: As `budget_mib` of `tiled`, in bytes.
     """
     budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes) if budget_bytes is None else budget_bytes
-    grid = choose(chain, budget_bytes / computed_itemsize(x))
+    grid = choose(chain, budget_bytes / computed_itemsize(x), is_cpu=x.device.type == "cpu")
     return grid, grid.tile_elements() * computed_itemsize(x) <= budget_bytes
 
 

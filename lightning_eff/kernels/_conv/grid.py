@@ -20,6 +20,10 @@ from lightning_eff.kernels._conv.windows import Interval
 MAX_HALO = 0.25
 """Fraction of all outputs of the layers that may be computed more than once."""
 
+NATIVE_AXES, NATIVE_ELEMENTS = 3, 20480
+"""torch 2.13 computes 3-D convolutions of one sample on a CPU some ten times slower where channels x depth x
+height are this or less."""
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -62,10 +66,11 @@ class Chain:
 
     def kept_elements(self) -> int:
         """Return the elements between the layers that autograd keeps for the backward pass."""
-        kept: set[int] = set()
+        kept, memory = set[int](), [0]  # of each output: the first one in the same memory
         for index, layer in enumerate(self.layers):
-            kept |= {index} if layer.keeps == "input" else {index + 1} if layer.keeps == "result" else set()
-        return sum(self.elements(index) for index in kept - {0, len(self.layers)})
+            memory.append(memory[-1] if layer.is_in_place else index + 1)
+            kept |= {"input": {memory[index]}, "result": {memory[index + 1]}, "": set[int]()}[layer.keeps]
+        return sum(self.elements(index) for index in kept - {0, memory[-1]})
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,21 @@ class Grid:
         plain = self.chain.kept_elements() + max((self.chain.elements(index) for index in inner), default=0)
         return plain - self.tile_elements() - self.chain.elements(0) * is_input_trained
 
+    def is_native(self) -> bool:
+        """Return whether torch would compute a tile without oneDNN, and the image with it."""
+        samples = min(end - first for first, end in self.samples())
+        if len(self.chain.lengths[0]) != NATIVE_AXES or samples > 1:
+            return False
+        axes = [self.along(axis) for axis in (0, 1)]
+        for level, layer in enumerate(self.chain.layers):
+            planes = (min(piece[level][1] - piece[level][0] for piece in axis) for axis in axes)
+            tile = self.chain.channels[level] * math.prod(planes)
+            image = self.chain.channels[level] * math.prod(self.chain.lengths[level][:2])
+            is_fast = self.chain.samples > 1 or image > NATIVE_ELEMENTS
+            if layer.num_axes is not None and is_fast and tile <= NATIVE_ELEMENTS:
+                return True
+        return False
+
     def halo(self) -> float:
         """Return the fraction of the layers' outputs that is computed more than once."""
         computed = self._lengths(sum)
@@ -166,31 +186,34 @@ class Grid:
         ]
 
 
-def choose(chain: Chain, budget_elements: float) -> Grid:
+def choose(chain: Chain, budget_elements: float, *, is_cpu: bool = False) -> Grid:
     """Return the grid with the fewest cuts whose tiles are within a budget, as far as the halo allows.
 
     Args:
         chain: The layers and sizes.
         budget_elements: Of `Grid.tile_elements`.
+        is_cpu: Whether torch's CPU convolutions compute it; `NATIVE_ELEMENTS` applies to them.
     """
-    grid = Grid(chain, (1,) * (1 + len(chain.lengths[0])))
-    while (elements := grid.tile_elements()) > budget_elements:
-        pieces = list(grid.pieces)
-        if pieces[0] < chain.samples:
-            pieces[0] = min(
-                chain.samples, max(pieces[0] + 1, math.ceil(pieces[0] * elements / budget_elements))
-            )
-        else:
-            axes = range(len(chain.lengths[0]))
-            longest = max(axes, key=lambda axis: chain.lengths[-1][axis] / pieces[axis + 1])
-            pieces[longest + 1] += 1
-        finer = Grid(chain, tuple(pieces))
-        if finer.pieces[1:] != grid.pieces[1:] and (
-            finer.halo() > MAX_HALO or max(finer.pieces[1:]) > max(chain.lengths[-1])
-        ):
-            break
-        grid = finer
-    return grid
+    grid: Grid | None = Grid(chain, (1,) * (1 + len(chain.lengths[0])))
+    chosen = grid
+    while grid is not None and grid.tile_elements() > budget_elements:
+        finer = (
+            each for each in _finer(grid, grid.tile_elements() / budget_elements) if each.halo() <= MAX_HALO
+        )
+        grid = next((each for each in finer if not (is_cpu and each.is_native())), None)
+        chosen = grid or chosen
+    return chosen
+
+
+def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
+    """Yield grids with one more cut: of samples, then of the longest pieces, of the last axis first."""
+    samples, *pieces = grid.pieces
+    if samples < grid.chain.samples:
+        yield Grid(grid.chain, (min(grid.chain.samples, max(samples + 1, int(samples * excess))), *pieces))
+    lengths = grid.chain.lengths[-1]
+    for axis in sorted(range(len(pieces)), key=lambda axis: (-(lengths[axis] // pieces[axis]), -axis)):
+        if pieces[axis] < lengths[axis]:
+            yield Grid(grid.chain, (samples, *pieces[:axis], pieces[axis] + 1, *pieces[axis + 1 :]))
 
 
 def _split(length: int, pieces: int) -> list[Interval]:
