@@ -9,6 +9,10 @@ the whole image up to rounding. Padding is added at the borders of the image, an
 
 What is computed twice, the halo, is at most a quarter of the layers' outputs where the tiles are chosen here.
 Samples have no halo and are divided first.
+
+Why a 1x1 or a patch convolution is torch's too, and not a view and a product of matrices: torch's own holds
+no byte more (benchmarks/tiled_conv.md). The product is faster on a CPU for few outputs and for patches, but
+patches are then a copy, and in channels-first memory weights of several samples have a gradient each.
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ def tiled(
     if tiles is None:
         if budget_mib is not None and budget_mib <= 0:
             raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
-        grid, _ = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
+        grid = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
     else:
         pieces = (tiles,) * (x.dim() - 2) if isinstance(tiles, int) else tuple(tiles)
         if len(pieces) != x.dim() - 2 or min(pieces) < 1:
@@ -97,8 +101,8 @@ def tiled(
     return x
 
 
-def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> tuple[Grid, bool]:
-    """Return the tiles of a chain for an input, and whether they are within the budget.
+def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:
+    """Return the tiles of a chain for an input.
 
     Args:
         chain: Of the sizes of `x`.
@@ -106,8 +110,7 @@ def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> tuple[Gr
         budget_bytes: As `budget_mib` of `tiled`, in bytes.
     """
     budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes) if budget_bytes is None else budget_bytes
-    grid = choose(chain, budget_bytes / computed_itemsize(x), is_cpu=x.device.type == "cpu")
-    return grid, grid.tile_elements() * computed_itemsize(x) <= budget_bytes
+    return choose(chain, budget_bytes / computed_itemsize(x), is_cpu=x.device.type == "cpu")
 
 
 def computed_itemsize(x: Tensor) -> int:

@@ -1,8 +1,8 @@
 """The forward of a container that computes segments of its children in tiles.
 
 What is a segment is found at each call, by the layers' flags (batch normalization is local in evaluation
-mode) and the input's size; how it is cut is remembered by the size. The longest segment whose tiles are
-within the budget is taken, so that a chain whose halo would grow too large is cut into shorter ones.
+mode) and the input's size; how it is cut is remembered by the size. Of the segments that begin at a child,
+the one is taken whose tiles save most: a chain whose halo would leave few tiles is cut into shorter ones.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TiledContainer:
             tuple(layer.keeps for layers in run for layer in layers),
         )  # fmt: skip
         if key not in self._cuts:
-            self._cuts[key] = self._longest(run, x)
+            self._cuts[key] = self._best(run, x)
         cut = self._cuts[key]
         if cut is None:
             return 1, None
@@ -122,23 +122,19 @@ class TiledContainer:
         self._note(grid, x, children[:num_children])
         return num_children, grid
 
-    def _longest(
-        self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor
-    ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the number of children, and the pieces, of the longest segment that holds less in tiles."""
-        beyond_budget: tuple[int, tuple[int, ...]] | None = None
+    def _best(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of children, and the pieces, of the segment that holds least in tiles, if any."""
+        best, most = None, 0
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:
-                grid, is_within_budget = choose_grid(Chain.of(layers, x), x, self.budget_bytes)
+                grid = choose_grid(Chain.of(layers, x), x, self.budget_bytes)
             except ValueError:  # the layers themselves say it better
                 return None
-            if grid.num_tiles == 1 or grid.saved_elements(is_input_trained=x.requires_grad) <= 0:
-                continue
-            if is_within_budget:
-                return num_children, grid.pieces
-            beyond_budget = beyond_budget or (num_children, grid.pieces)
-        return beyond_budget
+            saved = grid.saved_elements(is_input_trained=x.requires_grad)
+            if grid.num_tiles > 1 and saved > most:
+                best, most = (num_children, grid.pieces), saved
+        return best
 
     def _note(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> None:
         names = [name for name, _, _ in children]
