@@ -112,8 +112,8 @@ class TiledConv(Managed):
     Args:
         modules: Class names or patterns of names of containers (`net.levels.*`), classes, or a predicate of
             name and module; None takes every `nn.Sequential`.
-        tile_budget_mib: MiB that the layers' outputs may take on one tile, and the gradient of the largest;
-            None for the larger of 64 and the segment's input.
+        tile_budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the
+            larger of 64 and the segment's input.
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:

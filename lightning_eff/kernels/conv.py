@@ -61,8 +61,8 @@ def tiled(
         x: One to three spatial axes.
         tiles: Pieces of each spatial axis of the output, or of all of them; None for as many as
             `budget_mib` needs, with a halo of at most a quarter.
-        budget_mib: MiB that the layers' outputs may take on one tile, and the gradient of the largest; None
-            for the larger of 64 and `x`.
+        budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the larger
+            of 64 and `x`.
 
     Returns:
         The output of the last layer.

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels import conv
+from lightning_eff.kernels._conv.grid import choose
 from lightning_eff.kernels.conv import tiled
+from lightning_eff.report.live_bytes import LiveBytes
+from tests.support.ranks import is_equal
 
 LONGEST = (40, 17, 9)
 """Longest side of an image of one, two and three axes."""
@@ -119,3 +128,237 @@ def test_generated_layers_are_torchs() -> None:
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_more_generated_layers_are_torchs(seed: int) -> None:
     compare(seed, number=400)
+
+
+def chain(channels: int = 4, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(channels, channels, 3, padding=1, **options), nn.SiLU()),
+        *(nn.Conv2d(channels, channels, 3, padding=1, **options), nn.SiLU()),
+    ).double()
+
+
+def image(channels: int = 4, side: int = 13) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(2, channels, side, side, dtype=torch.float64, requires_grad=True)
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts the pixels that convolutions compute in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default:
+            self.pixels += out[:, 0].numel()
+        return out
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_segment_is_computed_twice_a_step_also_in_a_checkpoint_that_ends_with_it(
+    is_checkpointed: bool,
+) -> None:
+    model, x = chain(), image(side=12)
+    with Convolutions() as count:
+        y: Any = (
+            checkpoint(tiled, model, x, tiles=3, use_reentrant=False)
+            if is_checkpointed
+            else tiled(model, x, tiles=3)
+        )
+        y.sum().backward()
+    # Two samples; along an axis the first layer computes 5, 6 and 5 pixels of 12, the last one 4 each.
+    assert count.pixels == 2 * 2 * (16 * 16 + 12 * 12)
+
+
+def test_nothing_between_the_layers_is_kept_and_a_tile_at_a_time_is_computed() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Conv2d(8, 8, 1, bias=False), nn.SiLU())))
+    x, live = torch.randn(1, 8, 64, 64, requires_grad=True), LiveBytes()
+    whole, weight = x.nbytes, 8 * 8 * 4
+    live.add([x, *layers.parameters()])
+    before = live.now_bytes
+    with live:
+        y = tiled(layers, x, tiles=(16, 1))
+        kept = live.now_bytes - before
+        grads = torch.autograd.grad(y, [x, *layers.parameters()], torch.ones_like(y))
+    assert kept == whole, "the output alone"
+    tile = whole // 16
+    # Output, its gradient, that of x; 8 outputs of a tile and two gradients; two gradients of each weight.
+    assert live.peak_bytes - before <= 3 * whole + 10 * tile + 8 * weight
+    assert live.peak_bytes - before > 3 * whole + 8 * tile
+    assert len(grads) == 5
+
+
+def test_the_estimate_of_a_tile_is_what_it_takes() -> None:
+    layers, x = chain().float(), torch.randn(1, 4, 64, 64, requires_grad=True)
+    grid = conv.Grid(conv.Chain.of(conv.read_segment(layers), x), (1, 4, 4))
+    live = LiveBytes()
+    live.add([x, *layers.parameters()])
+    with live:
+        y = tiled(layers, x, tiles=4)
+        ones = torch.ones_like(y)
+        before = live.peak_bytes = live.now_bytes
+        torch.autograd.grad(y, x, ones)
+    in_backward = live.peak_bytes - before - x.nbytes
+    assert in_backward == pytest.approx(grid.tile_elements() * 4, rel=0.15)
+    # 18 of 16 pixels along an axis in the first two layers, 17 at a border.
+    assert grid.halo() == pytest.approx(((70 / 64) ** 2 - 1) / 2)
+
+
+def test_each_weight_gets_one_gradient_also_one_that_is_used_twice() -> None:
+    layer = nn.Conv2d(4, 4, 3, padding=1).double()
+    shared, x, hooks = nn.Sequential(layer, nn.SiLU(), layer), image(), Counter[int]()
+    for parameter in shared.parameters():
+        parameter.register_hook(lambda grad, p=parameter: hooks.update([id(p)]))
+        parameter.register_post_accumulate_grad_hook(lambda p: hooks.update([id(p)]))
+    tiled(shared, x, tiles=3).square().sum().backward()
+    assert sorted(hooks.values()) == [2, 2]
+    ours = [p.grad for p in shared.parameters()]
+    shared.zero_grad()
+    shared(x).square().sum().backward()
+    for one, parameter in zip(ours, shared.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    model, x = chain(), image()
+    model[0].weight.requires_grad_(requires_grad=False)
+    tiled(model, x.detach(), tiles=2).sum().backward()
+    assert (model[0].weight.grad, x.grad) == (None, None)
+    ours = model[2].weight.grad
+    model.zero_grad()
+    model(x.detach()).sum().backward()
+    torch.testing.assert_close(ours, model[2].weight.grad, rtol=1e-12, atol=1e-12)
+    model.requires_grad_(requires_grad=False)
+    assert tiled(model, x.detach(), tiles=2).grad_fn is None
+    with torch.no_grad():
+        assert not tiled(model, x, tiles=2).requires_grad
+
+
+def test_dropout_draws_the_same_in_both_passes_and_leaves_the_generator_alone() -> None:
+    layers = nn.Sequential(*(nn.Conv2d(4, 4, 3, bias=False), nn.Dropout(0.5), nn.Conv2d(4, 4, 3, bias=False)))
+    layers, x = layers.double(), image()
+    y = tiled(layers, x, tiles=3)
+    grad, plain = torch.randn_like(y), y.detach()
+    layers.eval()  # between the passes it changes nothing
+    random_state = torch.get_rng_state()
+    (of_x,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(random_state, torch.get_rng_state())
+    # Linear in x with one mask: <grad, y> = <gradient of x, x>.
+    assert float((grad * plain).sum()) == pytest.approx(float((of_x * x.detach()).sum()), rel=1e-10)
+    assert float(plain.norm()) != pytest.approx(float(layers(x).detach().norm()), rel=1e-3)
+
+
+def test_under_autocast_the_error_is_as_plain_pytorchs_and_casts_are_not_cached() -> None:
+    """T3."""
+    model, x = chain().float(), image().float().detach()
+    exact = chain()
+    expected = torch.autograd.grad(exact(x.double()).square().mean(), list(exact.parameters()))
+    errors: list[float] = []
+    for function in (lambda: model(x), lambda: tiled(model, x, tiles=3)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function()
+            assert y.dtype == torch.bfloat16
+            y = function()  # its casts of weights have gradients
+        grads = torch.autograd.grad(y.float().square().mean(), list(model.parameters()))
+        pairs = zip(grads, expected, strict=True)
+        errors.append(max(float((one - other).norm() / other.norm()) for one, other in pairs))
+    assert errors[1] <= 2 * errors[0] + 2 * 2.0**-8
+    assert errors[0] != errors[1]
+
+
+def test_memory_format_is_kept() -> None:
+    model, x = chain().to(memory_format=torch.channels_last), image().to(memory_format=torch.channels_last)
+    y = tiled(model, x, tiles=2)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_graphs_that_are_retained_freed_differentiated_twice_or_stale() -> None:
+    model, x = chain(), image()
+    y = tiled(model, x, tiles=2).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="layers in tiles have no second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)
+    assert is_equal(first, torch.autograd.grad(y, x))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x)
+    y = tiled(model, x, tiles=2).sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_one_piece_is_torchs_to_the_bit_and_runs_hooks() -> None:
+    model, x, seen = chain(), image(), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(tiled(model, x, tiles=1), model(x))
+    assert torch.equal(tiled(model, x), model(x)), "within 64 MiB"
+    assert len(seen) == 4
+
+
+class Own(nn.Conv2d):
+    """May compute anything."""
+
+
+LAYERS: dict[str, nn.Module] = {
+    "reads the opposite border": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    "InstanceNorm2d needs statistics of all pixels": nn.InstanceNorm2d(4),
+    "GroupNorm needs statistics of all pixels": nn.GroupNorm(2, 4),
+    "BatchNorm2d needs statistics of all pixels (in evaluation mode it does not)": nn.BatchNorm2d(4),
+    "AdaptiveAvgPool2d needs statistics of all pixels": nn.AdaptiveAvgPool2d(1),
+    "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
+    "Own is not known to be local": Own(4, 4, 3),
+    "ParametrizedConv2d is not known": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
+    "Upsample is computed in tiles with mode='nearest'": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "Dropout2d is not known to be local": nn.Dropout2d(0.1),
+    "set inplace=False": nn.ReLU(inplace=True),
+}
+
+
+@pytest.mark.parametrize("reason", list(LAYERS))
+def test_what_is_refused_says_why(reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        tiled([nn.Identity(), LAYERS[reason]], image(), tiles=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tiles": 0}, ConfigError, "tiles=0: expected 2 whole numbers of at least 1, or one"),
+        ({"tiles": (2, 2, 2)}, ConfigError, "expected 2 whole numbers"),
+        ({"budget_mib": 0}, ConfigError, "budget_mib=0: expected a number above 0, or None"),
+    ],
+)
+def test_bad_numbers_are_named(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        tiled(chain(), image(), **options)
+
+
+def test_images_that_do_not_fit_the_layers_are_named() -> None:
+    with pytest.raises(ValueError, match="and 2 spatial axes"):
+        tiled(chain(), image()[0], tiles=2)
+    with pytest.raises(ValueError, match="too small for its layers"):
+        tiled([nn.MaxPool2d(20)], image(), tiles=2)
+
+
+def test_a_budget_divides_samples_first_then_the_longest_axis_and_keeps_the_halo_within_a_quarter() -> None:
+    x = torch.empty(4, 4, 64, 256)
+    layers = conv.read_segment(chain())
+    sizes = conv.Chain.of(layers, x)
+    pieces = [conv.choose_grid(sizes, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
+    assert pieces == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 3), (4, 1, 5)]
+    finest = conv.choose_grid(sizes, x, 1)
+    assert 0.2 < finest.halo() <= 0.25
+
+
+def test_3d_tiles_on_a_cpu_are_not_so_flat_that_torch_computes_them_slowly() -> None:
+    layers = conv.read_segment([nn.Conv3d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv3d(16, 16, 3, padding=1)])
+    sizes = conv.Chain.of(layers, torch.empty(1, 16, 64, 64, 64, device="meta"))
+    for is_cpu, pieces in ((True, (1, 1, 2, 3)), (False, (1, 2, 2, 2))):
+        assert choose(sizes, sizes.elements(0), is_cpu=is_cpu).pieces == pieces

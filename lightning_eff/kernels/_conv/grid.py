@@ -136,11 +136,11 @@ class Grid:
         return math.prod([len(self.samples()), *(len(self.along(axis)) for axis in axes)])
 
     def tile_elements(self) -> int:
-        """Return the elements of the layers' outputs on the largest tile, and of the gradient of one."""
+        """Return the elements of the layers' outputs on the largest tile, and of two gradients."""
         sizes = self._lengths(max)
         samples = max(end - first for first, end in self.samples())
         each = [samples * self.chain.channels[level] * size for level, size in enumerate(sizes)]
-        return sum(each[1:]) + max(each[1:])
+        return sum(each[1:]) + 2 * max(each[1:])
 
     def saved_elements(self, *, is_input_trained: bool) -> int:
         """Return by how many elements the backward pass holds less than that of the layers without tiles.
