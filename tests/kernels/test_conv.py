@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -302,6 +303,39 @@ def test_one_piece_is_torchs_to_the_bit_and_runs_hooks() -> None:
     assert len(seen) == 4
 
 
+class ChannelNorm(nn.LayerNorm):
+    """Over channels, for any number of spatial axes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Over channels, as torchvision and timm have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+class Centred(ChannelNorm):
+    """Over pixels too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("norm", [ChannelNorm, LayerNorm2d])
+def test_layer_norm_over_channels_is_local(norm: type[nn.LayerNorm]) -> None:
+    model = nn.Sequential(*chain()[:2], norm(4), *chain()[2:]).double()
+    nn.init.normal_(model[2].weight)
+    x = image()
+    for ours, expected in zip(
+        gradients(tiled(model, x, tiles=3), x, model), gradients(model(x), x, model), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+
+
 class Own(nn.Conv2d):
     """May compute anything."""
 
@@ -316,6 +350,8 @@ LAYERS: dict[str, nn.Module] = {
     "Own is not known to be local": Own(4, 4, 3),
     "ParametrizedConv2d is not known": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
     "Upsample is computed in tiles with mode='nearest'": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "Centred is not known to normalize over the channels of a pixel": Centred(4),
+    "LayerNorm is not known to normalize over the channels of a pixel": nn.LayerNorm(13),
     "Dropout2d is not known to be local": nn.Dropout2d(0.1),
     "set inplace=False": nn.ReLU(inplace=True),
 }

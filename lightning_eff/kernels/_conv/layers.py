@@ -1,20 +1,22 @@
 """Layers whose output at a pixel depends on a window of pixels alone, and their computation on a tile.
 
 A layer is read once, when a segment is: its sizes, flags and weights. Only classes of torch itself are read,
-by their exact type: a subclass, a parametrization or an adapter may compute anything.
+by their exact type: a subclass, a parametrization or an adapter may compute anything. Layer normalization is
+the exception, since torch has none over channels: `norms` tests what a class derived from it computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_eff.kernels._conv.windows import Interval, Scattered, Window
+from lightning_eff.kernels._conv.local_layer import LocalLayer, Place, cropped, padded
+from lightning_eff.kernels._conv.norms import batch_norm, channel_norm
+from lightning_eff.kernels._conv.windows import Scattered, Window
 
 CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 TRANSPOSED: dict[type, Any] = {
@@ -39,61 +41,11 @@ ACTIVATIONS = (
     *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid),
     *(nn.Hardshrink, nn.Softshrink, nn.Tanhshrink, nn.Threshold),
 )
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 OVER_ALL_PIXELS = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.SyncBatchNorm),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Intervals of a layer on a tile, one per spatial axis."""
-
-    held: tuple[Interval, ...]
-    """Of the input."""
-    wanted: tuple[Interval, ...]
-    """Of the output."""
-    lengths: tuple[int, ...]
-    """Of the input as a whole."""
-
-
-Compute = Callable[[Tensor, Sequence[Tensor | None], Place], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LocalLayer:
-    """A layer as it is computed on a tile.
-
-    Args:
-        compute: Takes the held input, the tensors and the place; returns the wanted output.
-        windows: One per spatial axis, or one for all of them; none for a pointwise layer.
-        channels: Of its output; None for those of its input.
-        tensors: Weights and the like that may need a gradient.
-        keeps: What autograd keeps for its backward pass: `input`, `result` or nothing.
-        is_in_place: Whether it overwrites its input.
-        draws: Whether it draws random numbers.
-        num_axes: Spatial axes of its input; None for any number.
-    """
-
-    compute: Compute
-    windows: tuple[Window | Scattered, ...] = ()
-    channels: int | None = None
-    tensors: tuple[Tensor | None, ...] = ()
-    keeps: str = "input"
-    is_in_place: bool = False
-    draws: bool = False
-    num_axes: int | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """Return whether its output is other memory than its input."""
-        return not self.is_in_place and (self.draws or bool(self.keeps) or bool(self.windows))
-
-    def window(self, axis: int) -> Window | Scattered:
-        """Return the window along a spatial axis."""
-        return self.windows[axis % len(self.windows)] if self.windows else Window()
 
 
 def read_layer(module: nn.Module) -> LocalLayer | str:
@@ -106,24 +58,10 @@ def read_layer(module: nn.Module) -> LocalLayer | str:
         Window(kernel=3, stride=1, dilation=1, low=0, high=0, ceil_mode=False, mirrored=False)
     """
     kind = type(module)
-    for classes, read in (
-        (tuple(CONVOLUTIONS), _convolution),
-        (tuple(TRANSPOSED), _transposed),
-        (tuple(MAX_POOLS), _max_pool),
-        (tuple(AVG_POOLS), _avg_pool),
-        (ACTIVATIONS, _activation),
-        (BATCH_NORMS, _batch_norm),
-    ):
-        if kind in classes:
-            return read(module)
-    if kind is nn.PReLU:
-        return LocalLayer(lambda x, tensors, _: F.prelu(x, tensors[0]), tensors=(module.weight,))  # pyright: ignore[reportArgumentType]
-    if kind is nn.Dropout:
-        return _dropout(module)
-    if kind is nn.Identity:
-        return LocalLayer(lambda x, *_: x, keeps="")
-    if kind is nn.Upsample:
-        return _upsample(module)
+    if read := READERS.get(kind):
+        return read(module)
+    if isinstance(module, nn.LayerNorm):
+        return channel_norm(module)
     needs_all = " needs statistics of all pixels" if kind in OVER_ALL_PIXELS else " is not known to be local"
     return f"{kind.__name__}{needs_all}"
 
@@ -145,7 +83,7 @@ def _convolution(module: Any) -> LocalLayer | str:
     )
 
     def compute(x: Tensor, tensors: Sequence[Tensor | None], place: Place) -> Tensor:
-        x, padding = _padded(x, windows, place, mode=mode)
+        x, padding = padded(x, windows, place, mode=mode)
         return function(x, tensors[0], tensors[1], stride, padding, dilation, groups)
 
     return LocalLayer(
@@ -170,7 +108,7 @@ def _transposed(module: Any) -> LocalLayer:
             max(0, wanted[1] - each[1]) for wanted, each in zip(place.wanted, made, strict=True)
         ]  # outputs that no input adds to
         y = function(x, tensors[0], tensors[1], stride, 0, added, groups, dilation)
-        return _cropped(y, [each[0] for each in made], place.wanted)
+        return cropped(y, [each[0] for each in made], place.wanted)
 
     return LocalLayer(
         compute, windows, module.out_channels, (module.weight, module.bias), num_axes=len(windows)
@@ -191,7 +129,7 @@ def _max_pool(module: Any) -> LocalLayer | str:
     )
 
     def compute(x: Tensor, _: Sequence[Tensor | None], place: Place) -> Tensor:
-        x, padding = _padded(x, windows, place, value=-torch.inf)
+        x, padding = padded(x, windows, place, value=-torch.inf)
         return function(x, kernel, stride, padding, dilation)
 
     return LocalLayer(compute, windows, num_axes=num_axes)
@@ -209,7 +147,7 @@ def _avg_pool(module: Any) -> LocalLayer:
     divisor = getattr(module, "divisor_override", None)
 
     def compute(x: Tensor, _: Sequence[Tensor | None], place: Place) -> Tensor:
-        x = _padded(x, windows, place, is_explicit=True)[0]
+        x = padded(x, windows, place, is_explicit=True)[0]
         y = function(x, kernel, stride, **({} if divisor is None else {"divisor_override": divisor}))
         if divisor is None:
             for axis, window in enumerate(windows):
@@ -240,15 +178,12 @@ def _activation(module: Any) -> LocalLayer:
     )
 
 
-def _batch_norm(module: Any) -> LocalLayer | str:
-    if module.training or module.running_mean is None:
-        return f"{type(module).__name__} needs statistics of all pixels (in evaluation mode it does not)"
-    mean, variance, eps = module.running_mean, module.running_var, module.eps
-
+def _prelu(module: Any) -> LocalLayer:
     def compute(x: Tensor, tensors: Sequence[Tensor | None], _: Place) -> Tensor:
-        return F.batch_norm(x, mean, variance, tensors[0], tensors[1], eps=eps)
+        (weight,) = tensors
+        return x if weight is None else F.prelu(x, weight)
 
-    return LocalLayer(compute, tensors=(module.weight, module.bias))
+    return LocalLayer(compute, tensors=(module.weight,))
 
 
 def _dropout(module: Any) -> LocalLayer:
@@ -271,46 +206,25 @@ def _upsample(module: Any) -> LocalLayer | str:
 
     def compute(x: Tensor, _: Sequence[Tensor | None], place: Place) -> Tensor:
         y = F.interpolate(x, scale_factor=factor)
-        return _cropped(y, [window.made(held)[0] for held in place.held], place.wanted)
+        return cropped(y, [window.made(held)[0] for held in place.held], place.wanted)
 
     return LocalLayer(compute, (window,), keeps="")
 
 
-def _padded(
-    x: Tensor,
-    windows: Sequence[Window],
-    place: Place,
-    *,
-    mode: str = "constant",
-    value: float | None = None,
-    is_explicit: bool = False,
-) -> tuple[Tensor, list[int]]:
-    """Return the needed input, and the padding that is left to the layer itself.
-
-    Zeros that are the same on both sides are the layer's to add, which makes no copy, unless `is_explicit`.
-    """
-    padding, around, crops = [], list[int](), []
-    for window, held, wanted in zip(windows, place.held, place.wanted, strict=True):
-        first, end = window.needed(wanted)
-        low, high = held[0] - first, end - held[1]
-        is_left = mode == "constant" and low == high >= 0 and not is_explicit
-        padding.append(low if is_left else 0)
-        around = [*((0, 0) if is_left else (max(low, 0), max(high, 0))), *around]
-        crops.append((max(-low, 0), None if is_left or (low >= 0 and high >= 0) else end - first))
-    if any(around):
-        x = F.pad(x, around, mode, value)
-    for axis, (first, length) in enumerate(crops):
-        if length is not None:
-            x = x.narrow(axis + 2, first, length)
-    return x, padding
-
-
-def _cropped(y: Tensor, firsts: Sequence[int], wanted: Sequence[Interval]) -> Tensor:
-    for axis, (first, (start, end)) in enumerate(zip(firsts, wanted, strict=True)):
-        if (start - first, end - start) != (0, y.shape[axis + 2]):
-            y = y.narrow(axis + 2, start - first, end - start)
-    return y
-
-
 def _tuple(value: Any, length: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * length
+
+
+READERS: dict[type, Callable[[Any], LocalLayer | str]] = {
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys(TRANSPOSED, _transposed),
+    **dict.fromkeys(MAX_POOLS, _max_pool),
+    **dict.fromkeys(AVG_POOLS, _avg_pool),
+    **dict.fromkeys(ACTIVATIONS, _activation),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), batch_norm),
+    nn.PReLU: _prelu,
+    nn.Dropout: _dropout,
+    nn.Identity: lambda _: LocalLayer(lambda x, *_: x, keeps=""),
+    nn.Upsample: _upsample,
+}
+"""What reads a class of layers."""
