@@ -31,7 +31,7 @@ from lightning_eff.report.live_bytes import LiveBytes
 
 CHANNELS, LEVELS, CLASSES = 16, 3, 2
 SIDES = {2: 512, 3: 64}
-BUDGETS_MIB = {2: (16.0, 4.0), 3: (16.0, 5.0)}
+BUDGETS_MIB = (16.0, 6.0)
 LEVEL_NAMES = ["down.*", "levels_up.*"]
 
 
@@ -86,7 +86,7 @@ def models(axes: int, *, concatenates: bool) -> dict[str, nn.Module]:
         name: UNet(axes, concatenates=concatenates) for name in ("plain", "each level under a checkpoint")
     }
     recompute(found["each level under a checkpoint"], blocks=LEVEL_NAMES)
-    for budget_mib in BUDGETS_MIB[axes]:
+    for budget_mib in BUDGETS_MIB:
         model = found[f"callbacks/tiled_conv, {budget_mib:.0f} MiB"] = UNet(axes, concatenates=concatenates)
         tile_convs(model, tile_budget_mib=budget_mib, min_pixels=1)
     return found

@@ -93,7 +93,7 @@ class TiledContainer:
     def _may_tile(self, x: Any) -> bool:
         if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return False
-        if not 1 <= x.dim() - 2 <= MAX_AXES or not x.is_floating_point():
+        if not 1 <= x.dim() - 2 <= MAX_AXES or not x.is_floating_point() or x.is_meta:
             return False
         num_pixels = x.numel() // max(1, x.shape[1])
         self.max_pixels = max(self.max_pixels, num_pixels)

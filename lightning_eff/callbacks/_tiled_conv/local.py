@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
-from lightning_eff.core.shards import full_shape, is_sharded
+from lightning_eff.core.shards import full_shape
 from lightning_eff.kernels.conv import LocalLayer, read_layer
 
 FORWARD = "forward"
@@ -45,10 +46,8 @@ def read_child(child: nn.Module, replaced_by: type) -> tuple[LocalLayer, ...] | 
                 return found
             layers += found
         return tuple(layers)
-    weights = list(child.parameters(recurse=False))
-    if any(is_sharded(weight) and weight.shape != full_shape(weight) for weight in weights) or any(
-        hasattr(weight, "placements") for weight in weights
-    ):
+    weights = child.parameters(recurse=False)
+    if any(isinstance(weight, DTensor) or weight.shape != full_shape(weight) for weight in weights):
         return f"the weights of {type(child).__name__} are sharded"
     layer = read_layer(child)
     return layer if isinstance(layer, str) else (layer,)
