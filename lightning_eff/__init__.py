@@ -47,6 +47,7 @@ PUBLIC = {
     "resumable": "lightning_eff.callbacks.exact_resume",
     "step_context": "lightning_eff.precision.auto",
     "swap": "lightning_eff.callbacks.triton_gemm",
+    "tile_convs": "lightning_eff.callbacks.tiled_conv",
     "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
     "to_channels_last": "lightning_eff.callbacks.channels_last",

@@ -22,6 +22,7 @@ SMALLEST = {
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
     "planner_ladder": ["--only", "plain"],
     "step_overhead": ["--steps", "1100"],
+    "tiled_conv": ["--rounds", "1", "--sides", "32", "8"],
     "tiled_loss": ["--rounds", "1", "--sizes", "8", "16", "64"],
     "tiled_mlp": ["--rounds", "1"],
 }

@@ -18,6 +18,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_conv import TiledConv
 from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.callbacks.tiled_mlp import TiledMLP
 from lightning_eff.callbacks.torch_compile import TorchCompile
@@ -87,6 +88,8 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (TiledLoss, {"head": 3}, "head=3: expected "),
     (TiledMLP, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a number above 0, or None"),
     (TiledMLP, {"min_tokens": 0}, "min_tokens=0"),
+    (TiledConv, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a number above 0, or None"),
+    (TiledConv, {"min_pixels": 0}, "min_pixels=0"),
     (TritonGemm, {"min_features": 0}, "min_features"),
     (TritonGemm, {"backend": "cublas"}, "backend"),
     (QuantizedBase, {"quant_type": "bf16", "compute_dtype": "fp32"}, "'fp32': expected bf16 or auto"),
@@ -151,6 +154,7 @@ NO_EFFECT: list[tuple[Callable[[], Any], str]] = [
     (lambda: TorchCompile(backend="aot_eager", target="unused"), "compiled no graph"),
     (TiledLoss, "no output projection with more outputs than inputs: name it with head="),
     (TiledMLP, "no token-wise MLP found in repeated blocks; name them with modules="),
+    (TiledConv, "no nn.Sequential with convolutions or pooling found"),
     (TritonGemm, "no linear layer that is trained has 256 or more input and output features"),
     (lambda: AutoPrecision(precision="bf16-mixed"), "no linear, convolution or recurrent layer"),
 ]

@@ -192,8 +192,9 @@ class GradientCheckpointing(Managed):
             remedies = (f"{option}=budget", f"{option}=full")
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
             reason = "the products of all tiles would be kept"
-            remedies = (f"{option}=full", "~callbacks.tiled_mlp")
-            excludes.append(Rule(name="callbacks/tiled_mlp", reason=reason, remedies=remedies))
+            for tiled in ("tiled_mlp", "tiled_conv"):
+                remedies = (f"{option}=full", f"~callbacks.{tiled}")
+                excludes.append(Rule(name=f"callbacks/{tiled}", reason=reason, remedies=remedies))
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
 
     @override

@@ -31,6 +31,8 @@ ADAPTERS: Options = ("+callbacks=peft_adapter",)
 """Trains other parameters than the recipe: tried, but never chosen."""
 TRIED_MICRO_BATCHES = 8
 """Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
+CONVOLUTIONS: Options = ("+callbacks=tiled_conv",)
+"""Tried where outputs of convolutions are among the largest tensors at the peak."""
 CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
 CANDIDATES: tuple[Options, ...] = (
     ("+callbacks=tiled_loss",),
@@ -169,6 +171,9 @@ class AdvisedRecipe:
         size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         micro_batch = ("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={size}")
         candidates = (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
+        peak = self.forecast(before).peak
+        if peak is not None and any(holder.operation == "convolution" for holder in peak.holders):
+            candidates = (CONVOLUTIONS, *candidates)
         is_on = {f"+callbacks={name}" for name in self.compose(()).get("callbacks") or {}}
         tried = [
             self.saving(before, each)

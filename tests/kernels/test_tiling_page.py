@@ -68,6 +68,11 @@ def test_the_overview_shows_what_was_measured() -> None:
     for page, row, columns in (
         ("tiled_loss.md", r"float32 +trained +(?:whole logits|lightning_eff) +([\d.]+)", 2),
         ("tiled_mlp.md", r"(?:plain|callbacks/tiled_mlp, 16 tiles) +([\d.]+) +", 2),
+        (
+            "tiled_conv.md",
+            r"512\^2, added +(?:each level under a checkpoint|callbacks/tiled_conv, 6 MiB) +([\d.]+)",
+            2,
+        ),
     ):
         found = re.findall(row, (benchmarks / page).read_text())
         assert len(found) == columns

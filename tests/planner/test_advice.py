@@ -23,7 +23,7 @@ SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32"]
 ONE_TOKEN = ["data.batch_size=1", "data.context_length=2"]
 
 
-def known(memory_bytes: int, **peaks: int) -> AdvisedRecipe:
+def known(memory_bytes: int, *, operation: str = "mm", **peaks: int) -> AdvisedRecipe:
     """Return a recipe of 16 samples whose peaks are given: 1000 bytes without options."""
     saved = {name.replace("__", "="): size for name, size in peaks.items()}
 
@@ -39,7 +39,8 @@ def known(memory_bytes: int, **peaks: int) -> AdvisedRecipe:
             size -= saved.get(word, 0)
             flops += 33 * (word == "+callbacks=gradient_checkpointing")
         prediction = Prediction(flops=flops)
-        return SimpleNamespace(num_bytes=size, peak=SimpleNamespace(phase="step"), prediction=prediction)
+        peak = SimpleNamespace(phase="step", holders=[SimpleNamespace(operation=operation)])
+        return SimpleNamespace(num_bytes=size, peak=peak, prediction=prediction)
 
     values: Any = {"data": {"batch_size": 16}, "callbacks": {}}
     example = ExampleBatch(values, None, None, 16)
@@ -71,6 +72,13 @@ def test_a_technique_that_is_on_is_not_tried_again() -> None:
     assert tiled in {each.words for each in advise(recipe).alone}
     cast("Any", recipe.compose(()))["callbacks"]["tiled_loss"] = {}
     assert tiled not in {each.words for each in advise(recipe).alone}
+
+
+def test_convolutions_are_tried_in_tiles_where_they_are_held_at_the_peak() -> None:
+    tiled: Options = ("+callbacks=tiled_conv",)
+    for operation in ("convolution", "mm"):
+        tried = {each.words for each in advise(known(6000, operation=operation)).alone}
+        assert (tiled in tried) == (operation == "convolution")
 
 
 def test_smaller_micro_batches_come_first_as_far_as_they_help() -> None:

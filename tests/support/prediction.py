@@ -85,10 +85,13 @@ def trainer_of(extra: dict[str, Any], *watching: pl.Callback) -> pl.Trainer:
 
 
 def assert_predicted_is_measured(
-    make: Callable[[], pl.LightningModule], plugins: Callable[[], dict[str, Any]], folder: Path
+    make: Callable[[], pl.LightningModule],
+    plugins: Callable[[], dict[str, Any]],
+    folder: Path,
+    loader: DataLoader[Any] | None = None,
 ) -> None:
     """Predict a training and run it; `plugins` returns new ones each time, since a run uses them up."""
-    loader = loader_for(make)
+    loader = loader or loader_for(make)
     found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(plugins()), num_batches=len(loader))
     assert found.reason == ""
     assert found.peak is not None

@@ -1,0 +1,64 @@
+"""Read which children of a container are local layers, and why others are not."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
+from lightning_eff.core.shards import full_shape
+from lightning_eff.kernels.conv import LocalLayer, read_layer
+
+FORWARD = "forward"
+
+
+def is_container(module: nn.Module) -> bool:
+    """Return whether a module passes its input through its children, one after another, and no more.
+
+    Example:
+        >>> is_container(nn.Sequential(nn.ReLU())), is_container(nn.ModuleList())
+        (True, False)
+    """
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children by name, also one that is there twice."""
+    return dict(vars(module)["_modules"])
+
+
+def read_child(child: nn.Module, replaced_by: type) -> tuple[LocalLayer, ...] | str:
+    """Return a child as local layers, or why it is none; containers are read through.
+
+    Args:
+        child: Of a container.
+        replaced_by: Class of a forward that may be on a container in place of its own.
+    """
+    if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(child)[kind].values()):
+        return f"{type(child).__name__} has hooks, which would not run"
+    if not isinstance(vars(child).get(FORWARD), (replaced_by, type(None))):
+        return f"the forward of {type(child).__name__} is replaced already"
+    if is_container(child):
+        layers: list[LocalLayer] = []
+        for part in children_of(child).values():
+            found = read_child(part, replaced_by)
+            if isinstance(found, str):
+                return found
+            layers += found
+        return tuple(layers)
+    weights = child.parameters(recurse=False)
+    if any(isinstance(weight, DTensor) or weight.shape != full_shape(weight) for weight in weights):
+        return f"the weights of {type(child).__name__} are sharded"
+    layer = read_layer(child)
+    return layer if isinstance(layer, str) else (layer,)
+
+
+def has_windows(module: nn.Module) -> bool:
+    """Return whether a local layer inside reads more than one pixel, or resamples.
+
+    Example:
+        >>> has_windows(nn.Sequential(nn.Conv2d(1, 1, 3))), has_windows(nn.Sequential(nn.Linear(1, 1)))
+        (True, False)
+    """
+    layers = [read_layer(part) for part in module.modules()]
+    return any(isinstance(layer, LocalLayer) and bool(layer.windows) for layer in layers)

@@ -1,0 +1,139 @@
+"""Chains of convolutions, pooling and activations in spatial tiles, forward and backward.
+
+A tile of the output is computed from the tile of the input that it reads, which is larger by a halo; the
+backward pass does so again. So between the layers only one tile exists at a time, and the result is that of
+the whole image up to rounding. Padding is added at the borders of the image, and nowhere else.
+
+    input   |   halo [ tile ] halo   |      conv 3x3, conv 3x3: a halo of 2
+    output  |        [ tile ]        |
+
+What is computed twice, the halo, is at most a quarter of the layers' outputs where the tiles are chosen here.
+Samples have no halo and are divided first.
+
+Why a 1x1 or a patch convolution is torch's too, and not a view and a product of matrices: torch's own holds
+no byte more (benchmarks/tiled_conv.md). The product is faster on a CPU for few outputs and for patches, but
+patches are then a copy, and in channels-first memory weights of several samples have a gradient each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels._conv.function import apply
+from lightning_eff.kernels._conv.grid import Chain, Grid, choose
+from lightning_eff.kernels._conv.layers import LocalLayer, read_layer
+
+__all__ = [
+    "Chain",
+    "Grid",
+    "LocalLayer",
+    "apply",
+    "choose_grid",
+    "computed_itemsize",
+    "read_layer",
+    "read_segment",
+    "tiled",
+]
+
+MIN_BUDGET_BYTES = 64 << 20
+
+
+def tiled(
+    segment: Iterable[nn.Module],
+    x: Float[Tensor, "b c *space"],
+    *,
+    tiles: int | Sequence[int] | None = None,
+    budget_mib: float | None = None,
+) -> Float[Tensor, "b o *out"]:
+    """Compute layers one after another in spatial tiles.
+
+    Convolutions (also transposed, of any stride, padding, dilation and groups), max and average pooling,
+    pointwise activations, dropout, batch normalization in evaluation mode, and nearest upsampling. Hooks of
+    the layers do not run; dropout draws for each tile. There is no second derivative.
+
+    Args:
+        segment: An `nn.Sequential`, or layers in their order.
+        x: One to three spatial axes.
+        tiles: Pieces of each spatial axis of the output, or of all of them; None for as many as
+            `budget_mib` needs, with a halo of at most a quarter.
+        budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the larger
+            of 64 and `x`.
+
+    Returns:
+        The output of the last layer.
+
+    Raises:
+        ConfigError: A layer needs more than a window of pixels (statistics, a circular padding), is of a
+            class that is not known, or would overwrite `x`; `tiles` or `budget_mib` is not positive.
+        ValueError: `x` has other axes than the layers, or is too small for them.
+        RuntimeError: A second derivative is prepared, or weights have changed before the backward pass.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        >>> x = torch.randn(1, 1, 9, 9)
+        >>> torch.allclose(tiled(layers, x, tiles=2), layers(x), atol=1e-6)
+        True
+        >>> tiled([nn.InstanceNorm2d(1)], x, tiles=2)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: segment='InstanceNorm2d': expected local layers: ...
+    """
+    modules = list(segment)
+    chain = Chain.of(read_segment(modules), x)
+    if tiles is None:
+        if budget_mib is not None and budget_mib <= 0:
+            raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
+        grid = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
+    else:
+        pieces = (tiles,) * (x.dim() - 2) if isinstance(tiles, int) else tuple(tiles)
+        if len(pieces) != x.dim() - 2 or min(pieces) < 1:
+            allowed = f"{x.dim() - 2} whole numbers of at least 1, or one"
+            raise ConfigError(key="tiles", value=tiles, allowed=allowed)
+        grid = Grid(chain, (1, *pieces))
+    if grid.num_tiles > 1:
+        return apply(grid, x)
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:
+    """Return the tiles of a chain for an input.
+
+    Args:
+        chain: Of the sizes of `x`.
+        x: The input.
+        budget_bytes: As `budget_mib` of `tiled`, in bytes.
+    """
+    budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes) if budget_bytes is None else budget_bytes
+    return choose(chain, budget_bytes / computed_itemsize(x), is_cpu=x.device.type == "cpu")
+
+
+def computed_itemsize(x: Tensor) -> int:
+    """Return the bytes of a value of the layers' outputs."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+    return torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
+
+
+def read_segment(modules: Iterable[nn.Module]) -> tuple[LocalLayer, ...]:
+    """Return modules as layers in tiles.
+
+    Raises:
+        ConfigError: One cannot be computed in tiles, or overwrites the input of all.
+    """
+    layers: list[LocalLayer] = []
+    for module in modules:
+        layer = read_layer(module)
+        if isinstance(layer, str):
+            allowed = f"local layers: {layer}"
+            raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
+        if layer.is_in_place and not any(each.is_new for each in layers):
+            allowed = "a first layer that does not overwrite the input: set inplace=False"
+            raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
+        layers.append(layer)
+    return tuple(layers)

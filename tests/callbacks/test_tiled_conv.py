@@ -1,0 +1,358 @@
+"""Convolutions in tiles in a run: the plain run in float64, exact bytes, and what the report says."""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.tiled_conv import TiledConv, tile_convs
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.planner.prediction import predict_step
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import make_trainer
+from tests.support.prediction import assert_predicted_is_measured
+from tests.support.ranks import is_equal, run_two_ranks
+
+SMALL = {"tile_budget_mib": 0.02, "min_pixels": 64}
+
+
+def level(before: int, channels: int, norm: Callable[[], nn.Module] | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(before, channels, 3, padding=1), *([norm()] if norm else []), nn.SiLU()),
+        *(nn.Conv2d(channels, channels, 3, padding=1), *([norm()] if norm else []), nn.SiLU()),
+    )
+
+
+class Images(pl.LightningModule):
+    """Two levels and back, with a residual connection around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.levels = nn.ModuleList([level(1, 4), level(4, 4)])
+        self.out = nn.Conv2d(4, 1, 1)
+        self.double()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.levels[0](x)
+        return self.out(first + self.levels[1](first))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+ALONGSIDE: dict[str, Callable[[], list[Any]]] = {
+    "nothing": list,
+    "recomputed": lambda: [GradientCheckpointing()],
+    "accumulated, in micro-batches": lambda: [
+        GradientAccumulation(global_batch_size=8),
+        MicroBatch(micro_batch_size=2),
+    ],
+    "in backward": lambda: [
+        OptimizerChoice(optimizer=functools.partial(InBackward, optimizer=torch.optim.SGD, lr=0.02))
+    ],
+}
+
+
+def loader_of_images(dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
+    torch.manual_seed(2)
+    images = torch.randn(16, 1, 19, 19, dtype=dtype)
+    return DataLoader(TensorDataset(images, images.roll(1, -1)), batch_size=4)
+
+
+def train(model: pl.LightningModule, *callbacks: Any, num_steps: int = 10) -> None:
+    trainer = make_trainer(callbacks=list(callbacks), max_steps=num_steps, precision="64-true")
+    trainer.fit(model, loader_of_images())
+
+
+@pytest.mark.parametrize("name", list(ALONGSIDE))
+def test_a_run_is_the_plain_run_and_is_restored(name: str) -> None:
+    models: list[Images] = []
+    for tiled in (False, True):
+        model, technique = Images(), TiledConv(**SMALL)
+        parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
+        techniques = [*ALONGSIDE[name](), *([technique] if tiled else [])]
+        train(model, *techniques, num_steps=50 if name == "nothing" else 10)
+        assert (list(map(id, model.parameters())), list(model.state_dict())) == (parameters, keys)
+        models.append(model)
+        assert all("forward" not in vars(module) for module in model.modules())
+    outcome = technique.outcome()
+    assert set(outcome.numbers["segments"]) == {"levels.0.0-3", "levels.1.0-3"}
+    assert outcome.numbers["tiles"] > 4
+    assert 0 < outcome.numbers["halo"] <= 0.25
+    plain, ours = models
+    assert plain.losses[0] != plain.losses[-1], "nothing was trained"
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-10)
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+
+
+def test_a_run_that_is_resumed_is_the_run(tmp_path: Path) -> None:
+    results: list[Images] = []
+    for stops in (False, True):
+        model = Images()
+        if stops:
+            first = make_trainer(callbacks=[TiledConv(**SMALL)], max_steps=4, precision="64-true")
+            first.fit(Images(), loader_of_images())
+            first.save_checkpoint(tmp_path / "four.ckpt")
+        trainer = make_trainer(callbacks=[TiledConv(**SMALL)], max_steps=8, precision="64-true")
+        trainer.fit(model, loader_of_images(), ckpt_path=str(tmp_path / "four.ckpt") if stops else None)
+        results.append(model)
+    assert is_equal(*(list(model.state_dict().values()) for model in results))
+
+
+class Segmenter(Images):
+    """In float32, with dropout in a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels[0].insert(2, nn.Dropout(0.1))
+        self.float()
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        dict,
+        lambda: {
+            "callbacks": [GradientCheckpointing()],
+            "plugins": [AutoPrecision(precision="bf16-mixed")],
+        },
+    ],
+)
+def test_predicted_is_measured(plugins: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    techniques: list[TiledConv] = []
+
+    def tiled() -> dict[str, Any]:
+        techniques.append(TiledConv(**SMALL))
+        options = plugins()
+        return options | {"callbacks": [*options.get("callbacks", []), techniques[-1]]}
+
+    assert_predicted_is_measured(Segmenter, tiled, tmp_path, loader_of_images(torch.float32))
+    predicted, measured = (technique.outcome().numbers for technique in techniques)
+    assert predicted["tiles"] >= 4
+    assert predicted == measured
+
+
+def scripted() -> dict[str, Any]:
+    path = Path(__file__).parents[2] / "benchmarks" / "tiled_conv.py"
+    return runpy.run_path(str(path), run_name="benchmark")
+
+
+@pytest.mark.parametrize(("axes", "side"), [(2, 512), (3, 64)])
+def test_the_peak_of_a_unet_is_at_most_three_fifths_of_that_of_recomputed_levels(
+    axes: int, side: int
+) -> None:
+    script = scripted()
+    batch, peaks = torch.empty(1, 1, *[side] * axes), list[int]()
+
+    def made(*, tiled: bool) -> nn.Module:
+        model = script["UNet"](axes)
+        if tiled:
+            tile_convs(model, tile_budget_mib=min(script["BUDGETS_MIB"]), min_pixels=1)
+        else:
+            recompute(model, blocks=script["LEVEL_NAMES"])
+        return model
+
+    for tiled in (False, True):
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        found = predict_step(
+            functools.partial(made, tiled=tiled), batch, lambda net, x: net(x).square().mean(), sgd
+        )
+        assert found.peak is not None, found.reason
+        assert found.peak.phase == "backward"
+        given = found.peak.by_category["parameters"] + found.peak.by_category["batch"]
+        peaks.append(found.peak.num_bytes - given)
+    assert peaks[1] <= 0.6 * peaks[0]
+
+
+def test_with_instance_norm_the_report_says_what_ended_the_segments() -> None:
+    model = nn.Sequential(level(1, 4, lambda: nn.InstanceNorm2d(4)), level(4, 4, lambda: nn.GroupNorm(2, 4)))
+    model, x = model.double(), torch.randn(1, 1, 40, 40, dtype=torch.float64)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    technique = TiledConv(tile_budget_mib=0.01, min_pixels=1)
+    technique._tiled = forwards = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)
+    ours = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    # After each norm: an activation and a convolution, without the norm.
+    assert {name: list(each.segments) for name, each in forwards.items()} == {
+        "": [],
+        "0": ["2-3"],
+        "1": ["2-3"],
+    }
+    outcome = technique.outcome()
+    assert outcome.effective
+    assert outcome.numbers["ends"]["0.1"] == "InstanceNorm2d needs statistics of all pixels"
+    assert outcome.numbers["ends"]["1.4"] == "GroupNorm needs statistics of all pixels"
+    assert outcome.did.endswith(
+        "InstanceNorm2d needs statistics of all pixels, GroupNorm needs statistics of all pixels"
+    )
+
+
+def test_batch_norm_ends_a_segment_in_training_and_not_in_evaluation() -> None:
+    model = level(1, 4, lambda: nn.BatchNorm2d(4))
+    (forward,) = tile_convs(model, tile_budget_mib=0.01, min_pixels=1).values()
+    x = torch.randn(1, 1, 40, 40, requires_grad=True)
+    model(x)
+    assert list(forward.segments) == ["2-3"]
+    expected = nn.Sequential.forward(model.eval(), x)
+    torch.testing.assert_close(model(x), expected)
+    assert list(forward.segments) == ["2-3", "0-5"]
+
+
+def test_segments_are_not_in_tiles_where_that_would_hold_no_less() -> None:
+    single, shrinking = (
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(4, 2, 3, stride=2), nn.SiLU()),
+    )
+    x = torch.randn(1, 4, 32, 32, requires_grad=True)
+    for model in (single, shrinking):
+        (forward,) = tile_convs(model, tile_budget_mib=0.001, min_pixels=1).values()
+        assert torch.equal(model(x), nn.Sequential.forward(model, x))
+        assert forward.segments == {}
+
+
+def test_a_chain_whose_halo_would_be_too_large_is_cut() -> None:
+    layers = [each for _ in range(6) for each in (nn.Conv2d(4, 4, 7, padding=3), nn.SiLU())]
+    model, x = nn.Sequential(*layers), torch.randn(1, 4, 64, 64, requires_grad=True)
+    (forward,) = tile_convs(model, tile_budget_mib=0.15, min_pixels=1).values()
+    torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
+    assert len(forward.segments) > 1
+    assert all(segment.num_tiles > 1 and segment.halo <= 0.25 for segment in forward.segments.values())
+
+
+def test_a_containers_own_hooks_run_once_and_hooks_inside_end_a_segment() -> None:
+    model, calls = nn.Sequential(level(1, 4), level(4, 4)), list[str]()
+    model.register_forward_hook(lambda *_: calls.append("all"))
+    model[1][0].register_forward_hook(lambda *_: calls.append("inside"))
+    forwards = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)
+    x = torch.randn(1, 1, 40, 40, requires_grad=True)
+    model(x).sum().backward()
+    assert calls == ["inside", "all"]
+    assert list(forwards[""].segments) == ["0"]
+    assert list(forwards["1"].segments) == ["1-3"]
+    assert forwards["1"].ends == {"0": "Conv2d has hooks, which would not run"}
+
+
+def test_weights_that_stage_3_of_zero_has_sharded_end_a_segment() -> None:
+    model = level(1, 4)
+    weight = model[2].weight
+    weight.ds_id, weight.ds_shape = 0, weight.shape  # gathered
+    forward = TiledContainer(model, budget_bytes=10**4, min_pixels=1)
+    x = torch.randn(1, 1, 40, 40, requires_grad=True)
+    forward(x)
+    assert list(forward.segments) == ["0-3"]
+    weight.ds_shape = torch.Size([2, *weight.shape])
+    forward(x)
+    assert forward.ends == {"2": "the weights of Conv2d are sharded"}
+
+
+def test_samples_are_divided_first() -> None:
+    model, x = level(1, 4), torch.randn(8, 1, 16, 16, requires_grad=True)
+    (forward,) = tile_convs(model, tile_budget_mib=0.03, min_pixels=1).values()
+    model(x)
+    assert [(each.num_tiles, each.halo) for each in forward.segments.values()] == [(8, 0.0)]
+
+
+def test_small_images_are_the_plain_run_to_the_bit_and_said_to_be() -> None:
+    models = [Images(), Images()]
+    train(models[0], num_steps=3)
+    with pytest.warns(NoEffectWarning, match=r"1,444 pixels: nothing in tiles \(min_pixels=65,536\)"):
+        train(models[1], TiledConv(), num_steps=3)
+    assert is_equal(*(list(model.state_dict().values()) for model in models))
+
+
+class Linear(Images):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels, self.out = nn.ModuleList(), nn.Identity()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def test_a_model_without_containers_is_said() -> None:
+    with pytest.warns(NoEffectWarning, match="no nn.Sequential with convolutions or pooling found"):
+        train(Linear(), TiledConv(), num_steps=2)
+
+
+def test_modules_that_are_named_must_be_containers() -> None:
+    with pytest.raises(ConfigError, match=r"modules='out': expected modules of class nn.Sequential with its"):
+        tile_convs(Images(), modules="out")
+    with pytest.raises(ConfigError, match=r"callbacks.tiled_conv.modules='Sequentiel'.*did you mean"):
+        train(Images(), TiledConv(modules="Sequentiel"))
+    model = Images()
+    assert list(tile_convs(model, modules="levels.1")) == ["levels.1"]
+    assert list(tile_convs(model)) == ["levels.0"], "the other is in tiles already"
+
+
+@pytest.mark.parametrize("other", [GradientCheckpointing(policy="selective"), TorchCompile()])
+def test_what_keeps_or_unrolls_tiles_is_a_conflict(other: pl.Callback) -> None:
+    with pytest.raises(ConflictError, match="remove TiledConv"):
+        train(Images(), other, TiledConv())
+
+
+def main(folder: str) -> None:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    results: dict[str, Any] = {}
+    for name, make in {"ddp": lambda: "ddp", "fsdp2": FSDP2, "zero3": lambda: DeepSpeedZero(stage=3)}.items():
+        model, technique = Images().float(), TiledConv(**SMALL)
+        images = torch.randn(16, 1, 19, 19, generator=torch.Generator().manual_seed(rank))
+        batches = [(part, part.roll(1, -1)) for part in images.split(4)]
+        trainer = make_trainer(
+            callbacks=[technique], strategy=make(), devices=2, use_distributed_sampler=False, max_steps=4
+        )
+        trainer.fit(model, DataLoader(batches, batch_size=None))
+        weights = trainer.strategy.lightning_module_state_dict()
+        results[name] = (weights, len(technique.outcome().numbers["segments"]))
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_device(tmp_path: Path) -> None:
+    done = run_two_ranks(__name__, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = Images()
+    optimizer = model.configure_optimizers()
+    start = [value.clone() for value in model.state_dict().values()]
+    images = [torch.randn(16, 1, 19, 19, generator=torch.Generator().manual_seed(rank)) for rank in (0, 1)]
+    for parts in zip(*(each.double().split(4) for each in images), strict=True):
+        batch = torch.cat(parts)
+        optimizer.zero_grad()
+        (model(batch) - batch.roll(1, -1)).square().mean().backward()
+        optimizer.step()
+    assert not is_equal(start, list(model.state_dict().values()))
+    for name, (weights, segments) in torch.load(tmp_path / "rank0.pt", weights_only=True).items():
+        assert segments == 2, name  # stage 3 of ZeRO leaves weights as small as these whole
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(
+                weights[key].double(), value, rtol=1e-5, atol=1e-6, msg=f"{name} {key}"
+            )

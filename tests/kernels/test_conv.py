@@ -1,0 +1,427 @@
+"""Layers in tiles against torch in float64, what they keep and compute by exact counts, and refusals."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels import conv
+from lightning_eff.kernels._conv.grid import choose
+from lightning_eff.kernels.conv import tiled
+from lightning_eff.report.live_bytes import LiveBytes
+from tests.support.ranks import is_equal
+
+LONGEST = (40, 17, 9)
+"""Longest side of an image of one, two and three axes."""
+ACTIVATIONS = (nn.ReLU, nn.SiLU, nn.PReLU, nn.GELU, nn.Tanh, nn.Identity)
+
+
+class Configurations:
+    """Chains of one to four layers with random options, and inputs for them."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.axes = random.Random(seed), 1
+
+    def each(self, low: int, high: int) -> tuple[int, ...]:
+        return tuple(self.random.randint(low, high) for _ in range(self.axes))
+
+    def layer(self, channels: int) -> nn.Module:
+        pick, axes = self.random.choice, self.axes
+        kind = pick(
+            ["Conv", "Conv", "Conv", "ConvTranspose", "MaxPool", "AvgPool", "BatchNorm", "", "Upsample"]
+        )
+        make: Any = getattr(nn, f"{kind}{axes}d", nn.Upsample)
+        if kind in ("", "Upsample"):
+            return pick(ACTIVATIONS)() if kind == "" else nn.Upsample(scale_factor=2)
+        if kind == "BatchNorm":
+            norm = make(channels)
+            norm.running_mean.uniform_()
+            norm.running_var.uniform_(0.5, 2)
+            return norm.eval()
+        if kind == "MaxPool":
+            return make(self.each(2, 3), self.each(1, 3), 1, self.each(1, 2), ceil_mode=pick([False, True]))
+        if kind == "AvgPool":
+            sizes = self.each(2, 3), self.each(1, 3), 1, pick([False, True]), pick([False, True])
+            return make(*sizes)
+        strides, dilations, kernels = self.each(1, 3), self.each(1, 3), self.each(1, 4)
+        if kind == "ConvTranspose":
+            added = tuple(self.random.randrange(max(both)) for both in zip(strides, dilations, strict=True))
+            return make(channels, pick([2, 4]), kernels, strides, self.each(0, 1), added, 2, True, dilations)
+        padding = pick(["same", "valid", self.each(0, 2), self.each(0, 2)])
+        return make(
+            *(channels, pick([2, 4]), kernels, 1 if padding == "same" else strides, padding, dilations),
+            groups=pick([1, 2]),
+            padding_mode=pick(["zeros", "zeros", "reflect", "replicate"]),
+        )
+
+    def chain(self) -> tuple[nn.Sequential, Tensor]:
+        self.axes = self.random.randint(1, 3)
+        channels = first = self.random.choice([2, 4])
+        layers: list[nn.Module] = []
+        for _ in range(self.random.randint(1, 4)):
+            layers.append(self.layer(channels))
+            channels = getattr(layers[-1], "out_channels", channels)
+        shape = self.random.randint(1, 2), first, *self.each(1, LONGEST[self.axes - 1])
+        x = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        return nn.Sequential(*layers).double(), x
+
+
+def gradients(y: Tensor, x: Tensor, model: nn.Module) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    inputs = [x, *model.parameters()]
+    return [y, *torch.autograd.grad(y, inputs, torch.randn_like(y), allow_unused=True)]
+
+
+def compare(seed: int, number: int) -> Counter[str]:
+    """Compare that many configurations that torch computes; return how many had what."""
+    torch.manual_seed(seed)
+    configurations, found = Configurations(seed), Counter[str]()
+    while found["compared"] < number:
+        model, x = configurations.chain()
+        try:
+            expected = model(x)
+        except (RuntimeError, ValueError):
+            continue
+        if not expected.requires_grad or expected is x or not expected.isfinite().all():
+            continue  # a window of max pooling without any input: torch's own backward pass may crash
+        sides = [configurations.random.choice([1, 2, 3, side, side + 1]) for side in expected.shape[2:]]
+        if torch.Size(sides).numel() > 64:
+            sides = [2] * len(sides)
+        results = zip(
+            gradients(tiled(model, x, tiles=sides), x, model), gradients(expected, x, model), strict=True
+        )
+        for ours, theirs in results:
+            message = f"{model} of {list(x.shape)} in {sides} tiles"
+            assert (ours is None) == (theirs is None), message
+            if ours is not None and theirs is not None:
+                scale = float(theirs.detach().abs().amax()) + 1e-30
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale, msg=message)
+        found += Counter(
+            {
+                "compared": 1, f"{x.dim() - 2} axes": 1, "one piece": set(sides) == {1},
+                "pixels": sides == list(expected.shape[2:]), "odd": any(side % 2 for side in x.shape[2:]),
+            }
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_generated_layers_are_torchs() -> None:
+    """T1; a halo that is one pixel short, or padding inside the image, is an error of 1e-1."""
+    found = compare(seed=0, number=250)
+    assert found["compared"] == 250
+    assert min(found[each] for each in ("1 axes", "2 axes", "3 axes", "one piece", "pixels", "odd")) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_more_generated_layers_are_torchs(seed: int) -> None:
+    compare(seed, number=400)
+
+
+def chain(channels: int = 4, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(channels, channels, 3, padding=1, **options), nn.SiLU()),
+        *(nn.Conv2d(channels, channels, 3, padding=1, **options), nn.SiLU()),
+    ).double()
+
+
+def image(channels: int = 4, side: int = 13) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(2, channels, side, side, dtype=torch.float64, requires_grad=True)
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts the pixels that convolutions compute in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default:
+            self.pixels += out[:, 0].numel()
+        return out
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_segment_is_computed_twice_a_step_also_in_a_checkpoint_that_ends_with_it(
+    is_checkpointed: bool,
+) -> None:
+    model, x = chain(), image(side=12)
+    with Convolutions() as count:
+        y: Any = (
+            checkpoint(tiled, model, x, tiles=3, use_reentrant=False)
+            if is_checkpointed
+            else tiled(model, x, tiles=3)
+        )
+        y.sum().backward()
+    # Two samples; along an axis the first layer computes 5, 6 and 5 pixels of 12, the last one 4 each.
+    assert count.pixels == 2 * 2 * (16 * 16 + 12 * 12)
+
+
+def test_nothing_between_the_layers_is_kept_and_a_tile_at_a_time_is_computed() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Conv2d(8, 8, 1, bias=False), nn.SiLU())))
+    x, live = torch.randn(1, 8, 64, 64, requires_grad=True), LiveBytes()
+    whole, weight = x.nbytes, 8 * 8 * 4
+    live.add([x, *layers.parameters()])
+    before = live.now_bytes
+    with live:
+        y = tiled(layers, x, tiles=(16, 1))
+        kept = live.now_bytes - before
+        grads = torch.autograd.grad(y, [x, *layers.parameters()], torch.ones_like(y))
+    assert kept == whole, "the output alone"
+    tile = whole // 16
+    # Output, its gradient, that of x; 8 outputs of a tile and two gradients; two gradients of each weight.
+    assert live.peak_bytes - before <= 3 * whole + 10 * tile + 8 * weight
+    assert live.peak_bytes - before > 3 * whole + 8 * tile
+    assert len(grads) == 5
+
+
+def test_the_estimate_of_a_tile_is_what_it_takes() -> None:
+    layers, x = chain().float(), torch.randn(1, 4, 64, 64, requires_grad=True)
+    grid = conv.Grid(conv.Chain.of(conv.read_segment(layers), x), (1, 4, 4))
+    live = LiveBytes()
+    live.add([x, *layers.parameters()])
+    with live:
+        y = tiled(layers, x, tiles=4)
+        ones = torch.ones_like(y)
+        before = live.peak_bytes = live.now_bytes
+        torch.autograd.grad(y, x, ones)
+    in_backward = live.peak_bytes - before - x.nbytes
+    assert in_backward == pytest.approx(grid.tile_elements() * 4, rel=0.15)
+    # 18 of 16 pixels along an axis in the first two layers, 17 at a border.
+    assert grid.halo() == pytest.approx(((70 / 64) ** 2 - 1) / 2)
+
+
+def test_each_weight_gets_one_gradient_also_one_that_is_used_twice() -> None:
+    layer = nn.Conv2d(4, 4, 3, padding=1).double()
+    shared, x, hooks = nn.Sequential(layer, nn.SiLU(), layer), image(), Counter[int]()
+    for parameter in shared.parameters():
+        parameter.register_hook(lambda grad, p=parameter: hooks.update([id(p)]))
+        parameter.register_post_accumulate_grad_hook(lambda p: hooks.update([id(p)]))
+    tiled(shared, x, tiles=3).square().sum().backward()
+    assert sorted(hooks.values()) == [2, 2]
+    ours = [p.grad for p in shared.parameters()]
+    shared.zero_grad()
+    shared(x).square().sum().backward()
+    for one, parameter in zip(ours, shared.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    model, x = chain(), image()
+    model[0].weight.requires_grad_(requires_grad=False)
+    tiled(model, x.detach(), tiles=2).sum().backward()
+    assert (model[0].weight.grad, x.grad) == (None, None)
+    ours = model[2].weight.grad
+    model.zero_grad()
+    model(x.detach()).sum().backward()
+    torch.testing.assert_close(ours, model[2].weight.grad, rtol=1e-12, atol=1e-12)
+    model.requires_grad_(requires_grad=False)
+    assert tiled(model, x.detach(), tiles=2).grad_fn is None
+    with torch.no_grad():
+        assert not tiled(model, x, tiles=2).requires_grad
+
+
+def test_dropout_draws_the_same_in_both_passes_and_leaves_the_generator_alone() -> None:
+    layers = nn.Sequential(*(nn.Conv2d(4, 4, 3, bias=False), nn.Dropout(0.5), nn.Conv2d(4, 4, 3, bias=False)))
+    layers, x = layers.double(), image()
+    y = tiled(layers, x, tiles=3)
+    grad, plain = torch.randn_like(y), y.detach()
+    layers.eval()  # between the passes it changes nothing
+    random_state = torch.get_rng_state()
+    (of_x,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(random_state, torch.get_rng_state())
+    # Linear in x with one mask: <grad, y> = <gradient of x, x>.
+    assert float((grad * plain).sum()) == pytest.approx(float((of_x * x.detach()).sum()), rel=1e-10)
+    assert float(plain.norm()) != pytest.approx(float(layers(x).detach().norm()), rel=1e-3)
+
+
+def test_under_autocast_the_error_is_as_plain_pytorchs() -> None:
+    """T3."""
+    model, x = chain().float(), image().float().detach()
+    exact = chain()
+    expected = torch.autograd.grad(exact(x.double()).square().mean(), list(exact.parameters()))
+    errors: list[float] = []
+    for function in (lambda: model(x), lambda: tiled(model, x, tiles=3)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function()
+        assert y.dtype == torch.bfloat16
+        grads = torch.autograd.grad(y.float().square().mean(), list(model.parameters()))
+        pairs = zip(grads, expected, strict=True)
+        errors.append(max(float((one - other).norm() / other.norm()) for one, other in pairs))
+    assert errors[1] <= 2 * errors[0] + 2 * 2.0**-8
+    assert errors[0] != errors[1]
+
+
+def test_casts_of_weights_in_tiles_are_not_those_of_the_layers_after_them() -> None:
+    model, x = chain().float(), image().float().detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled(model, x, tiles=2)
+        model(x).float().sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_gradients_of_16_bits_are_added_in_32() -> None:
+    """T3; 256 gradients of a weight that are added in bfloat16 lose most of their sum."""
+    layers = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.Identity()).bfloat16()
+    x = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(tiled(layers, x, tiles=32).sum(), list(layers.parameters()))
+    assert float(grad) == 64 * 64
+
+
+def test_layers_in_place_keep_no_memory_of_their_own() -> None:
+    x = torch.empty(1, 4, 8, 8)
+    kept = [
+        conv.Chain.of(conv.read_segment(model), x).kept_elements() / x.numel()
+        for model in (
+            [nn.Conv2d(4, 4, 1), nn.LeakyReLU(inplace=is_in_place), nn.Conv2d(4, 4, 1)]
+            for is_in_place in (False, True)
+        )
+    ]
+    assert kept == [2, 1]
+
+
+def test_memory_format_is_kept() -> None:
+    model, x = chain().to(memory_format=torch.channels_last), image().to(memory_format=torch.channels_last)
+    y = tiled(model, x, tiles=2)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_graphs_that_are_retained_freed_differentiated_twice_or_stale() -> None:
+    model, x = chain(), image()
+    y = tiled(model, x, tiles=2).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="layers in tiles have no second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)
+    assert is_equal(first, torch.autograd.grad(y, x))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x)
+    y = tiled(model, x, tiles=2).sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_one_piece_is_torchs_to_the_bit_and_runs_hooks() -> None:
+    model, x, seen = chain(), image(), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(tiled(model, x, tiles=1), model(x))
+    assert torch.equal(tiled(model, x), model(x)), "within 64 MiB"
+    assert len(seen) == 4
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Over channels, for any number of spatial axes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Over channels, as torchvision and timm have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+class Centred(ChannelNorm):
+    """Over pixels too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("norm", [ChannelNorm, LayerNorm2d])
+def test_layer_norm_over_channels_is_local(norm: type[nn.LayerNorm]) -> None:
+    model = nn.Sequential(*chain()[:2], norm(4), *chain()[2:]).double()
+    nn.init.normal_(model[2].weight)
+    x = image()
+    for ours, expected in zip(
+        gradients(tiled(model, x, tiles=3), x, model), gradients(model(x), x, model), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+
+
+class Own(nn.Conv2d):
+    """May compute anything."""
+
+
+LAYERS: dict[str, nn.Module] = {
+    "reads the opposite border": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    "InstanceNorm2d needs statistics of all pixels": nn.InstanceNorm2d(4),
+    "GroupNorm needs statistics of all pixels": nn.GroupNorm(2, 4),
+    "BatchNorm2d needs statistics of all pixels (in evaluation mode it does not)": nn.BatchNorm2d(4),
+    "AdaptiveAvgPool2d needs statistics of all pixels": nn.AdaptiveAvgPool2d(1),
+    "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
+    "Own is not known to be local": Own(4, 4, 3),
+    "ParametrizedConv2d is not known": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
+    "Upsample is computed in tiles with mode='nearest'": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "Centred is not known to normalize over the channels of a pixel": Centred(4),
+    "LayerNorm is not known to normalize over the channels of a pixel": nn.LayerNorm(13),
+    "Dropout2d is not known to be local": nn.Dropout2d(0.1),
+    "set inplace=False": nn.ReLU(inplace=True),
+}
+
+
+@pytest.mark.parametrize("reason", list(LAYERS))
+def test_what_is_refused_says_why(reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        tiled([nn.Identity(), LAYERS[reason]], image(), tiles=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tiles": 0}, ConfigError, "tiles=0: expected 2 whole numbers of at least 1, or one"),
+        ({"tiles": (2, 2, 2)}, ConfigError, "expected 2 whole numbers"),
+        ({"budget_mib": 0}, ConfigError, "budget_mib=0: expected a number above 0, or None"),
+    ],
+)
+def test_bad_numbers_are_named(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        tiled(chain(), image(), **options)
+
+
+def test_images_that_do_not_fit_the_layers_are_named() -> None:
+    with pytest.raises(ValueError, match="and 2 spatial axes"):
+        tiled(chain(), image()[0], tiles=2)
+    with pytest.raises(ValueError, match="too small for its layers"):
+        tiled([nn.MaxPool2d(20)], image(), tiles=2)
+
+
+def test_a_budget_divides_samples_first_then_the_longest_axis_and_keeps_the_halo_within_a_quarter() -> None:
+    x = torch.empty(4, 4, 64, 256)
+    layers = conv.read_segment(chain())
+    sizes = conv.Chain.of(layers, x)
+    pieces = [conv.choose_grid(sizes, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
+    assert pieces == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 3), (4, 1, 5)]
+    finest = conv.choose_grid(sizes, x, 1)
+    assert 0.2 < finest.halo() <= 0.25
+
+
+def test_3d_tiles_on_a_cpu_are_not_so_flat_that_torch_computes_them_slowly() -> None:
+    layers = conv.read_segment([nn.Conv3d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv3d(16, 16, 3, padding=1)])
+    sizes = conv.Chain.of(layers, torch.empty(1, 16, 64, 64, 64, device="meta"))
+    for is_cpu, pieces in ((True, (1, 1, 2, 3)), (False, (1, 2, 2, 2))):
+        assert choose(sizes, sizes.elements(0), is_cpu=is_cpu).pieces == pieces
