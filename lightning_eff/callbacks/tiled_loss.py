@@ -22,6 +22,7 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -105,8 +106,8 @@ class TiledLoss(Managed):
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._tiled: dict[str, LateProjection] = {}
-        self._unweighted: list[tuple[Tensor, int]] = []
-        """Targets and samples of those backward passes of a step that got no weight."""
+        self._unweighted: list[Tensor] = []
+        """Targets per sample of those backward passes of a step that got no weight."""
         self._has_warned = False
 
     def facts(self) -> Facts:
@@ -161,7 +162,7 @@ class TiledLoss(Managed):
         if targets is not None:
             return {"weight": targets, **rest}
         if means and num_samples and rest.get("weight") is None:
-            self._unweighted.append((sum((count for _, count in means), start=means[0][1] * 0), num_samples))
+            self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
     @override
@@ -173,7 +174,7 @@ class TiledLoss(Managed):
             projection.compute_held()
         passes, self._unweighted = self._unweighted, []
         is_due = len(passes) > 1 and not self._has_warned
-        if is_due and len({float(targets) / num_samples for targets, num_samples in passes}) > 1:
+        if is_due and len(set(torch.stack(passes).tolist())) > 1:
             self._has_warned = True
             text = (
                 "TiledLoss: the backward passes of a step had unequal numbers of targets and count by their "

@@ -238,8 +238,7 @@ class TiledMLP(Managed):
         """Return which of the two limits an MLP of so many tokens at most did not reach."""
         if tokens < self.min_tokens:
             return f"min_tokens={self.min_tokens:,}"
-        largest = max((each.largest for each in self._tiled.values()), default=(0, 0))
-        wide, budget = map(human_bytes, largest)
+        wide, budget = map(human_bytes, max(each.largest for each in self._tiled.values()))
         given = self.tile_budget_mib
         limit = f"the default budget of {budget}" if given is None else f"tile_budget_mib={given}"
         return f"wide activations of {wide} fit {limit}"

@@ -98,7 +98,7 @@ def linear_cross_entropy(
         )
     if backend not in get_args(Backend):
         raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(get_args(Backend))}")
-    rows, dtype = checked_rows(x, weight, target, bias, class_weight)
+    rows, dtype = checked_rows(x, weight, target, bias=bias, class_weight=class_weight)
     flat_target = checked_target(target, len(weight), ignore_index)
     if backend == "torch":
         if label_smoothing or z_loss or softcap is not None or temperature != 1.0 or low_rank is not None:
@@ -183,7 +183,7 @@ def token_logprobs(
         tensor([0.2500])
     """
     check_options(softcap=softcap, temperature=temperature, tile_budget_mib=tile_budget_mib)
-    rows, dtype = checked_rows(x, weight, target, bias)
+    rows, dtype = checked_rows(x, weight, target, bias=bias)
     flat_target = checked_target(target, len(weight), None)
     loss = LogProb(
         target=flat_target, temperature=float(temperature), softcap=softcap, num_values=1 + with_entropy
@@ -232,16 +232,15 @@ def linear_kl(
     check_options(temperature=temperature, beta=beta, tile_budget_mib=tile_budget_mib)
     rows, dtype = checked_rows(x, weight)
     teacher_rows, teacher_dtype = checked_rows(teacher_x, teacher_weight, of="teacher_")
-    sizes, teacher_sizes = ([*each.shape[:-1]] for each in (x, teacher_x))
-    for name, taught, own in (
-        ("classes", len(teacher_weight), len(weight)), ("rows", teacher_sizes, sizes),
-    ):  # fmt: skip
-        if taught != own:
-            msg = f"a teacher of {taught} {name} and a student of {own}: expected as many"
-            raise ValueError(msg)
+    own, taught = (
+        f"{len(w)} classes and rows {[*h.shape[:-1]]}" for h, w in ((x, weight), (teacher_x, teacher_weight))
+    )
+    if own != taught:
+        msg = f"a teacher of {taught} and a student of {own}: expected as many"
+        raise ValueError(msg)
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
     loss = Divergence(teacher=teacher, temperature=float(temperature), beta=float(beta))
-    return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(sizes)
+    return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(x.shape[:-1])
 
 
 def _tiled(

@@ -46,13 +46,7 @@ def check_options(**options: Any) -> None:
 
 
 def checked_rows(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    *,
-    of: str = "",
+    x: Tensor, weight: Tensor, target: Tensor | None = None, *, of: str = "", **by_class: Tensor | None
 ) -> tuple[Tensor, torch.dtype]:
     """Return the rows [N, D], and the dtype in which they are multiplied; `of` begins the names of both.
 
@@ -68,13 +62,12 @@ def checked_rows(
         hint = ""
         if weight.numel() == 0:
             hint = "; a sharded weight is whole only within its module's forward: use callbacks/tiled_loss"
-        found, expected = (
-            ("", "") if target is None else (f", target {list(target.shape)}", ", target [*batch]")
-        )
+        found = f", target {list(target.shape)}" if target is not None else ""
+        expected = ", target [*batch]" if found else ""
         msg = f"{of}x {list(x.shape)}, {of}weight {list(weight.shape)}{found}: expected {of}x [*batch, d], "
         msg += f"{of}weight [v, d]{expected}{hint}"
         raise ValueError(msg)
-    for name, each in (("bias", bias), ("class_weight", class_weight)):
+    for name, each in by_class.items():
         if each is not None and each.shape != weight.shape[:1]:
             msg = f"{name} {list(each.shape)}: expected one value per class, [{len(weight)}]"
             raise ValueError(msg)
