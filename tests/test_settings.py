@@ -19,10 +19,10 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_conv import TiledConv
-from lightning_eff.callbacks.tiled_loss import TiledLoss
-from lightning_eff.callbacks.tiled_mlp import TiledMLP
+from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
+from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.callbacks.triton_gemm import TritonGemm
+from lightning_eff.callbacks.triton_gemm import TritonGemm, swap
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
@@ -84,16 +84,20 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (PeftAdapter, {"save_base": "no"}, "save_base='no': expected true or false"),
     (TorchCompile, {"mode": "fast"}, "one of default, reduce-overhead"),
     (TorchCompile, {"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
-    (TiledLoss, {"tile_budget_mib": 0}, "tile_budget_mib=0: expected a number above 0, or None"),
+    (TiledLoss, {"tile_budget_mib": 0}, "tile_budget_mib=0: expected a finite number above 0, or None"),
     (TiledLoss, {"head": 3}, "head=3: expected "),
-    (TiledMLP, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a number above 0, or None"),
+    (TiledMLP, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a finite number above 0, or None"),
     (TiledMLP, {"min_tokens": 0}, "min_tokens=0"),
-    (TiledConv, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a number above 0, or None"),
+    (TiledConv, {"tile_budget_mib": 0.0}, "tile_budget_mib=0.0: expected a finite number above 0, or None"),
     (TiledConv, {"min_pixels": 0}, "min_pixels=0"),
     (TritonGemm, {"min_features": 0}, "min_features"),
     (TritonGemm, {"backend": "cublas"}, "backend"),
     (QuantizedBase, {"quant_type": "bf16", "compute_dtype": "fp32"}, "'fp32': expected bf16 or auto"),
-    (IN_BACKWARD, {"max_parameter_norm": 0.0}, "max_parameter_norm=0.0: expected a number above 0, or None"),
+    (
+        IN_BACKWARD,
+        {"max_parameter_norm": 0.0},
+        "max_parameter_norm=0.0: expected a finite number above 0, or None",
+    ),
     (
         IN_BACKWARD,
         {"optimizer": functools.partial(torch.optim.SGD, lr=0.5)},
@@ -152,12 +156,35 @@ NO_EFFECT: list[tuple[Callable[[], Any], str]] = [
     (lambda: GradientCheckpointing(blocks=["unused"]), r"recomputed nothing: 1 of 1 .* \(full\), 0 times"),
     (lambda: TorchCompile(backend="aot_eager"), "found no repeated blocks"),
     (lambda: TorchCompile(backend="aot_eager", target="unused"), "compiled no graph"),
-    (TiledLoss, "no output projection with more outputs than inputs: name it with head="),
+    (TiledLoss, "no output projection with more outputs than inputs; name it with head="),
     (TiledMLP, "no token-wise MLP found in repeated blocks; name them with modules="),
     (TiledConv, "no nn.Sequential with convolutions or pooling found"),
     (TritonGemm, "no linear layer that is trained has 256 or more input and output features"),
     (lambda: AutoPrecision(precision="bf16-mixed"), "no linear, convolution or recurrent layer"),
 ]
+
+
+CHANGES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (
+        tile_loss,
+        {"tile_budget_mib": "big"},
+        "tile_budget_mib='big': expected a finite number above 0, or None",
+    ),
+    (tile_mlps, {"tile_budget_mib": float("inf")}, "tile_budget_mib=inf: expected a finite number"),
+    (tile_mlps, {"min_tokens": 0}, "min_tokens=0: expected a whole number of at least 1"),
+    (swap, {"backend": "cublas"}, "backend='cublas': expected one of auto, torch, triton"),
+]
+
+
+@pytest.mark.parametrize(("change", "arguments", "text"), CHANGES)
+def test_functions_for_other_loops_check_and_warn_as_the_callbacks(
+    change: Callable[..., Any], arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        change(torch.nn.Linear(2, 2), **arguments)
+    with pytest.warns(NoEffectWarning) as caught:
+        assert change(torch.nn.Linear(2, 2)) == {}
+    assert [each.filename for each in caught] == [__file__]
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")

@@ -185,13 +185,15 @@ class GradientAccumulation(Managed):
         """Return what a step consists of."""
         skipped = self._loop.num_skipped_steps if self._loop is not None else 0
         cut = self._loop.num_cut_steps if self._loop is not None else 0
+        numbers = list(self._accumulate_grad_batches.values())
+        is_effective = any(number > 1 for number in numbers)
         did = self._description or "no training data yet"
+        did += f"; {self._loop.counts_by}" if self._loop is not None and is_effective else ""
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
         for reason, count in reasons.items():
             did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""
-        numbers = list(self._accumulate_grad_batches.values())
         return Outcome(
             did=did,
-            effective=any(number > 1 for number in numbers),
+            effective=is_effective,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )

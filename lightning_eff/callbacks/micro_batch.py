@@ -88,6 +88,7 @@ class MicroBatch(Managed):
         self._initial_size: int | None = None
         self._size: MicroBatchSize | None = None
         self._loop: lightning_loop.ExactStep | None = None
+        self._counts_by = ""
 
     @property
     def current_size(self) -> int | None:
@@ -172,6 +173,7 @@ class MicroBatch(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._counts_by = self._loop.counts_by if self._loop is not None else ""
         if not self.is_auto and self._size is not None and not self._size.num_split:
             text = f"MicroBatch had no effect: no batch had more than {self.micro_batch_size} samples"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
@@ -185,6 +187,8 @@ class MicroBatch(Managed):
             "full batches" if size.current is None else f"micro-batches of {size.current}",
             f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
         ]
+        if size.num_split and self._counts_by:
+            parts.append(self._counts_by)
         if size.halvings:
             often = "once" if len(size.halvings) == 1 else f"{len(size.halvings)} times"
             sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]

@@ -22,15 +22,16 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.callbacks._tiled_loss.find_head import find_head
-from lightning_eff.callbacks._tiled_loss.projection import LateProjection
+from lightning_eff.callbacks._tiled_loss.projection import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, name_of
@@ -40,8 +41,9 @@ CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
 """What a `training_step` can do itself."""
 
 
+@check_arguments
 def tile_loss(
-    model: nn.Module, *, head: str | None = None, tile_budget_mib: float | None = None
+    model: nn.Module, *, head: str | None = None, tile_budget_mib: Positive | None = None
 ) -> dict[str, LateProjection]:
     """Have a model's loss computed in tiles from now on; for Fabric, or your own training loop.
 
@@ -51,10 +53,13 @@ def tile_loss(
         tile_budget_mib: As in `kernels.cross_entropy.linear_cross_entropy`.
 
     Returns:
-        The projection by name, whose `remove()` undoes it; empty where the model has none, or it is done.
+        The projection by name, whose `restore()` undoes it; empty where the model has none, or it is done.
 
     Raises:
-        ConfigError: The projection cannot be found, or is no linear layer.
+        ConfigError: A value is outside its range, or the projection is not found or no linear layer.
+
+    Warns:
+        NoEffectWarning: The model has no output projection.
 
     Example:
         >>> import torch
@@ -65,10 +70,13 @@ def tile_loss(
         >>> nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(4, dtype=torch.long)).backward()
     """
     found = find_head(model, head)
+    if found is None:
+        text = "no loss in tiles: no output projection with more outputs than inputs; name it with head="
+        warnings.warn(text, NoEffectWarning, stacklevel=3)
     if found is None or LateProjection.is_late(found[1]):
         return {}
     name, module = found
-    return {name: LateProjection(module, tile_budget_mib=tile_budget_mib)}
+    return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
 
 
 class TiledLoss(Managed):
@@ -84,12 +92,13 @@ class TiledLoss(Managed):
 
     Warns:
         NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
+        ConflictWarning: Backward passes of a step had unequal numbers of targets, and none as its weight.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TiledLoss()], logger=False, accelerator="cpu")
         >>> TiledLoss(tile_budget_mib=0)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: tile_budget_mib=0: expected a number above 0...
+        lightning_eff.core.errors.ConfigError: tile_budget_mib=0: expected a finite number above 0...
     """
 
     @check_arguments
@@ -97,6 +106,9 @@ class TiledLoss(Managed):
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._tiled: dict[str, LateProjection] = {}
+        self._unweighted: list[Tensor] = []
+        """Targets per sample of those backward passes of a step that got no weight."""
+        self._has_warned = False
 
     def facts(self) -> Facts:
         """State that it changes the model, and which strategies would miss the backward pass of its loss."""
@@ -114,14 +126,14 @@ class TiledLoss(Managed):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._tiled = {}
+            self._tiled, self._unweighted, self._has_warned = {}, [], False
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(self._restore)
             self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
 
     def _restore(self) -> None:
         for projection in self._tiled.values():
-            projection.remove()
+            projection.restore()
 
     def _apply(self, model: nn.Module) -> int:
         try:
@@ -129,9 +141,6 @@ class TiledLoss(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
-        if not self._tiled:
-            text = "TiledLoss found no output projection with more outputs than inputs: name it with head="
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
         return len(new)
 
     @override
@@ -139,18 +148,21 @@ class TiledLoss(Managed):
         """Give the number of targets to exact accumulation."""
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if isinstance(step, lightning_loop.ExactStep):
-            step.weigh = self._weigh
+            step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
                 projection.keeps_means = True
 
-    def _weigh(self, output: Any) -> Any:
+    def _weigh(self, output: Any, num_samples: int | None) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
-        loss = output.get("loss") if isinstance(output, dict) else output
-        for projection in self._tiled.values():
-            targets = projection.targets_of(loss) if isinstance(loss, Tensor) else None
-            if targets is not None:
-                rest: dict[str, Any] = output if isinstance(output, dict) else {}
-                return {"loss": loss, "weight": targets, **rest}
+        rest: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
+        means = [mean for projection in self._tiled.values() for mean in projection.take_means()]
+        loss = rest.get("loss")
+        node = node_of(loss) if isinstance(loss, Tensor) else None
+        targets = next((count for each, count in means if each is node), None)
+        if targets is not None:
+            return {"weight": targets, **rest}
+        if means and num_samples and rest.get("weight") is None:
+            self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
     @override
@@ -160,6 +172,16 @@ class TiledLoss(Managed):
         """Compute logits that were returned or kept; an optimizer's own hook comes before its closure."""
         for projection in self._tiled.values():
             projection.compute_held()
+        passes, self._unweighted = self._unweighted, []
+        is_due = len(passes) > 1 and not self._has_warned
+        if is_due and len(set(torch.stack(passes).tolist())) > 1:
+            self._has_warned = True
+            text = (
+                "TiledLoss: the backward passes of a step had unequal numbers of targets and count by their "
+                "samples: a loss that was changed after its mean gives no weight\n"
+                '  try: return {"loss": loss, "weight": num_targets} from training_step'
+            )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -45,16 +45,18 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
 
+NOT_FOUND = "no token-wise MLP found in repeated blocks"
 MIN_MATRICES = 2
 """Of an MLP; a single linear layer holds nothing between its input and its output."""
 
 
+@check_arguments
 def tile_mlps(
     model: nn.Module,
     *,
     modules: BlockSelector = None,
-    tile_budget_mib: float | None = None,
-    min_tokens: int = 16384,
+    tile_budget_mib: Positive | None = None,
+    min_tokens: Count = 16384,
 ) -> dict[str, TiledForward]:
     """Compute the MLPs of a model in tiles from now on; for Fabric, or your own training loop.
 
@@ -68,14 +70,22 @@ def tile_mlps(
         What replaces the forward of each, by name; its `restore` undoes it.
 
     Raises:
-        ConfigError: A module that `modules` selects is not token-wise, or it selects none.
+        ConfigError: A value is outside its range, or `modules` selects nothing or what is not token-wise.
+
+    Warns:
+        NoEffectWarning: No MLP was found.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 4)))
         >>> list(tile_mlps(nn.Sequential(block(), block())))
         ['0.1', '1.1']
     """
-    return _tile(model, modules, tile_budget_mib, min_tokens, {})
+    refused: dict[str, str] = {}
+    tiled = _tile(model, modules, tile_budget_mib, min_tokens, refused)
+    if not tiled and not any(isinstance(vars(each).get("forward"), TiledForward) for each in model.modules()):
+        text = f"tile_mlps had no effect: {NOT_FOUND}{_left_out(refused)}; name them with modules="
+        warnings.warn(text, NoEffectWarning, stacklevel=3)
+    return tiled
 
 
 def _tile(
@@ -208,23 +218,36 @@ class TiledMLP(Managed):
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
         flops = sum(2 * each.recomputed_tokens * _num_weights(each.module) for each in tiled.values())
         tokens = max((each.max_tokens for each in self._tiled.values()), default=0)
-        kinds = {name.rpartition(".")[2]: reason for name, reason in self._refused.items()}
-        refused = "; ".join(f"{kind} is left out: {reason}" for kind, reason in kinds.items())
         if not self._tiled:
-            did = "no token-wise MLP found in repeated blocks"
+            did = NOT_FOUND
         elif not tiled:
-            did = f"{tokens:,} tokens: one tile (min_tokens={self.min_tokens:,})"
+            did = f"{tokens:,} tokens: one tile ({self._why_one_tile(tokens)})"
         else:
             did = (
                 f"{len(tiled)} MLP{'s' * (len(tiled) != 1)} in up to {tiles} tiles of {tokens:,} tokens: "
                 f"{human_bytes(not_held)} less in each one's backward pass, {flops:.2g} FLOP computed again"
             )
-        did += f"; {refused}" if refused else ""
+        did += _left_out(self._refused)
         numbers = {
             "mlps": list(tiled), "tiles": tiles, "tokens": tokens, "not_held_bytes": not_held,
             "recomputed_flops": flops, "refused": dict(self._refused),
         }  # fmt: skip
         return Outcome(did=did, effective=bool(tiled), numbers=numbers)
+
+    def _why_one_tile(self, tokens: int) -> str:
+        """Return which of the two limits an MLP of so many tokens at most did not reach."""
+        if tokens < self.min_tokens:
+            return f"min_tokens={self.min_tokens:,}"
+        wide, budget = map(human_bytes, max(each.largest for each in self._tiled.values()))
+        given = self.tile_budget_mib
+        limit = f"the default budget of {budget}" if given is None else f"tile_budget_mib={given}"
+        return f"wide activations of {wide} fit {limit}"
+
+
+def _left_out(refused: Mapping[str, str]) -> str:
+    """Return which children of blocks are not tiled, and why."""
+    kinds = {name.rpartition(".")[2]: reason for name, reason in refused.items()}
+    return "".join(f"; {kind} is left out: {reason}" for kind, reason in kinds.items())
 
 
 def _num_weights(module: nn.Module) -> int:

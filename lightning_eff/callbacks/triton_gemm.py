@@ -44,12 +44,13 @@ from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
 
 
+@check_arguments
 def swap(
     model: nn.Module,
     *,
-    min_features: int = 256,
+    min_features: Count = 256,
     blocks: BlockSelector = None,
-    backend: str = "auto",
+    backend: Literal["auto", "torch", "triton"] = "auto",
     accumulation: Accumulation | None = None,
 ) -> dict[str, TritonLinear]:
     """Convert linear layers of a model to `kernels.linear.TritonLinear`; for Fabric, or a loop of your own.
@@ -64,6 +65,12 @@ def swap(
     Returns:
         The converted layers by name; `unswap` undoes it.
 
+    Raises:
+        ConfigError: A value is outside its range, or `blocks` matches nothing.
+
+    Warns:
+        NoEffectWarning: The model has no such layer.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
         >>> list(swap(model))
@@ -72,15 +79,16 @@ def swap(
     selected = {"": model} if blocks is None else model_surgery.select_blocks(model, blocks)
     swapped: dict[str, TritonLinear] = {}
     for prefix, block in selected.items():
-        for name, module in block.named_modules(prefix=prefix):
-            is_large = (
-                type(module) is nn.Linear and min(module.in_features, module.out_features) >= min_features
-            )
-            if is_large and module.weight.requires_grad:
-                module.__class__ = TritonLinear
-                layer: TritonLinear = module  # pyright: ignore[reportAssignmentType]
+        for name, each in block.named_modules(prefix=prefix):
+            is_large = type(each) is nn.Linear and min(each.in_features, each.out_features) >= min_features
+            if is_large and each.weight.requires_grad:
+                each.__class__ = TritonLinear
+                layer: TritonLinear = each  # pyright: ignore[reportAssignmentType]
                 layer.backend, layer.accumulation = backend, accumulation
                 swapped[name] = layer
+    if not swapped and not any(isinstance(module, TritonLinear) for module in model.modules()):
+        text = f"no linear layer that is trained has {min_features} or more input and output features"
+        warnings.warn(f"TritonGemm had no effect: {text}; lower min_features", NoEffectWarning, stacklevel=3)
     return swapped
 
 
@@ -97,8 +105,7 @@ class TritonGemm(Managed):
 
     Args:
         min_features: Layers with fewer input or output features stay as they are.
-        blocks: Class names or patterns of module names (`blocks.*.mlp`), classes, or a predicate: the blocks
-            whose layers are converted; None for all.
+        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; None for the full model.
         accumulate: Add weight gradients in place where a step has several backward passes.
         fuse_mlps: Compute MLPs of GPT- and Llama-like blocks each as one function, which keeps half as much
             for the backward pass and computes the activation there again.
@@ -200,12 +207,6 @@ class TritonGemm(Managed):
             if any(layer in (mlp.layers.up, mlp.layers.down) for mlp in fused.values()):
                 unswap(new.pop(name))
         self._swapped |= new
-        if not self._swapped and not self._fused:
-            text = (
-                f"TritonGemm had no effect: no linear layer that is trained has {self.min_features} or more "
-                f"input and output features; lower min_features={self.min_features}"
-            )
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
         return len(new) + len(fused)
 
     @override
@@ -286,8 +287,7 @@ class TritonGemm(Managed):
         did = f"{num_mlps} MLP{'s' * (num_mlps != 1)} as one function each; " if self.fuse_mlps else ""
         did += f"{num_layers} linear layer{'s' * (num_layers != 1)} converted"
         did += " and, since nothing was gained, converted back" if 0 < self._num_left == num_layers else ""
-        if not num_layers:
-            did += f" (frozen ones and those below {self.min_features} features are left out)"
+        did += "" if num_layers else f" (without frozen ones and those below {self.min_features} features)"
         by = [f"{count} products by {backend}" for backend, count in Counter(all_backends).most_common()]
         did += f": {'; '.join(by)}" if by else ""
         did += f"; {saved_s * 1e3:.3g} ms less per backward pass, by bench --tune" if saved_s else ""

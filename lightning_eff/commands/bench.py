@@ -74,7 +74,8 @@ def main(options: argparse.Namespace) -> int:
 
     reason = gemm_timing.why_no_kernels()
     if reason:
-        text = f"bench: {reason}; it needs an NVIDIA GPU and Triton\n  try: lightning-eff doctor"
+        text = f"bench: {reason}; it needs an NVIDIA GPU and Triton, and --blocking neither"
+        text += "\n  try: lightning-eff bench --blocking\n  try: lightning-eff doctor"
         raise EnvironmentLacksError(text)
     device = torch.device("cuda", torch.cuda.current_device())
     environment = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_eff.config.targets import resolve_class
 from lightning_eff.core.arguments import check_value
+from lightning_eff.core.catalog import CONF
 from lightning_eff.core.errors import ConfigError, suggest_name
 
 GROUP_BASES = {
@@ -88,7 +89,9 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, node in value.items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             allowed = f"an option in the list: {name!r} is not in {group}"
-            remedies = [f"+{group}={name}"]
+            options = [file.stem for file in (CONF / group).glob("*.yaml")]
+            allowed += "" if name in options else f"; {suggest_name(name, options)}"
+            remedies = [f"+{group}={name}"] if name in options else []
             raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
         if node is not None:
             yield f"{group}.{name}", node

@@ -1,4 +1,4 @@
-"""What a constructor accepts, stated by its annotations and checked where it is called.
+"""What a constructor or function accepts, stated by its annotations and checked where it is called.
 
 `every_n_steps: Count | None` is type, range and error message in one. `check_arguments` checks a constructor
 in a plain Trainer, config/validate.py the same annotations in a composed config, before anything is built.
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 import os
 import types
 import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal, ParamSpec, Union
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 
 from beartype.door import is_bearable
 from beartype.roar import BeartypeDecorHintPep585DeprecationWarning, BeartypeException
@@ -25,12 +26,13 @@ from beartype.vale import Is
 from lightning_eff.core.errors import ConfigError
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 Count = Annotated[int, Is[lambda value: value >= 1]]
 CountOrZero = Annotated[int, Is[lambda value: value >= 0]]
 Fraction = Annotated[float, Is[lambda value: 0.0 <= value <= 1.0]]
 BelowOne = Annotated[float, Is[lambda value: 0.0 <= value < 1.0]]
-Positive = Annotated[float, Is[lambda value: value > 0.0]]
+Positive = Annotated[float, Is[lambda value: 0.0 < value < math.inf]]
 NonEmpty = Annotated[str, Is[lambda text: text != ""]]
 StrPath = str | os.PathLike[str]
 
@@ -39,7 +41,7 @@ TEXTS: tuple[tuple[Any, str], ...] = (
     (CountOrZero, "a whole number of at least 0"),
     (Fraction, "a number from 0 to 1"),
     (BelowOne, "a fraction from 0 up to 1"),
-    (Positive, "a number above 0"),
+    (Positive, "a finite number above 0"),
     (NonEmpty, "at least one character"),
     (int, "a whole number"),
     (float, "a number"),
@@ -50,8 +52,8 @@ TEXTS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def check_arguments(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Check the keyword arguments of a constructor by their annotations, before it runs.
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the keyword arguments of a constructor or function by their annotations, before it runs.
 
     Raises:
         ConfigError: An argument is not what its annotation accepts.
@@ -65,12 +67,12 @@ def check_arguments(constructor: Callable[P, None]) -> Callable[P, None]:
         lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1, or None
     """
 
-    @functools.wraps(constructor)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        hints = typing.get_type_hints(constructor, include_extras=True)
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        hints = typing.get_type_hints(function, include_extras=True)
         for name, value in kwargs.items():
             check_value(name, value, hints.get(name, Any))
-        constructor(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return checked
 

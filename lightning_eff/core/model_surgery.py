@@ -286,7 +286,10 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
             }
             if not fitting:
                 word = block if isinstance(block, str) else block.__name__
-                hint = suggest_name(word, {type(module).__name__ for module in model.modules()})
+                inner = f"*.{word}"
+                is_inner = any(fnmatchcase(name, inner) for name in named)
+                classes = {type(module).__name__ for module in model.modules()}
+                hint = f"did you mean {inner!r}?" if is_inner else suggest_name(word, classes)
                 allowed = f"a class name or a pattern of module names of this model; {hint}"
                 raise ConfigError(key="blocks", value=word, allowed=allowed)
             selected |= fitting

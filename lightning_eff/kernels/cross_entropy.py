@@ -17,7 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels._cross_entropy.checks import LowRank, check_low_rank, check_options, checked_rows
+from lightning_eff.kernels._cross_entropy.checks import (
+    LowRank,
+    check_low_rank,
+    check_options,
+    checked_rows,
+    checked_target,
+)
 from lightning_eff.kernels._cross_entropy.function import Plan, TiledLoss
 from lightning_eff.kernels._cross_entropy.rows import CrossEntropy, Divergence, LogProb, wide_dtype
 from lightning_eff.kernels._cross_entropy.tiles import RowLoss, tile_rows_of
@@ -74,7 +80,7 @@ def linear_cross_entropy(
         ConfigError: A number or name is outside its range, or torch's own has no such option.
         ValueError: Shapes that do not fit.
         TypeError: Dtypes that do not fit.
-        RuntimeError: A target that is no class; with `class_weight` IndexError.
+        IndexError: A target that is no class; on a GPU an error of CUDA, as in torch.
 
     Example:
         >>> x, weight, target = torch.eye(3), torch.eye(3), torch.tensor([0, 1, -100])
@@ -82,14 +88,18 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.T, target))
         True
     """
-    check_options(label_smoothing, z_loss, softcap, temperature)
+    check_options(
+        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature,
+        tile_budget_mib=tile_budget_mib,
+    )  # fmt: skip
     if reduction not in get_args(Reduction):
         raise ConfigError(
             key="reduction", value=reduction, allowed=f"one of {', '.join(get_args(Reduction))}"
         )
     if backend not in get_args(Backend):
         raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(get_args(Backend))}")
-    rows, flat_target, dtype = checked_rows(x, weight, target, bias, class_weight)
+    rows, dtype = checked_rows(x, weight, target, bias=bias, class_weight=class_weight)
+    flat_target = checked_target(target, len(weight), ignore_index)
     if backend == "torch":
         if label_smoothing or z_loss or softcap is not None or temperature != 1.0 or low_rank is not None:
             names = "label_smoothing, z_loss, softcap, temperature and low_rank"
@@ -150,7 +160,7 @@ def token_logprobs(
     Args:
         x: As for `linear_cross_entropy`, like all that is not listed here.
         weight: Of the output projection.
-        target: Every one is a class: there is no index that is ignored.
+        target: Every one is a class: there is no index that is ignored; select rows first.
         bias: One value per class, or None.
         temperature: Divides the logits, after `softcap`.
         softcap: Logits become `softcap * tanh(logits / softcap)`.
@@ -166,13 +176,15 @@ def token_logprobs(
         ConfigError: A number is outside its range.
         ValueError: Shapes that do not fit.
         TypeError: Dtypes that do not fit.
+        IndexError: A target that is no class; on a GPU an error of CUDA, as in torch.
 
     Example:
         >>> token_logprobs(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3])).exp()
         tensor([0.2500])
     """
-    check_options(0.0, 0.0, softcap, temperature)
-    rows, flat_target, dtype = checked_rows(x, weight, target, bias, None)
+    check_options(softcap=softcap, temperature=temperature, tile_budget_mib=tile_budget_mib)
+    rows, dtype = checked_rows(x, weight, target, bias=bias)
+    flat_target = checked_target(target, len(weight), None)
     loss = LogProb(
         target=flat_target, temperature=float(temperature), softcap=softcap, num_values=1 + with_entropy
     )
@@ -217,21 +229,18 @@ def linear_kl(
         >>> linear_kl(x, weight, x, weight).abs().max() < 1e-6
         tensor(True)
     """
-    check_options(0.0, 0.0, None, temperature)
-    if not 0.0 <= beta <= 1.0:
-        raise ConfigError(
-            key="beta", value=beta, allowed="0 (KL(teacher, student)) to 1 (KL(student, teacher))"
-        )
-    shape = x.shape[:-1]
-    no_target = torch.zeros(shape, dtype=torch.int64, device=x.device)
-    rows, _, dtype = checked_rows(x, weight, no_target, None, None)
-    teacher_rows, _, teacher_dtype = checked_rows(teacher_x, teacher_weight, no_target, None, None)
-    if len(teacher_weight) != len(weight):
-        msg = f"a teacher of {len(teacher_weight)} classes and a student of {len(weight)}: expected as many"
+    check_options(temperature=temperature, beta=beta, tile_budget_mib=tile_budget_mib)
+    rows, dtype = checked_rows(x, weight)
+    teacher_rows, teacher_dtype = checked_rows(teacher_x, teacher_weight, of="teacher_")
+    own, taught = (
+        f"{len(w)} classes and rows {[*h.shape[:-1]]}" for h, w in ((x, weight), (teacher_x, teacher_weight))
+    )
+    if own != taught:
+        msg = f"a teacher of {taught} and a student of {own}: expected as many"
         raise ValueError(msg)
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
     loss = Divergence(teacher=teacher, temperature=float(temperature), beta=float(beta))
-    return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(shape)
+    return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(x.shape[:-1])
 
 
 def _tiled(

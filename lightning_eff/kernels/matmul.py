@@ -56,7 +56,7 @@ def gemm(
     c: Float[Tensor, "*batch_c m n"] | None = None,
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
+    beta: float | None = None,
     bias: Float[Tensor, " n"] | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
@@ -70,7 +70,7 @@ def gemm(
         b: `[*batch, K, N]`; batch axes are broadcast as in `torch.matmul`.
         c: `[*batch, M, N]`, or what broadcasts to it, in any floating-point dtype.
         alpha: Factor of the product; with 0 `a` and `b` are not read, as in BLAS.
-        beta: Factor of `c`; with 0 it is not read.
+        beta: Factor of `c`, given with it; with 0 it is not read.
         bias: Added to every row, `[N]`.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
         out_dtype: Of the result; None for that of `a`.
@@ -79,7 +79,7 @@ def gemm(
         backend: `torch`: its library; `triton`: our kernels; `auto`: what was measured to be faster.
 
     Raises:
-        ValueError: Shapes, devices or names that do not fit.
+        ValueError: Shapes, devices or names that do not fit; only one of `beta` and `c`.
         TypeError: A dtype that the kernels do not multiply, or a factor that is no number.
         RuntimeError: `triton` where its kernels cannot run, or gradients with `out`.
         ImportError: `triton`, which is not installed.
@@ -87,7 +87,11 @@ def gemm(
     Warns:
         UserWarning: A kernel cannot be compiled; torch's library computes such products from then on.
     """
-    alpha, beta = float(alpha), float(beta)
+    if beta if c is None else beta is None:
+        remedy = "c=out adds to out" if c is None else "beta=1.0 adds c, and with 0.0 it is not read"
+        text = f"gemm: beta={beta}, the factor of c, {'without' if c is None else 'with'} c: {remedy}"
+        raise ValueError(text)
+    alpha, beta = float(alpha), float(beta or 0.0)
     a, b = autocast(a, b)
     operands = check_operands(
         a, b, c if beta else None, alpha=alpha, beta=beta, bias=bias, out_dtype=out_dtype,

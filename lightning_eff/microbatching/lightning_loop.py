@@ -20,7 +20,7 @@ here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -75,8 +75,12 @@ class ExactStep(_AutomaticOptimization):
         self.is_search_due = False  # whether the next step begins with a search for the size
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
-        self.weigh: Callable[[Any], Any] | None = None
-        """May add a weight to what `training_step` returned."""
+        self.weigh: Callable[[Any, int | None], Any] | None = None
+        """May add a weight to what `training_step` returned for a number of samples."""
+        self.weighs_by = ""
+        """What these weights are."""
+        self.counts_by = "samples count equally"
+        """How the backward passes of a step count."""
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
@@ -182,7 +186,11 @@ class ExactStep(_AutomaticOptimization):
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
         output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
         self.trainer.strategy.post_training_step()
-        output = output if self.weigh is None else self.weigh(output)
+        is_weighted = _has_weight(output)
+        if self.weigh is not None:
+            output = self.weigh(output, None if part is None else part.num_samples)
+        if is_weighted or _has_weight(output):
+            self.counts_by = f"weights: {'returned by training_step' if is_weighted else self.weighs_by}"
         if output is None and self._num_ranks > 1:
             text = "training_step returned None on one of several ranks, which would leave the others waiting"
             raise RuntimeError(text)
@@ -223,6 +231,10 @@ class ExactStep(_AutomaticOptimization):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
+
+
+def _has_weight(output: Any) -> bool:
+    return isinstance(output, Mapping) and output.get("weight") is not None
 
 
 def install(trainer: pl.Trainer) -> ExactStep:

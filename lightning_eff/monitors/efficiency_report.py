@@ -32,7 +32,7 @@ from lightning_eff.core import machine, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
-from lightning_eff.core.errors import NoEffectWarning
+from lightning_eff.core.errors import NoEffectWarning, suggest_name
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import summary
@@ -231,4 +231,8 @@ class EfficiencyReport(pl.Callback):
         Raises:
             KeyError: The run had no such technique.
         """
-        return {row["technique"]: row for row in self.report.get("ledger", [])}[name]
+        rows = {row["technique"]: row for row in self.report.get("ledger", [])}
+        if name not in rows:
+            text = f"{name!r}: {suggest_name(name, rows)}"
+            raise KeyError(text)
+        return rows[name]

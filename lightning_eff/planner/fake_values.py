@@ -3,7 +3,7 @@
 Values are propagated from small integer tensors (those of a batch, constants). Otherwise the training is
 assumed to go well: `all` and `isfinite` are true, `any` and `isnan` false, a loss scaler finds no infinity,
 another bool is True, another integer 1, and another float 0.01, neither zero nor a large fraction.
-Each assumption is kept with the line of user code that needed the value.
+Each assumption is kept with the line of user code that needed the value; what this package reads is not.
 
 Also corrects dtypes: statistics of a norm (mean and reciprocal deviation, saved for backward) have the dtype
 of its weight, but torch 2.13 gives fakes that of the input, half as large under mixed precision.
@@ -27,7 +27,8 @@ from lightning_eff.report.live_bytes import InfraMode
 
 aten: Any = torch.ops.aten
 
-OWN = tuple(Path(__file__).parent.parent / name for name in ("planner", "report"))
+PACKAGE = Path(__file__).parent.parent
+OWN = tuple(PACKAGE / name for name in ("planner", "report"))
 """Folders of the code that predicts, as opposed to the training."""
 SMALL = 1 << 20
 """Maximum elements of a tensor whose values are propagated: a batch of a million tokens."""
@@ -156,7 +157,8 @@ class FakeValues(InfraMode):
                 kind = "condition" if isinstance(value, bool) else "number"
                 reader = f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
                 assumption = f"a {kind} is {value}: {reader}"
-                self.assumed += [assumption] if assumption not in self.assumed else []
+                is_own = PACKAGE in path.parents
+                self.assumed += [assumption] if assumption not in self.assumed and not is_own else []
                 break
             frame = frame.f_back
         return value

@@ -199,7 +199,7 @@ class _Lengths:
 
     def forecast(self, words: Sequence[str], num_tokens: int) -> MemoryForecast:
         """Predict a length; one that cannot be composed is a prediction without a peak."""
-        sys.stderr.write(f" predicting {num_tokens:,} tokens\n")
+        sys.stderr.write(f" predicting {' with '.join([f'{num_tokens:,} tokens', *words])}\n")
         try:
             values = self.compose([*words, f"{LENGTH}={num_tokens}"])
         except PRE_RUN_ERRORS as error:

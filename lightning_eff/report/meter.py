@@ -160,6 +160,7 @@ class Meter:
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return figures | {
             "world_size": world_size,
+            "first_batch_samples": num_samples or None,
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,

@@ -90,7 +90,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
     if held:
         sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
-        techniques = _lowering(held[0][0], report["ledger"])
+        techniques = _lowering(held[0][0], report)
         lines.append(f" at the peak ({peak['phase']}): {sizes}")
         lines += [f" to lower {held[0][0]}: {', '.join(techniques)}"] if techniques else []
     attention = report.get("attention", ())
@@ -101,12 +101,16 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _lowering(category: str, ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the techniques that lower a category of memory and are not applied yet."""
-    applied = {row["technique"]: row["did"] for row in ledger if row["status"] == "applied"}
+def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
+    """Return the techniques that lower a category of memory, are not applied yet, and can be."""
+    applied = {row["technique"]: row["did"] for row in report["ledger"] if row["status"] == "applied"}
     if "16-" in applied.get("precision/auto", ""):
         applied |= {"precision/bf16_mixed": ""}
-    return [name for name in LOWERED_BY.get(category, ()) if name not in applied]
+    measured = report["measured"]  # one sample cannot be split, nor can one device share
+    useless = ("callbacks/micro_batch",) if measured.get("first_batch_samples") == 1 else ()
+    useless += ("strategy/",) if measured.get("world_size") == 1 else ()
+    names = LOWERED_BY.get(category, ())
+    return [name for name in names if name not in applied and not name.startswith(useless)]
 
 
 def report_page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:

@@ -36,7 +36,9 @@ def steps(
 def test_the_number_of_micro_batches_follows_from_the_global_batch(net: Callable[..., Net]) -> None:
     accumulation = GradientAccumulation(global_batch_size=12)
     assert steps(accumulation, net()) == [(epoch, batch) for epoch in (0, 1) for batch in (2, 5, 8, 9)]
-    assert accumulation.outcome().did == "3 batches of 4 a step; 2 steps cut short by the end of an epoch"
+    assert accumulation.outcome().did == (
+        "3 batches of 4 a step; samples count equally; 2 steps cut short by the end of an epoch"
+    )
     assert accumulation.outcome().numbers["accumulate_grad_batches"] == [3]
 
 

@@ -187,7 +187,9 @@ REFUSED = [
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
 def test_what_cannot_be_known_later_is_refused(step: Callable[[Any], Tensor]) -> None:
     _, ours = nets()
-    with pytest.raises(ConfigError, match=r"callbacks\.tiled_loss=(.|\n)*linear_cross_entropy"):
+    with pytest.raises(
+        ConfigError, match=r"loss in tiles, by TiledLoss or tile_loss: (.|\n)*linear_cross_entropy"
+    ):
         step(ours)
 
 
@@ -195,6 +197,13 @@ def test_a_function_that_changes_gradients_is_refused_wherever_it_stands() -> No
     _, ours = nets()
     with pytest.raises(ConfigError, match="unseen"):
         second_argument(ours).backward()
+
+
+def test_a_narrower_cast_needs_whole_logits_and_is_named() -> None:
+    net = Net().double()
+    (projection,) = tile_loss(net, head="head").values()
+    ce(net(X).float()).backward()
+    assert dict(projection.readers) == {"a cast float64 -> float32": 1}
 
 
 def test_logits_that_are_kept_are_those_before_the_step() -> None:

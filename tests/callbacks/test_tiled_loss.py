@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +20,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels._cross_entropy import tiles
 from lightning_eff.models.gpt import GPT
 from tests.support.language import token_rows
@@ -171,7 +172,7 @@ class Reversed(torch.autograd.Function):
 def test_a_loss_that_is_not_seen_is_refused_with_the_change_that_helps() -> None:
     model = gpt()
     tile_loss(model)
-    message = "callbacks.tiled_loss=.*unseen(.|\n)*linear_cross_entropy"
+    message = "loss in tiles, by TiledLoss or tile_loss: .*unseen(.|\n)*linear_cross_entropy"
     with pytest.raises(ConfigError, match=message):
         Custom.apply(model(X)).backward()
     with pytest.raises(ConfigError, match=message):
@@ -222,7 +223,7 @@ def test_a_projection_that_is_not_clear_is_to_be_named() -> None:
     assert list(tile_loss(Two(), head="other")) == ["other"]
     with pytest.raises(ConfigError, match="head='lm_head': expected the name of the output projection"):
         tile_loss(Two(), head="lm_head")
-    with pytest.raises(ConfigError, match=r"head='Embedding': expected an nn\.Linear"):
+    with pytest.raises(ConfigError, match=r"head='table': expected .* nn\.Linear.*, not of Embedding"):
         tile_loss(Two(), head="table")
     tied = Two()
     tied.other.weight = tied.table.weight
@@ -272,6 +273,38 @@ def test_the_mean_loss_gives_its_number_of_targets_to_accumulation() -> None:
     torch.testing.assert_close(trained(Step(), *callbacks), exact, rtol=1e-9, atol=1e-12)
     plain = trained(Step(), GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1))
     assert any((plain[name] - exact[name]).norm() > 1e-3 * exact[name].norm() for name in exact)
+
+
+class Changed(Step):
+    """The same with a loss that is no longer the mean itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * 1.0
+
+
+def test_a_loss_that_lost_its_weight_is_warned_of_and_reported() -> None:
+    """Found by a newcomer: weights came and went with `+ 0.0`, and nothing said so."""
+    outcomes: list[str] = []
+    for model, with_loss in ((Step(), True), (Weighted(), True), (Step(), False), (Changed(), True)):
+        batch = MicroBatch(micro_batch_size=1)
+        window = GradientAccumulation(global_batch_size=6)
+        is_lost = isinstance(model, Changed)
+        with pytest.warns(ConflictWarning, match="unequal numbers") if is_lost else nullcontext() as caught:
+            trained(model, window, batch, *([TiledLoss()] if with_loss else []))
+        if is_lost:
+            assert sum("unequal numbers of targets" in str(each.message) for each in caught or []) == 1
+        outcomes.append(batch.outcome().did.rpartition("; ")[2])
+        assert window.outcome().did.split("; ")[:2] == ["3 batches of 2 a step", outcomes[-1]]
+    assert outcomes == [
+        "weights: targets of the tiled loss", "weights: returned by training_step",
+        *["samples count equally"] * 2,
+    ]  # fmt: skip
+
+
+def test_a_loss_that_lost_equal_weights_is_no_warning() -> None:
+    tokens, _ = token_rows()
+    rows = DataLoader(TensorDataset(tokens, tokens), batch_size=2)
+    fit(Changed(), GradientAccumulation(global_batch_size=6), TiledLoss(), loader=rows, max_steps=2)
 
 
 @pytest.mark.parametrize("target", ["head", "modules_to_save"])

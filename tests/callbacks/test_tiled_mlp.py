@@ -325,6 +325,10 @@ def test_short_inputs_are_one_tile_and_said_to_be() -> None:
     ):
         train(model, technique, num_steps=2)
     assert not technique.outcome().effective
+    for budget_mib, limit in ((64, "tile_budget_mib=64"), (None, "the default budget of 64.0 MiB")):
+        technique = TiledMLP(tile_budget_mib=budget_mib, min_tokens=1)
+        with pytest.warns(NoEffectWarning, match=rf"one tile \(wide activations of .* KiB fit {limit}\)"):
+            train(Language(), technique, num_steps=1)
 
 
 class Batched(nn.Sequential):
@@ -564,6 +568,13 @@ def test_modules_that_are_named_must_be_token_wise() -> None:
         tile_mlps(model, modules=["blocks.*.attention"])
     with pytest.raises(ConfigError, match=r"callbacks.tiled_mlp.modules='MLPP'.*did you mean 'MLP'"):
         train(Language(), TiledMLP(modules="MLPP"))
+    with pytest.raises(
+        ConfigError, match=r"modules='layers\.\*\.mlp': .*; did you mean '\*\.layers\.\*\.mlp'\?"
+    ):
+        tile_mlps(
+            nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([model.blocks[0]])})}),
+            modules=["layers.*.mlp"],
+        )
     assert list(tile_mlps(model, modules="MLP")) == ["blocks.0.mlp", "blocks.1.mlp"]
     assert tile_mlps(model) == {}, "tiled already"
 
@@ -573,7 +584,8 @@ def test_an_adapted_layer_is_no_mlp() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)))
     assert list(adapt(model, options={"r": 2})) == ["0.0", "1.0"]
-    assert tile_mlps(model) == {}
+    with pytest.warns(NoEffectWarning, match="no token-wise MLP found in repeated blocks; name them"):
+        assert tile_mlps(model) == {}
 
 
 def test_a_fused_mlp_is_a_conflict() -> None:

@@ -62,6 +62,11 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.devic
         (["--shapes", "1,2,0"], 2, "not '1,2,0'"),
         (["--shapes", "1,2,3;"], 2, "try: lightning-eff bench --help"),
         (["--quick"], 3, "bench: torch finds no CUDA device"),
+        (
+            ["--quick"],
+            3,
+            "needs an NVIDIA GPU and Triton, and --blocking neither\n  try: lightning-eff bench --b",
+        ),
         (["--tune", "lmm"], 2, "recipe 'lmm' does not exist: did you mean 'lm'?"),
         (["--tune", "lm"], 3, "bench: torch finds no CUDA device"),
     ],

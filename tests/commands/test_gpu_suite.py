@@ -66,7 +66,9 @@ def test_every_part_runs_its_smallest_size_on_a_cpu(
     monkeypatch.setattr(gpu_recipes, "run_command", lambda words: asked.append(words) or printed[words[0]])
     code, raw = suite(tmp_path, "--quick")
     assert code == 0
-    assert "profiler_start" not in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "profiler_start" not in err
+    assert err.endswith(f"all results: {tmp_path / 'gpu_suite.json'}\n")
     assert list(raw["parts"]) == [part.name for part in PARTS]
     states = {name: part["state"] for name, part in raw["parts"].items()}
     assert states == dict.fromkeys(states, "done") | {"correctness": "skipped"}

@@ -210,6 +210,8 @@ def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(e
     assert callbacks["gradient_accumulation"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="'gradient_accumulation' is not in callbacks"):
         compose("callbacks=[]", "callbacks.gradient_accumulation.global_batch_size=8")
+    with pytest.raises(ConfigError, match=r"'tiledloss' is not in callbacks; did you mean 'tiled_loss'\?$"):
+        compose("callbacks.tiledloss.head=x")
     mine = own_folder(
         empty_folder, typo="defaults:\n  - lm\n  - _self_\ncallbacks:\n  emty_cache:\n    x: 1\n"
     )

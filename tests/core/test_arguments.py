@@ -12,7 +12,7 @@ import torch
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
-from lightning_eff.core.arguments import Count, CountOrZero, Fraction, StrPath, accepts, describe
+from lightning_eff.core.arguments import Count, CountOrZero, Fraction, Positive, StrPath, accepts, describe
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -23,6 +23,7 @@ from lightning_eff.strategy.fsdp2 import FSDP2
     [
         (Count, [1, np.int64(2)], [0, True, 1.0, "1", None]),
         (Fraction, [0, 1.0, np.float32(0.5)], [1.5, float("nan"), True]),
+        (Positive, [1, 1e-9], [0.0, float("inf"), float("nan"), True]),
         (float | torch.Tensor, [torch.tensor(0.1), 1], ["fast"]),
         (Literal[1, 2, 3], [1], [True, 4, "1"]),
         (Literal["auto"] | Count, ["auto", 3], ["x", 0]),

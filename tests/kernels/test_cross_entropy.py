@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -206,11 +207,11 @@ ALL_OF = {"x": torch.zeros(2, 3), "weight": torch.zeros(4, 3), "target": torch.t
 BAD = [
     ({"label_smoothing": 1.5}, ConfigError, "label_smoothing=1.5: expected 0 to 1"),
     ({"z_loss": -1.0}, ConfigError, "z_loss=-1.0: expected 0 (none)"),
-    ({"softcap": 0.0}, ConfigError, "softcap=0.0: expected a number above 0, or None"),
-    ({"temperature": 0.0}, ConfigError, "temperature=0.0: expected a number above 0"),
+    ({"softcap": 0.0}, ConfigError, "softcap=0.0: expected a finite number above 0, or None"),
+    ({"temperature": 0.0}, ConfigError, "temperature=0.0: expected a finite number above 0"),
     ({"reduction": "average"}, ConfigError, "reduction='average': expected one of mean, sum, none"),
     ({"backend": "liger"}, ConfigError, "backend='liger': expected one of auto, tiled, torch"),
-    ({"tile_budget_mib": 0}, ConfigError, "tile_budget_mib=0: expected a number of MiB above 0"),
+    ({"tile_budget_mib": 0}, ConfigError, "tile_budget_mib=0: expected a finite number of MiB above 0"),
     ({"backend": "torch", "softcap": 1.0}, ConfigError, "backend='torch': expected tiled, for"),
     ({"backend": "torch", "temperature": 2.0}, ConfigError, "backend='torch': expected tiled, for"),
     (
@@ -228,8 +229,9 @@ BAD = [
         "low_rank [1, 2] and [4, 2]: expected",
     ),
     ({"weight": torch.zeros(4, 3).bfloat16()}, TypeError, "x of torch.float32 and weight of torch.bfloat16"),
-    ({"target": torch.tensor([0, 4])}, RuntimeError, "index 4 is out of bounds"),
-    ({"target": torch.tensor([0, -1])}, RuntimeError, "index -1 is out of bounds"),
+    ({"tile_budget_mib": math.inf}, ConfigError, "tile_budget_mib=inf: expected a finite number of MiB"),
+    ({"target": torch.tensor([0, 4])}, IndexError, "Target 4 is out of bounds, of 4 classes"),
+    ({"target": torch.tensor([0, -1])}, IndexError, "Target -1 is out of bounds"),
 ]
 
 
@@ -244,7 +246,20 @@ def test_bad_input_of_a_divergence() -> None:
     x, weight = torch.zeros(2, 3), torch.zeros(4, 3)
     with pytest.raises(ConfigError, match=r"beta=2: expected 0 \(KL\(teacher, student\)\) to 1"):
         linear_kl(x, weight, x, weight, beta=2)
-    with pytest.raises(ValueError, match="a teacher of 3 classes and a student of 4: expected as many"):
+    with pytest.raises(ConfigError, match="temperature=inf: expected a finite number above 0"):
+        linear_kl(x, weight, x, weight, temperature=math.inf)
+    with pytest.raises(
+        ValueError, match=r"teacher of 4 classes and rows \[3\] and a student of 4 classes and rows \[2\]"
+    ):
+        linear_kl(x, weight, torch.zeros(3, 3), weight)
+    with pytest.raises(ValueError, match=r"^teacher_x \[2, 3\], teacher_weight \[4, 2\]: .* \[v, d\]$"):
+        linear_kl(x, weight, x, torch.zeros(4, 2))
+    with pytest.raises(IndexError, match=r"Target -100 .*: select rows with labels != -100 first"):
+        token_logprobs(x, weight, torch.tensor([-100, 0]))
+    with pytest.raises(
+        ValueError,
+        match=r"a teacher of 3 classes and rows \[2\] and a student of 4 classes .*: expected as many",
+    ):
         linear_kl(x, weight, x, weight[:3])
 
 

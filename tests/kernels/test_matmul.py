@@ -35,7 +35,7 @@ def test_any_shapes_factors_addends_and_activation(
     m, n, k = sizes
     a, b = random(*batches[0], m, k), random(*batches[1], k, n)
     c = random(*torch.broadcast_shapes(*batches), m, n) if has_c else None
-    keywords: dict[str, Any] = {"alpha": alpha, "beta": beta, "activation": activation}
+    keywords: dict[str, Any] = {"alpha": alpha, "beta": beta if has_c else 0.0, "activation": activation}
     keywords["bias"] = random(n) if has_bias else None
     ours, expected = gemm(a, b, c, **keywords), reference(a, b, c, **keywords)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
@@ -43,7 +43,7 @@ def test_any_shapes_factors_addends_and_activation(
 
 def test_what_is_not_read_does_not_reach_the_result() -> None:
     a, b, nan = random(3, 4), random(4, 2), float("nan")
-    assert torch.equal(gemm(a, b, torch.full((3, 2), nan)), a @ b)
+    assert torch.equal(gemm(a, b, torch.full((3, 2), nan), beta=0.0), a @ b)
     ones = torch.ones(3, 2, dtype=torch.float64)
     assert torch.equal(gemm(a * nan, b, ones, alpha=0.0, beta=2.0), 2.0 * ones)
     assert bool(gemm(a * nan, b).isnan().all())
@@ -86,7 +86,7 @@ def test_a_result_over_an_operand_is_made_elsewhere(where: str) -> None:
     out = {"a": a, "b": b, "a.T": a.T, "shifted": room[1:]}[where]
     c = room[:-1] if where == "shifted" else None
     expected = a.clone() @ b.clone()
-    assert torch.equal(gemm(a, b, c, beta=1.0, out=out), expected)
+    assert torch.equal(gemm(a, b, c, beta=1.0 if where == "shifted" else None, out=out), expected)
 
 
 def test_batch_axes_of_low_formats_are_multiplied_as_they_are() -> None:
@@ -126,6 +126,8 @@ def test_autocast_is_that_of_torch() -> None:
         ({"a": random(2, 3, 4), "b": random(5, 4, 2)}, ValueError, "cannot be broadcast"),
         ({"b": random(4, 2).to("meta")}, ValueError, "a is on cpu and b on meta"),
         ({"c": random(7, 2), "beta": 1.0}, ValueError, r"c is \[7, 2\]: expected \[3, 2\]"),
+        ({"beta": 1.0}, ValueError, "beta=1.0, the factor of c, without c: c=out adds to out"),
+        ({"c": random(3, 2)}, ValueError, "beta=None, the factor of c, with c: beta=1.0 adds c"),
         ({"bias": random(3)}, ValueError, r"bias is \[3\]: expected \[2\]"),
         ({"bias": torch.ones(2, dtype=torch.int32)}, TypeError, "bias is torch.int32"),
         ({"activation": "gelu"}, ValueError, "expected one of relu, silu, gelu_tanh, or None"),

@@ -43,8 +43,8 @@ def test_ledger_says_asked_applied_and_done(net: Callable[..., Net], tmp_path: P
     assert precision["asked"]["precision"] == "auto"
     assert precision["numbers"]["precision"] in ("32-true", "bf16-mixed")
     assert (cache["status"], cache["numbers"]["times"]) == ("applied", 2)
-    with pytest.raises(KeyError):
-        monitor.outcome_of("callbacks/none")
+    with pytest.raises(KeyError, match="did you mean 'callbacks/empty_cache'"):
+        monitor.outcome_of("empty_cache")
 
 
 def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 from lightning_eff.planner.fakes import COMPILED, Fakes, real_tensors
 
 
@@ -80,6 +81,12 @@ def test_values_of_a_batch_and_constants_are_computed() -> None:
         fake.add_(torch.randn(()).long())
         assert fake.max().item() == 1, "what is overwritten is forgotten"
     assert len(fakes.assumed) == 1
+
+
+def test_what_this_package_reads_is_no_assumption_about_the_users_code() -> None:
+    with Fakes() as fakes:
+        linear_cross_entropy(torch.randn(4, 2), torch.randn(3, 2), torch.randn(4).long())
+    assert fakes.assumed == []
 
 
 def test_unknown_values_are_those_of_a_good_step() -> None:

@@ -43,6 +43,20 @@ def test_the_text_of_a_finished_run() -> None:
     ]
 
 
+def test_advice_is_what_can_be_applied() -> None:
+    for category, measured, names in (
+        ("activations", {"first_batch_samples": 1}, "callbacks/gradient_checkpointing"),
+        ("temporaries", {"first_batch_samples": 1}, ""),
+        ("parameters", {"world_size": 1}, "precision/bf16_true, precision/quantized_base"),
+        ("parameters", {"world_size": 2}, "precision/bf16_true, precision/quantized_base, strategy/fsdp2"),
+    ):
+        memory = {"phase": "backward", "by_category": {category: 2**20}}
+        text = summary.report_text(make_report(memory=memory, measured=MEASURED | measured))
+        assert [line for line in text.split("\n") if line.startswith(" to lower")] == (
+            [f" to lower {category}: {names}"] if names else []
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [

@@ -222,10 +222,13 @@ def _may_write(name: str, attribute: Any, kwargs: Any) -> bool:
 def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's function protocol") -> Never:
     """Raise the error that a loss cannot be computed in tiles."""
     raise ConfigError(
-        key="callbacks.tiled_loss",
-        value=value,
+        key="",
+        value=f"loss in tiles, by TiledLoss or tile_loss: {value}",
         allowed="a loss by torch's functions, in the step of its logits",
-        remedies=("~callbacks.tiled_loss", "loss = linear_cross_entropy(hidden, head.weight, targets)"),
+        remedies=(
+            "loss = linear_cross_entropy(hidden, head.weight, targets)",
+            "~callbacks.tiled_loss, or restore() of what tile_loss returned",
+        ),
     )
 
 

@@ -36,23 +36,26 @@ Compute = Callable[[Tensor], Tensor]
 
 
 class LateProjection:
-    """Computes the logits of a linear layer when they are read, until `remove` is called.
+    """Computes the logits of a linear layer when they are read, until `restore` is called.
 
     Args:
         module: An `nn.Linear`, or PEFT's LoRA of one.
+        name: Its name in its model.
         tile_budget_mib: As in `linear_cross_entropy`.
 
     Raises:
         ConfigError: Another kind of layer.
     """
 
-    def __init__(self, module: nn.Module, *, tile_budget_mib: float | None = None) -> None:
+    def __init__(self, module: nn.Module, name: str, *, tile_budget_mib: float | None = None) -> None:
         self.module: Any = module
         self.linear: Any = getattr(module, "base_layer", module)
         is_adapted = self.linear is not module
         if type(self.linear) not in PLAIN or (is_adapted and not hasattr(module, "_plain_adapter")):
-            kind = type(module).__name__
-            raise ConfigError(key="head", value=kind, allowed="an nn.Linear, or one with a LoRA adapter")
+            allowed = (
+                f"the name of an nn.Linear, or of one with a LoRA adapter, not of {type(module).__name__}"
+            )
+            raise ConfigError(key="head", value=name, allowed=allowed)
         self._gathered = GatheredAtOnce(module) if is_adapted else None  # its weights and the adapter's
         self.tile_budget_mib = tile_budget_mib
         self.num_losses = 0
@@ -63,7 +66,7 @@ class LateProjection:
         """Functions that needed whole logits."""
         self.keeps_means = False
         self._means: list[tuple[object, Tensor]] = []
-        """The nodes of mean losses since the last step, and their numbers of targets; if `keeps_means`."""
+        """What `take_means` returns, if `keeps_means`."""
         self._alive: list[weakref.ref[LazyLogits]] = []
         self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
         self._compute: Compute | None = None
@@ -76,7 +79,7 @@ class LateProjection:
         """Return whether a module's logits are computed when they are read."""
         return "_call_impl" in vars(module)
 
-    def remove(self) -> None:
+    def restore(self) -> None:
         """Have the module compute its logits when it is called."""
         self._step_hook.remove()
         for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
@@ -184,13 +187,13 @@ class LateProjection:
         loss = self._tiled(linear_cross_entropy, logits, target, options)
         is_mean = options["reduction"] == "mean" and options["class_weight"] is None
         if self.keeps_means and is_mean and loss.grad_fn is not None:
-            self._means.append((_node(loss), (target != options["ignore_index"]).sum()))
+            self._means.append((node_of(loss), (target != options["ignore_index"]).sum()))
         return loss
 
-    def targets_of(self, loss: Tensor) -> Tensor | None:
-        """Return the number of targets of a loss, if it is a mean loss itself; forget all of this step."""
+    def take_means(self) -> list[tuple[object, Tensor]]:
+        """Return the nodes of mean losses since the last call, and their numbers of targets."""
         means, self._means = self._means, []
-        return next((count for node, count in means if node is _node(loss)), None)
+        return means
 
     def logprobs(self, logits: LazyLogits, target: Tensor) -> Tensor:
         """Return the log-probabilities of targets in tiles."""
@@ -260,7 +263,7 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     return any(is_foreign(hook) for name in names for hook in state[name].values())
 
 
-def _node(loss: Tensor) -> Any:
+def node_of(loss: Tensor) -> Any:
     """Return what computed a loss, whatever identities of autograd came after it."""
     node: Any = loss.grad_fn
     while type(node).__name__ in IDENTITIES:

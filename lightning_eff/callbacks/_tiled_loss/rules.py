@@ -94,8 +94,8 @@ def _permuted(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogi
     return _derive(logits, func, args, kwargs, form=replace(logits.form, is_class_second=True))
 
 
-def _cast(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
-    """Note a wider dtype; losses in tiles are float32 at least whatever it is."""
+def _cast(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Note a wider dtype, since losses in tiles are float32 at least; a narrower one rounds whole logits."""
     given = [*args[1:], *kwargs.values()]
     if any(
         isinstance(each, Tensor)
@@ -105,8 +105,10 @@ def _cast(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits |
         return None
     dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
     is_wider = dtype in (torch.float32, torch.float64) and dtype.itemsize >= logits.dtype.itemsize
-    is_same = dtype == logits.dtype
-    return _derive(logits, func, args, kwargs, dtype=dtype) if is_same or is_wider else None
+    if dtype != logits.dtype and not is_wider:
+        reader = f"a cast {logits.dtype} -> {dtype}".replace("torch.", "")
+        return func(logits.whole(reader), *args[1:], **kwargs)
+    return _derive(logits, func, args, kwargs, dtype=dtype)
 
 
 def _detached(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits:

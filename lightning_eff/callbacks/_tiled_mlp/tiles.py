@@ -75,6 +75,8 @@ class TiledForward:
         self._gathered: GatheredAtOnce | None = None
         self.max_tokens = 0
         self.max_tiles = 0
+        self.largest = (0, 0)
+        """Wide activations of the largest input, and its budget, in bytes."""
         self.not_held_bytes = 0
         self.recomputed_tokens = 0
 
@@ -95,6 +97,7 @@ class TiledForward:
         wide_bytes = num_tokens * self.widest * NUM_WIDE * itemsize
         budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
+        self.largest = max(self.largest, (wide_bytes, budget_bytes))
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
         self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)

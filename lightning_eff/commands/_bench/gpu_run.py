@@ -40,6 +40,7 @@ def main(options: argparse.Namespace, start: gpu_suite.Start = gpu_suite.run_in_
     minutes = options.minutes or MINUTES
     gpu_suite.run_suite(parts, setting, raw, folder / FILE, minutes=minutes, start=start)
     sys.stdout.write(json.dumps(raw, indent=1) + "\n" if options.json else report(raw, setting))
+    sys.stderr.write(f"all results: {folder / FILE}\n")
     return EXIT_FAILED if faults(raw) else EXIT_OK
 
 

@@ -19,8 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from lightning_eff.core.errors import ConfigError
-
 MIB = 1 << 20
 LEAST_BUDGET_MIB = {"cpu": 16, "cuda": 64}
 """Least default of `tile_budget_mib`: a CPU's tiles stay near its caches, a GPU's fill it."""
@@ -142,15 +140,10 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
         budget_mib: In MiB; None for the larger of `LEAST_BUDGET_MIB` and the bytes of `x`, but at most an
             eighth of the rows.
 
-    Raises:
-        ConfigError: The budget is not above 0.
-
     Example:
         >>> tile_rows_of(torch.zeros(1024, 256), 32000, None)
         128
     """
-    if budget_mib is not None and not budget_mib > 0:
-        raise ConfigError(key="tile_budget_mib", value=budget_mib, allowed="a number of MiB above 0, or None")
     least = LEAST_BUDGET_MIB.get(x.device.type, LEAST_BUDGET_MIB["cuda"]) * MIB
     budget = max(least, x.nbytes) if budget_mib is None else budget_mib * MIB
     fitting = max(1, int(budget / (4 * max(width, 1))))
