@@ -1,4 +1,4 @@
-"""What a report and a plan say of attention: calls that are alike as one row, and what to warn of."""
+"""What a report and a plan say of attention: calls that are alike as one row, masks, and what to warn of."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
 from lightning_eff.core.attention_backends import AttentionCall
 from lightning_eff.core.text import human_bytes
 
 LONG = 512
 """Tokens from which quadratic attention is warned of."""
+PATTERNS = {
+    "causal": ("is causal", "is_causal=True in place of the mask"),
+    "nothing": ("masks nothing", "attn_mask=None"),
+}
+"""What is said of a mask, and what could be passed in its place."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +92,26 @@ def warning_of(rows: Iterable[AttentionRow]) -> str:
     worst = max(long, key=lambda row: row.score_bytes)
     modules = ", ".join(dict.fromkeys(worst.modules[:3])) or "the model"
     return f"attention is quadratic in memory in {modules}: {worst}\n  try: {worst.remedy}"
+
+
+def pattern_of(mask: Tensor) -> str:
+    """Return `nothing` for a mask that lets everything pass, `causal` for that of `is_causal=True`, else "".
+
+    Args:
+        mask: `[.., T, S]`, bool, or added to the scores.
+
+    Example:
+        >>> pattern_of(torch.ones(4, 4, dtype=torch.bool).tril()), pattern_of(torch.zeros(2, 1, 4, 4))
+        ('causal', 'nothing')
+    """
+    if isinstance(mask, FakeTensor) or mask.is_meta or mask.requires_grad:
+        return ""
+    with _disable_current_modes(), torch.no_grad():
+        if bool(mask.all() if mask.dtype == torch.bool else not mask.any()):
+            return "nothing"
+        # All samples and heads at once would be a copy of the mask; a mask of one sample is often shared.
+        if mask.numel() != mask.shape[-1] * mask.shape[-2]:
+            return ""
+        passes = mask.view(mask.shape[-2:])
+        passes = passes if mask.dtype == torch.bool else passes == 0
+        return "causal" if torch.equal(passes, torch.ones_like(passes).tril()) else ""

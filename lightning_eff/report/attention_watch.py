@@ -20,11 +20,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
-from lightning_eff.report.attention import AttentionRow, alike
+from lightning_eff.report.attention import PATTERNS, AttentionRow, alike, pattern_of
 
 SOFTMAX = "softmax"
 """A softmax between two products, without `scaled_dot_product_attention`."""
@@ -225,9 +223,10 @@ class AttentionWatch:
         # After a backward pass: the next micro-batch, or another model.
         if self._is_later and any(row.call == call and row.modules == (path,) for row in self.seen):
             return
-        about = {"causal": "is causal", "nothing": "masks nothing"}.get(mask.pattern, "")
-        kind = f"{mask.kind} that {about}" if about and mask.kind != "causal" else mask.kind
+        about, instead = PATTERNS.get(mask.pattern, ("", "")) if mask.kind != "causal" else ("", "")
+        kind = f"{mask.kind} that {about}" if about else mask.kind
         reason, advice = self._why(backend, call)
+        advice = advice or instead
         if backend == "flex" and reason:
             score_bytes = call.scores_bytes(self._capability)
         row = AttentionRow(backend, 1, call, kind, (path,), score_bytes, mask.num_bytes, reason, advice)
@@ -248,29 +247,6 @@ class AttentionWatch:
         if choice.backend != MATH:
             return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
         return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
-
-
-def pattern_of(mask: Tensor) -> str:
-    """Return `nothing` for a mask that lets everything pass, `causal` for that of `is_causal=True`, else "".
-
-    Args:
-        mask: `[.., T, S]`, bool, or added to the scores.
-
-    Example:
-        >>> pattern_of(torch.ones(4, 4, dtype=torch.bool).tril()), pattern_of(torch.zeros(2, 1, 4, 4))
-        ('causal', 'nothing')
-    """
-    if isinstance(mask, FakeTensor) or mask.is_meta or mask.requires_grad:
-        return ""
-    with _disable_current_modes(), torch.no_grad():
-        if bool(mask.all() if mask.dtype == torch.bool else not mask.any()):
-            return "nothing"
-        # All samples and heads at once would be a copy of the mask; a mask of one sample is often shared.
-        if mask.numel() != mask.shape[-1] * mask.shape[-2]:
-            return ""
-        passes = mask.view(mask.shape[-2:])
-        passes = passes if mask.dtype == torch.bool else passes == 0
-        return "causal" if torch.equal(passes, torch.ones_like(passes).tril()) else ""
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
