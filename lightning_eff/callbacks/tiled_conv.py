@@ -113,7 +113,7 @@ class TiledConv(Managed):
         modules: Class names or patterns of names of containers (`net.levels.*`), classes, or a predicate of
             name and module; None takes every `nn.Sequential`.
         tile_budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the
-            larger of 64 and the segment's input.
+            larger of 64 and a quarter of the segment's input.
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
@@ -211,7 +211,7 @@ class TiledConv(Managed):
         else:
             did = (
                 f"{len(segments)} segment{'s' * (len(segments) != 1)} in up to {tiles} tiles: "
-                f"{human_bytes(not_held)} not held, {halo:.0%} computed twice for the halo"
+                f"{human_bytes(not_held)} not kept for the backward pass, {halo:.0%} more pixels for the halo"
             )
         reasons = list(dict.fromkeys(ends.values()))
         did += f"; segments end: {', '.join(reasons[:MAX_ENDS])}" if reasons else ""
