@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.checkpoint.sharded_write import remove_leftovers
 from lightning_eff.config.ckpt_path import (
     RESOLVED,
@@ -148,7 +147,7 @@ def model_without_memory(
         model: pl.LightningModule = make("model", {**values["model"], **untrained})
         model.configure_model()
         for callback in callbacks_of(adapted_by) if adapted_by is not None else ():
-            if isinstance(callback, PeftAdapter):
+            if isinstance(callback, model_surgery.AddsAdapters):
                 model_surgery.apply(model, callback.changes(base=False))
     return model
 
@@ -167,8 +166,8 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     model: pl.LightningModule = make("model", values["model"])
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
-    adapters = [callback for callback in callbacks_of(trainer) if isinstance(callback, PeftAdapter)]
-    changes = [change for callback in adapters for change in callback.changes()]
+    adding = [each for each in callbacks_of(trainer) if isinstance(each, model_surgery.AddsAdapters)]
+    changes = [change for callback in adding for change in callback.changes()]
     model.trainer = trainer  # its callbacks decide what is frozen, and so may be quantized
     model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])
     return model

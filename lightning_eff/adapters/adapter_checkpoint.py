@@ -20,6 +20,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lightning_eff.adapters import CHECKPOINT_KEY
 from lightning_eff.adapters.base_fingerprint import Fingerprint, format_names, split_state
 from lightning_eff.adapters.inject import peft_config_of
 from lightning_eff.adapters.methods import settings_of
@@ -27,8 +28,6 @@ from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
-CHECKPOINT_KEY = "peft_adapter"
-"""Where a checkpoint keeps the method's config and the base's fingerprint."""
 NO_ADAPTER = (
     "it holds no adapter, only the model\n"
     "  try: base_checkpoint=PATH of PeftAdapter in place of ckpt_path=PATH, to train an adapter on it"

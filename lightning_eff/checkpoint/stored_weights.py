@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_eff.adapters.adapter_checkpoint import load_base_weights
 from lightning_eff.checkpoint import digest, sharded
 from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
@@ -113,6 +112,8 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
         if any(parameter.is_meta for parameter in model.parameters()):
             text = "the model is on the meta device and has no memory yet"
             raise CheckpointError(text)
+        from lightning_eff.adapters.adapter_checkpoint import load_base_weights  # PEFT takes seconds
+
         count = load_base_weights(model, weights(file))
         log.info("base: %s", file)
         return count

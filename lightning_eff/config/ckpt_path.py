@@ -10,8 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_eff.adapters import adapter_checkpoint as adapter_state
-from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.adapters import CHECKPOINT_KEY
 from lightning_eff.checkpoint import sharded
 from lightning_eff.checkpoint.digest import read_with, verify
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
@@ -19,6 +18,7 @@ from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
+from lightning_eff.core.model_surgery import AddsAdapters
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +164,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
         allowed = "a checkpoint of a Trainer; this file has other content"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
-    if adapter_state.CHECKPOINT_KEY in saved and not any(
-        isinstance(c, PeftAdapter) for c in callbacks_of(trainer)
-    ):
+    if CHECKPOINT_KEY in saved and not any(isinstance(c, AddsAdapters) for c in callbacks_of(trainer)):
         # PyTorch would list every key that the model does not have.
         text = (
             f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"

@@ -67,6 +67,15 @@ class CastsFrozen(Protocol):
     """Runs at `Stage.CAST_FROZEN`."""
 
 
+@runtime_checkable
+class AddsAdapters(Protocol):
+    """A callback that adds adapters: known by this, since importing PEFT for its class takes seconds."""
+
+    def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
+        """Return what the callback changes, with or without reading the weights of its base."""
+        ...
+
+
 def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return those of the named modules whose own parameters will not be trained.
 
