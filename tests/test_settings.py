@@ -18,7 +18,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.callbacks.tiled_conv import TiledConv
+from lightning_eff.callbacks.tiled_conv import TiledConv, tile_convs
 from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.torch_compile import TorchCompile
@@ -172,6 +172,7 @@ CHANGES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (tile_mlps, {"tile_budget_mib": float("inf")}, "tile_budget_mib=inf: expected a finite number"),
     (tile_mlps, {"min_tokens": 0}, "min_tokens=0: expected a whole number of at least 1"),
+    (tile_convs, {"min_pixels": 0}, "min_pixels=0: expected a whole number of at least 1"),
     (swap, {"backend": "cublas"}, "backend='cublas': expected one of auto, torch, triton"),
 ]
 

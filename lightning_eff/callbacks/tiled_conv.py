@@ -45,16 +45,18 @@ from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
 
+NOT_FOUND = "no nn.Sequential with convolutions or pooling found"
 MAX_ENDS = 3
 """Reasons that a report has in its line."""
 
 
+@check_arguments
 def tile_convs(
     model: nn.Module,
     *,
     modules: BlockSelector = None,
-    tile_budget_mib: float | None = None,
-    min_pixels: int = 65536,
+    tile_budget_mib: Positive | None = None,
+    min_pixels: Count = 65536,
 ) -> dict[str, TiledContainer]:
     """Compute chains of convolutions of a model in tiles from now on; for Fabric, or your own training loop.
 
@@ -68,13 +70,26 @@ def tile_convs(
         What replaces the forward of each container, by name; its `restore` undoes it.
 
     Raises:
-        ConfigError: `modules` selects what is no `nn.Sequential`, or nothing.
+        ConfigError: A value is outside its range, or `modules` selects nothing or what is no container.
+
+    Warns:
+        NoEffectWarning: No container with convolutions was found.
 
     Example:
         >>> level = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
         >>> list(tile_convs(nn.ModuleDict({"level": level, "head": nn.Linear(8, 2)})))
         ['level']
     """
+    tiled = _tile(model, modules, tile_budget_mib, min_pixels)
+    before = (vars(each).get("forward") for each in model.modules())
+    if not tiled and not any(isinstance(forward, TiledContainer) for forward in before):
+        warnings.warn(f"tile_convs had no effect: {NOT_FOUND}", NoEffectWarning, stacklevel=3)
+    return tiled
+
+
+def _tile(
+    model: nn.Module, modules: BlockSelector, tile_budget_mib: float | None, min_pixels: int
+) -> dict[str, TiledContainer]:
     budget_bytes = None if tile_budget_mib is None else max(1, int(tile_budget_mib * 2**20))
     tiled = {
         name: TiledContainer(module, budget_bytes=budget_bytes, min_pixels=min_pixels)
@@ -113,7 +128,7 @@ class TiledConv(Managed):
         modules: Class names or patterns of names of containers (`net.levels.*`), classes, or a predicate of
             name and module; None takes every `nn.Sequential`.
         tile_budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the
-            larger of 64 and the segment's input.
+            larger of 64 and a quarter of the segment's input.
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
@@ -164,12 +179,7 @@ class TiledConv(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         try:
-            new = tile_convs(
-                model,
-                modules=self.modules,
-                tile_budget_mib=self.tile_budget_mib,
-                min_pixels=self.min_pixels,
-            )
+            new = _tile(model, self.modules, self.tile_budget_mib, self.min_pixels)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
@@ -205,13 +215,13 @@ class TiledConv(Managed):
         not_held = sum(each.not_held_bytes for each in segments.values())
         pixels = max((each.max_pixels for each in self._tiled.values()), default=0)
         if not self._tiled:
-            did = "no nn.Sequential with convolutions or pooling found"
+            did = NOT_FOUND
         elif not segments:
             did = f"{pixels:,} pixels: nothing in tiles (min_pixels={self.min_pixels:,})"
         else:
             did = (
                 f"{len(segments)} segment{'s' * (len(segments) != 1)} in up to {tiles} tiles: "
-                f"{human_bytes(not_held)} not held, {halo:.0%} computed twice for the halo"
+                f"{human_bytes(not_held)} not kept for the backward pass, {halo:.0%} more pixels for the halo"
             )
         reasons = list(dict.fromkeys(ends.values()))
         did += f"; segments end: {', '.join(reasons[:MAX_ENDS])}" if reasons else ""

@@ -62,7 +62,7 @@ def tiled(
         tiles: Pieces of each spatial axis of the output, or of all of them; None for as many as
             `budget_mib` needs, with a halo of at most a quarter.
         budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the larger
-            of 64 and `x`.
+            of 64 and a quarter of `x`, which is held with two gradients of about its size anyway.
 
     Returns:
         The output of the last layer.
@@ -109,7 +109,7 @@ def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:
         x: The input.
         budget_bytes: As `budget_mib` of `tiled`, in bytes.
     """
-    budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes) if budget_bytes is None else budget_bytes
+    budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes // 4) if budget_bytes is None else budget_bytes
     return choose(chain, budget_bytes / computed_itemsize(x), is_cpu=x.device.type == "cpu")
 
 

@@ -152,7 +152,10 @@ def test_every_layer_runs_in_the_format_and_the_result_is_the_plain_ones(
 
 def test_sharded_weights_stay_contiguous_and_that_is_said() -> None:
     callback = ChannelsLast()
-    train(callback, strategy=FSDP2(cpu_offload=True))
+    try:
+        train(callback, strategy=FSDP2(cpu_offload=True))
+    finally:
+        torch.distributed.destroy_process_group()
     numbers = callback.outcome().numbers
     assert (numbers["channels_last"], numbers["weights"]) == (6, 0)
     assert "; 4 weights are contiguous: converted in each call" in callback.outcome().did

@@ -106,6 +106,11 @@ def test_a_run_is_the_plain_run_and_is_restored(name: str) -> None:
     assert set(outcome.numbers["segments"]) == {"levels.0.0-3", "levels.1.0-3"}
     assert outcome.numbers["tiles"] > 4
     assert 0 < outcome.numbers["halo"] <= 0.25
+    samples = 2 if name == "accumulated, in micro-batches" else 4
+    kept = 3 * samples * 4 * 19 * 19 * 8  # between the four layers of a level, in float64
+    assert outcome.numbers["not_held_bytes"] == 2 * kept
+    assert outcome.did.startswith(f"2 segments in up to {outcome.numbers['tiles']} tiles: ")
+    assert outcome.did.endswith(f"{outcome.numbers['halo']:.0%} more pixels for the halo")
     plain, ours = models
     assert plain.losses[0] != plain.losses[-1], "nothing was trained"
     assert ours.losses == pytest.approx(plain.losses, rel=1e-10)
@@ -287,6 +292,24 @@ def test_small_images_are_the_plain_run_to_the_bit_and_said_to_be() -> None:
     with pytest.warns(NoEffectWarning, match=r"1,444 pixels: nothing in tiles \(min_pixels=65,536\)"):
         train(models[1], TiledConv(), num_steps=3)
     assert is_equal(*(list(model.state_dict().values()) for model in models))
+
+
+class Failing(Images):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            msg = "broken on purpose"
+            raise RuntimeError(msg)
+        return super().training_step(batch, batch_idx)
+
+
+def test_forwards_are_restored_after_a_failure_and_a_second_fit_works() -> None:
+    model, technique = Failing(), TiledConv(**SMALL)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        train(model, technique)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert "configure_model" not in vars(model)
+    train(Images(), technique, num_steps=2)
+    assert len(technique.outcome().numbers["segments"]) == 2
 
 
 class Linear(Images):

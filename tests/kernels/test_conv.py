@@ -119,8 +119,8 @@ def compare(seed: int, number: int) -> Counter[str]:
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_generated_layers_are_torchs() -> None:
     """T1; a halo that is one pixel short, or padding inside the image, is an error of 1e-1."""
-    found = compare(seed=0, number=250)
-    assert found["compared"] == 250
+    found = compare(seed=0, number=220)
+    assert found["compared"] == 220
     assert min(found[each] for each in ("1 axes", "2 axes", "3 axes", "one piece", "pixels", "odd")) >= 10
 
 

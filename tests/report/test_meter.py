@@ -67,6 +67,7 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
         "num_batches": 3,
         "world_size": 3,
         "first_batch_s": 7.0,
+        "first_batch_samples": 5,
         "flops_per_sample": flops_per_sample,
         "flops_per_s": pytest.approx(flops_per_sample * 15 / 27, rel=1e-15),
         "mfu": None,

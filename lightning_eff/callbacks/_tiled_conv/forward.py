@@ -37,7 +37,7 @@ class Segment:
         num_tiles: Of an input.
         shape: Of that input.
         halo: Fraction of the layers' outputs that was computed more than once.
-        not_held_bytes: What is kept between the layers without tiles, less what one tile takes.
+        not_held_bytes: What the layers would keep between them for the backward pass.
     """
 
     num_layers: int
@@ -138,10 +138,8 @@ class TiledContainer:
 
     def _note(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> None:
         names = [name for name, _, _ in children]
-        not_held = (grid.chain.kept_elements() - grid.tile_elements()) * computed_itemsize(x)
-        segment = Segment(
-            len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), max(0, not_held)
-        )
+        not_held = grid.chain.kept_elements() * computed_itemsize(x)
+        segment = Segment(len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held)
         name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
         if name not in self.segments or self.segments[name].not_held_bytes < segment.not_held_bytes:
             self.segments[name] = segment
