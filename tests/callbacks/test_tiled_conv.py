@@ -170,7 +170,7 @@ def scripted() -> dict[str, Any]:
     return runpy.run_path(str(path), run_name="benchmark")
 
 
-@pytest.mark.parametrize(("axes", "side"), [(2, 512), (3, 64)])
+@pytest.mark.parametrize(("axes", "side"), [pytest.param(2, 512, marks=pytest.mark.slow), (3, 64)])
 def test_the_peak_of_a_unet_is_at_most_three_fifths_of_that_of_recomputed_levels(
     axes: int, side: int
 ) -> None:

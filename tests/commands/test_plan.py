@@ -286,6 +286,7 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
         assert alone["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
 
 
+@pytest.mark.slow  # tests/planner/test_longest.py searches a smaller recipe
 def test_the_peak_of_long_context_gives_its_longest_sequence(
     command: Command, tiny_llama: Path, tmp_path: Path
 ) -> None:
