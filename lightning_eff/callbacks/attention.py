@@ -47,6 +47,7 @@ from lightning_eff.kernels import devices
 
 Packing = Literal["auto", "varlen", "flex", "dense"]
 NO_BACKEND = "callbacks.attention.backend=null"
+ON_CPU = ("flash", "math")
 SDP = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -76,10 +77,12 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     calls: Counter[str] = Counter()
     attend = functional.scaled_dot_product_attention
 
-    def check(*args: Any, scale: float | None = None, **kwargs: Any) -> Tensor:
-        if isinstance(args[0], FakeTensor):
-            return attend(*args, scale=scale, **kwargs)  # of a prediction, which may be for another device
-        call = AttentionCall.of(*args, **kwargs)
+    def check(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
+    ) -> Tensor:
+        if isinstance(query, FakeTensor):  # of a prediction, which may be for another device
+            return attend(query, key, value, *args, scale=scale, **kwargs)
+        call = AttentionCall.of(query, key, value, *args, **kwargs)
         choice = choose(call, capability)
         if names and choice.backend not in names:
             allowed = choose(call, capability, enabled=(*names, "math"))
@@ -93,7 +96,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
                 raise ConflictError(text)
             choice = allowed
         calls[choice.backend] += 1
-        return attend(*args, scale=scale, **kwargs)
+        return attend(query, key, value, *args, scale=scale, **kwargs)
 
     with patch.object(functional, "scaled_dot_product_attention", check):
         yield calls
@@ -140,6 +143,9 @@ class Attention(Managed):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._packed, self._how, self._why, self._calls = PackedAttention(), "", "", Counter()
         capability = devices.of(pl_module.device).capability
+        if self._names and capability == 0 and not {*self._names} & {*ON_CPU}:
+            allowed = f"{' or '.join(ON_CPU)} on a CPU, or null"
+            raise ConfigError(key="callbacks.attention.backend", value=self.backend, allowed=allowed)
         if self._names:
             kernels = [SDP[name] for name in self._names]
             self.cleanup.enter_context(sdpa_kernel(kernels, set_priority=len(kernels) > 1))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 BACKENDS = ("cudnn", "flash", "efficient", "math")
 HALF = (torch.float16, torch.bfloat16)
+AUTOCAST = (torch.float32, *HALF)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,12 @@ class AttentionCall:
         """
         operands = (query, key, value)
         kind = "bool" if attn_mask is not None and attn_mask.dtype == torch.bool else "float"
+        device, dtype = query.device.type, query.dtype
+        if dtype in AUTOCAST and torch.amp.is_autocast_available(device):
+            is_on = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if is_on else dtype  # to which torch casts the operands
         return cls(
-            query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), dtype=query.dtype,
+            query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), dtype=dtype,
             mask=kind if attn_mask is not None else "causal" if is_causal else "none",
             mask_shape=None if attn_mask is None else tuple(attn_mask.shape),
             mask_requires_grad=attn_mask is not None and attn_mask.requires_grad,

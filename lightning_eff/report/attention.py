@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from lightning_eff.core.attention_backends import AttentionCall
 from lightning_eff.core.text import human_bytes
 
+BLOCKING = -1e4
+"""Added to a score, it leaves nothing of it: what models use lies between this and minus infinity."""
 LONG = 512
 """Tokens from which quadratic attention is warned of."""
 PATTERNS = {
@@ -86,7 +88,7 @@ def scores_not_held(rows: Iterable[AttentionRow], capability: int) -> int:
 
 def warning_of(rows: Iterable[AttentionRow]) -> str:
     """Return what to warn of: quadratic attention over many tokens; empty for nothing."""
-    long = [row for row in rows if row.reason and row.call.key[-2] >= LONG]
+    long = [row for row in rows if row.reason and min(row.call.query[-2], row.call.key[-2]) >= LONG]
     if not long:
         return ""
     worst = max(long, key=lambda row: row.score_bytes)
@@ -104,7 +106,9 @@ def pattern_of(mask: Tensor) -> str:
         >>> pattern_of(torch.ones(4, 4, dtype=torch.bool).tril()), pattern_of(torch.zeros(2, 1, 4, 4))
         ('causal', 'nothing')
     """
-    if isinstance(mask, FakeTensor) or mask.is_meta or mask.requires_grad:
+    # Without gradients, as in the forward pass of a reentrant checkpoint, it may still be trained.
+    is_known = not (isinstance(mask, FakeTensor) or mask.is_meta or mask.requires_grad)
+    if not is_known or not torch.is_grad_enabled():
         return ""
     with _disable_current_modes(), torch.no_grad():
         if bool(mask.all() if mask.dtype == torch.bool else not mask.any()):
@@ -112,6 +116,9 @@ def pattern_of(mask: Tensor) -> str:
         # All samples and heads at once would be a copy of the mask; a mask of one sample is often shared.
         if mask.numel() != mask.shape[-1] * mask.shape[-2]:
             return ""
-        passes = mask.view(mask.shape[-2:])
-        passes = passes if mask.dtype == torch.bool else passes == 0
-        return "causal" if torch.equal(passes, torch.ones_like(passes).tril()) else ""
+        flat = mask.reshape(mask.shape[-2:])
+        is_bool = mask.dtype == torch.bool
+        passes = flat if is_bool else flat == 0
+        is_blocked = ~passes if is_bool else flat <= BLOCKING
+        past = torch.ones_like(passes).tril()
+        return "causal" if torch.equal(passes, past) and torch.equal(is_blocked, ~past) else ""

@@ -12,6 +12,7 @@ Nothing is kept alive by being looked at: tensors are known by their storages, a
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import weakref
 from collections.abc import Callable
@@ -20,10 +21,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 
-from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
+from lightning_eff.core.attention_backends import HALF, AttentionCall, choose, remedy
 from lightning_eff.report.attention import PATTERNS, AttentionRow, alike, pattern_of
 
+log = logging.getLogger(__name__)
 SOFTMAX = "softmax"
 """A softmax between two products, without `scaled_dot_product_attention`."""
 MATH = "math"
@@ -49,6 +52,12 @@ class _Mask:
     requires_grad: bool = False
     num_bytes: int = 0
     """0 where an earlier call had the same."""
+
+    def and_also(self, other: _Mask) -> _Mask:
+        """Return two masks as one, of whose values nothing is said."""
+        kind = "float" if "float" in (self.kind, other.kind) else "bool"
+        requires_grad = self.requires_grad or other.requires_grad
+        return _Mask(kind, "", requires_grad, self.num_bytes + other.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,8 @@ class AttentionWatch:
         """Masks of numbers that were made from a bool."""
         self._masks: dict[int, Storage] = {}
         self._pending: _Pending | None = None
+        self.error: Exception | None = None
+        """What ended the looking."""
 
     def rows(self) -> list[AttentionRow]:
         """Return the calls, those that are alike as one row."""
@@ -114,7 +125,16 @@ class AttentionWatch:
         return alike(self.seen)
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Look at an operation that `__torch_dispatch__` got, with its result."""
+        """Look at an operation that `__torch_dispatch__` got, with its result; an error ends the looking."""
+        if self.error is None:
+            try:
+                self._see(func, args, kwargs, out)
+            except Exception as error:
+                # A run must not fail for what only looks at it.
+                self.error = error
+                log.debug("attention is not looked at any more", exc_info=error)
+
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             self.finish()
             self._is_later = True
@@ -123,9 +143,10 @@ class AttentionWatch:
         backend = _fused_backend(name)
         if backend:
             self._see_fused(backend, func, args, kwargs)
-        elif name in ("bmm", "baddbmm"):
-            left, right = args[:2] if name == "bmm" else args[1:3]
-            self._see_product(left, right, out)
+        elif name == "bmm":
+            self._see_product(args[0], args[1], out)
+        elif name == "baddbmm":
+            self._see_product(args[1], args[2], out, args[0] if kwargs.get("beta", 1) else None)
         elif name in ("_softmax", "_safe_softmax"):
             scores = self._scores_of(args[0])
             if scores is not None and args[1] in (-1, args[0].dim() - 1):
@@ -133,7 +154,7 @@ class AttentionWatch:
                 shape = tuple(args[0].shape)
                 self._keep(out, replace(scores, shape=shape, backend=backend, held=_held([out])))
         else:
-            if name == "where" and args[0].dtype == torch.bool and args[0].shape[-2:] == out.shape[-2:]:
+            if name == "where" and len(args) == 3 and args[0].shape[-2:] == out.shape[-2:]:
                 _remember(self._from_bool, out)
             if self._scores:
                 self._follow(name, args, out)
@@ -155,16 +176,20 @@ class AttentionWatch:
         results = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
         if not results or results[0].dim() < 2:
             return
-        if name == "_to_copy" and self._pending is not None and self._pending.result() is _storage(args[0]):
-            # Math computes half precision in float32.
-            self._pending.call = replace(self._pending.call, dtype=results[0].dtype)
+        if name == "_to_copy" and results[0].dtype in HALF and self._pending is not None:
+            last = self._pending
+            if last.scores.backend == MATH and last.result() is args[0].untyped_storage():
+                last.call = replace(last.call, dtype=results[0].dtype)  # math computes it in float32
         for index, value in enumerate(args):
             scores = self._scores_of(value)
             if scores is None or results[0].shape[-2:] != scores.shape[-2:]:
                 continue
-            others = [x for x in (*args[:index], *args[index + 1 :]) if isinstance(x, Tensor) and x.dim() > 1]
+            others = [x for x in (*args[:index], *args[index + 1 :]) if _is_over(x, scores.shape)]
             if not scores.backend and others:
-                scores = replace(scores, mask=self._mask_of(others[0]))
+                mask = self._mask_of(others[0])
+                # A mask that is filled in is True where nothing passes; of several none is all.
+                is_one = scores.mask.kind == "none" and not name.startswith("masked_fill")
+                scores = replace(scores, mask=mask if is_one else scores.mask.and_also(mask))
             elif scores.backend:
                 if name == "native_dropout" or others:
                     dropout = float(args[1]) if name == "native_dropout" else 1.0
@@ -174,11 +199,13 @@ class AttentionWatch:
             return
 
     def _keep(self, tensor: Tensor, scores: _Scores) -> None:
+        if not _is_dense(tensor):
+            return
         key = id(_storage(tensor))
         self._scores[key] = (weakref.ref(_storage(tensor), lambda _: self._scores.pop(key, None)), scores)
 
     def _scores_of(self, value: Any) -> _Scores | None:
-        if not self._scores or not isinstance(value, Tensor) or value.layout != torch.strided:
+        if not self._scores or not _is_dense(value):
             return None
         found = self._scores.get(id(_storage(value)))
         return None if found is None else found[1]
@@ -186,14 +213,15 @@ class AttentionWatch:
     def _mask_of(self, mask: Tensor) -> _Mask:
         key = id(_storage(mask))
         is_bool = mask.dtype == torch.bool or key in self._from_bool
-        num_bytes = 0 if key in self._masks else _storage(mask).nbytes()
+        num_bytes = 0 if key in self._masks else min(mask.nbytes, _storage(mask).nbytes())
         _remember(self._masks, mask)
         return _Mask("bool" if is_bool else "float", pattern_of(mask), mask.requires_grad, num_bytes)
 
-    def _see_product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+    def _see_product(self, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> None:
         scores = self._scores_of(left)
         if scores is None or not scores.backend:
-            self._keep(out, _Scores(tuple(out.shape), left.shape[-1]))
+            mask = self._mask_of(added) if added is not None and _is_over(added, out.shape) else _Mask()
+            self._keep(out, _Scores(tuple(out.shape), left.shape[-1], mask))
             return
         self.finish()
         *batch, length, num_keys = scores.shape
@@ -245,8 +273,23 @@ class AttentionWatch:
             return "", ""
         choice = choose(call, self._capability)
         if choice.backend != MATH:
-            return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
+            is_selected = not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
+            if is_selected and not cuda.cudnn_sdp_enabled():
+                return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
+            return (
+                "shapes or strides that fused backends refuse",
+                "x.contiguous(), and a mask of [B, H, T, S]",
+            )
         return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_over(value: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether a value has one number for each key, so that it may be a mask of scores."""
+    return _is_dense(value) and value.dim() > 1 and value.shape[-1] == shape[-1] > 1
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -255,12 +298,14 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _held(tensors: list[Tensor]) -> dict[int, tuple[Storage, int]]:
-    storages = [_storage(tensor) for tensor in tensors]
+    storages = [_storage(tensor) for tensor in tensors if _is_dense(tensor)]
     return {id(storage): (weakref.ref(storage), storage.nbytes()) for storage in storages}
 
 
 def _remember(storages: dict[int, Storage], tensor: Tensor) -> None:
     """Know a storage by its id for as long as it lives."""
+    if not _is_dense(tensor):
+        return
     key = id(_storage(tensor))
     storages[key] = weakref.ref(_storage(tensor), lambda _: storages.pop(key, None))
 

@@ -11,14 +11,16 @@ trace; an attribute that calls the compiler is replaced for the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from typing_extensions import override
 
@@ -112,7 +114,8 @@ class CompiledAttention(InfraMode):
             return
         count = FlopCount()
         count.attention.is_graph = True
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, count:
+        fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+        with _state_restored(), _disable_current_modes(), fake as mode, count:
             try:
                 fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
                 results = fx.Interpreter(module).run(*fakes)
@@ -121,3 +124,27 @@ class CompiledAttention(InfraMode):
             except Exception:  # noqa: BLE001 - a graph may hold what cannot run on fake tensors
                 return
         self._captured += count.attention.seen
+
+
+@contextmanager
+def _state_restored() -> Generator[None]:
+    """Leave grad mode and autocast as they were, also where a graph that changes them was run in part."""
+    nesting = _autocast_nesting()
+    kinds = ("cpu", "cuda")
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    is_cached = torch.is_autocast_cache_enabled()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            yield
+        finally:
+            for _ in range(_autocast_nesting() - nesting):
+                torch.autocast_decrement_nesting()
+            for kind, is_on, dtype in before:
+                torch.set_autocast_enabled(kind, is_on)
+                torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_cache_enabled(is_cached)
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()

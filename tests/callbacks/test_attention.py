@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +20,7 @@ from lightning_eff.callbacks._attention.packed import (
     switched,
     why_not_varlen,
 )
-from lightning_eff.callbacks.attention import Attention
+from lightning_eff.callbacks.attention import Attention, checked_backends
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 
 QUIET: dict[str, Any] = {
@@ -83,6 +84,19 @@ def test_a_call_that_only_math_accepts_is_refused_before_the_first_step(
     net, callback = Net(**options), Attention(backend=["flash", "math"])
     pl.Trainer(callbacks=[callback], **QUIET).fit(net)
     assert callback.outcome().numbers["calls"] == {"math": 1}
+
+
+def test_every_way_to_call_it_is_checked_in_the_dtype_of_autocast() -> None:
+    x = torch.ones(1, 2, 8, 8)
+    with checked_backends([], 0) as calls:
+        F.scaled_dot_product_attention(query=x, key=x, value=x)
+    assert dict(calls) == {"flash": 1}
+    with torch.autocast("cpu", torch.bfloat16), checked_backends(["flash"], 80):
+        assert F.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
+    with checked_backends(["flash"], 80), pytest.raises(ConflictError, match="not half precision"):
+        F.scaled_dot_product_attention(x, x, x)
+    with pytest.raises(ConfigError, match="backend='efficient': expected flash or math on a CPU"):
+        pl.Trainer(callbacks=[Attention(backend="efficient")], **QUIET).fit(Net())
 
 
 def test_nothing_chosen_and_nothing_packed_is_no_effect() -> None:
@@ -180,6 +194,37 @@ def test_a_mask_that_is_more_than_documents_and_a_window_is_found() -> None:
     assert not late(masks.sliding_window_causal_mask_function(3)).is_of(documents, (-1, 0))
     assert late(masks.bidirectional_mask_function).is_of(documents, (-1, -1))
     assert not late(masks.bidirectional_mask_function).is_of(documents, (-1, 0))
+
+
+def test_positions_that_change_in_place_are_looked_at_again() -> None:
+    packed, positions = PackedAttention(by_document), PACKED.clone()
+    assert packed.documents_of(positions, 2) is not None
+    positions.copy_(torch.arange(10).expand(2, -1))
+    assert packed.documents_of(positions, 2) is None
+
+
+def test_a_model_that_does_not_pack_is_left_as_it_was() -> None:
+    """With a dropout of attention, and in evaluation with a cache of another length than the tokens."""
+    model = hf_model("Llama", attention_dropout=0.1)
+    ids = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(1))
+    texts: list[Tensor] = []
+    for context in (nullcontext(), switched(model, NAME, PackedAttention(by_document))):
+        with context:
+            torch.manual_seed(5)
+            texts.append(model.train()(input_ids=ids, use_cache=False).logits)
+            options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+            texts.append(model.eval().generate(ids, **options))
+    torch.testing.assert_close(texts[2], texts[0], rtol=1e-10, atol=1e-12)
+    assert torch.equal(texts[3], texts[1])
+
+
+def test_packed_rows_with_a_cache_are_refused_since_transformers_would_not_isolate_them() -> None:
+    model = hf_model("Llama")
+    with (
+        switched(model, NAME, PackedAttention(by_document)),
+        pytest.raises(ConflictError, match=r"a mask of its own(.|\n)*use_cache=False"),
+    ):
+        model(input_ids=torch.zeros_like(PACKED), position_ids=PACKED, use_cache=True)
 
 
 def test_what_the_kernel_lacks_is_refused_with_the_remedy() -> None:

@@ -144,6 +144,68 @@ def test_nothing_lives_longer_for_being_looked_at() -> None:
     assert [row.score_bytes for row in count.attention.rows()] == [0]
 
 
+def test_what_has_no_storage_or_no_values_does_not_end_a_run() -> None:
+    x = torch.randn(1, 8, 4)
+    with FlopCount() as count:
+        (x @ x.mT)[0].to_sparse().to(torch.float64)
+        with torch.inference_mode():
+            torch.where(torch.ones(3, dtype=torch.bool))
+        Block(sdpa())(torch.randn(2, 8, 64))
+    assert count.attention.error is None
+    assert [row.backend for row in count.attention.rows()] == ["flash"]
+    count.attention.see(None, (), {}, None)  # nothing that torch would call
+    with count:
+        F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.1)
+
+
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], str, int]] = {
+    "added": (lambda s: s + torch.zeros(8, 8).masked_fill(~TRIL, -1e9), "float that is causal", 256),
+    "distance": (lambda s: s - 0.5 * torch.ones(8, 8).triu(1), "float", 256),
+    "filled in": (lambda s: s.masked_fill(~TRIL, -1e9), "bool", 64),
+    "two": (lambda s: s + torch.randn(8, 8) + torch.zeros(8, 8).masked_fill(~TRIL, -1e9), "float", 512),
+    "scale of heads": (lambda s: s * torch.ones(4, 1, 1), "none", 0),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_scores(name: str) -> None:
+    change, mask, num_bytes = MASKS[name]
+    (row,) = rows_of(lambda: Block(lambda q, k, v: change(q @ k.mT).softmax(-1) @ v)(torch.randn(2, 8, 64)))
+    assert (row.mask, row.mask_bytes) == (mask, num_bytes)
+
+
+def test_the_mask_of_a_multi_head_attention_and_a_cast_of_its_result() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    (row,) = rows_of(lambda: attention(x, x, x, attn_mask=~TRIL)[0].to(torch.float32))
+    assert (row.mask, row.call.dtype) == ("float that is causal", torch.float64)
+
+
+class Fails(nn.Module):
+    """A graph whose last operation needs a size that is not known."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            count = (x > 0).nonzero().shape[0]
+        return x.sin() * (1 + count * 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_looking_at_a_graph_changes_no_state_of_its_compilation() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Fails())
+    net[1].compile(backend="aot_eager")
+    torch.compiler.reset()
+    count = CompiledAttention()
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True),
+        count.begin(None, net, None),
+        count,
+    ):
+        assert net(torch.ones(2, 4)).requires_grad
+        assert torch.is_grad_enabled()
+
+
 def test_what_is_no_attention_is_left_out() -> None:
     x = torch.randn(4, 8, 16, requires_grad=True)
     assert rows_of(lambda: (x @ torch.randn(4, 16, 8)).softmax(-1)) == [], "a classifier of tokens"

@@ -89,7 +89,8 @@ class PackedAttention:
         self.mask_bytes = 0
         """Of the largest mask that was not made, of bool."""
         self._checked: set[tuple[int, int]] = set()
-        self._known: dict[int, tuple[weakref.ref[Tensor], Documents | None]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Documents | None]] = {}
+        """By the id of a tensor, with its version."""
 
     def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
         """Return the documents of positions [B or 1, T]; None where every row is one.
@@ -98,8 +99,8 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
-        key = id(position_ids)
-        if key not in self._known:
+        key, version = id(position_ids), 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
+        if key not in self._known or self._known[key][1] != version:
             length = position_ids.shape[-1]
             begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
             starts = begins.flatten().nonzero().flatten()
@@ -111,8 +112,8 @@ class PackedAttention:
                 self.num_documents += len(starts) - 1
                 self.mask_bytes = max(self.mask_bytes, num_rows * length * length)
             reference = weakref.ref(position_ids, lambda _: self._known.pop(key, None))
-            self._known[key] = (reference, found)
-        return self._known[key][1]
+            self._known[key] = (reference, version, found)
+        return self._known[key][2]
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -136,26 +137,26 @@ class PackedAttention:
             `[B, T, H, E]`, and no weights.
 
         Raises:
-            ConflictError: The layer does not pass on positions, its scores are changed, or its mask is not
-                that of documents.
+            ConflictError: Rows are packed, and the layer changes its scores, or its mask is not that of
+                documents.
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         batch, _, length, _ = query.shape
         positions = kwargs.get("position_ids")
-        refused = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
-        refused += ["dropout"] if dropout > 0 else []
-        if refused or positions is None:
-            refused += ["no position_ids"] if positions is None else []
-            raise _refusal(module, ", ".join(refused))
         is_late = isinstance(attention_mask, LateMask)
         documents = None
-        if is_late and not attention_mask.is_padded:
+        if is_late and not attention_mask.is_padded and positions is not None:
             documents = self.documents_of(positions, batch)
         if documents is None or not is_late:
             attention_mask = attention_mask.dense if is_late else attention_mask
             sdpa: Any = sdpa_attention_forward
-            return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+            return sdpa(module, query, key, value, attention_mask, **kwargs)
+        refused = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
+        refused += ["dropout"] if dropout > 0 else []
+        if refused:
+            raise _refusal(module, ", ".join(refused))
         if self.kernel is None:
             from torch.nn.attention.varlen import varlen_attn
 
@@ -165,7 +166,7 @@ class PackedAttention:
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         if window not in self._checked:
             if not attention_mask.is_of(documents, window):
-                raise _refusal(module, "a mask of its own")
+                raise _refusal(module, "a mask of its own", "use_cache=False in the model's call")
             self._checked.add(window)
         q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value))
         starts, longest = documents
@@ -176,9 +177,17 @@ class PackedAttention:
         return out.reshape(batch, length, query.shape[1], -1), None
 
 
-def _refusal(module: nn.Module, what: str) -> ConflictError:
+def make_mask(**arguments: Any) -> LateMask | Tensor | None:
+    """Return how to make a mask where a layer may do without it: in training, without a cache."""
+    late = LateMask(**arguments)
+    is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
+    return late if is_training else late.dense
+
+
+def _refusal(module: nn.Module, what: str, *remedies: str) -> ConflictError:
     text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
-    return ConflictError(f"{text}\n  try: callbacks.attention.packing=dense")
+    tries = [f"\n  try: {each}" for each in (*remedies, "callbacks.attention.packing=dense")]
+    return ConflictError(text + "".join(tries))
 
 
 def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
@@ -195,13 +204,21 @@ def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
         return "kernels of variable length need compute capability 8.0"
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"{dtype} is not half precision"
-    config = model.config.get_text_config()
+    implementation = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
+    if implementation != "sdpa":
+        return f"the model's attention is {implementation}, and only sdpa is replaced"
+    return _why_not_config(model.config.get_text_config())
+
+
+def _why_not_config(config: Any) -> str:
     if getattr(config, "attention_chunk_size", None):
         return "the model attends in chunks"
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return (
-        "" if size <= MAX_HEAD_SIZE and size % 8 == 0 else f"heads of {size} are not a multiple of 8 to 256"
-    )
+    try:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except (AttributeError, TypeError):  # sizes by stage, or no attention at all
+        return "the size of the model's heads is not known"
+    is_fit = size <= MAX_HEAD_SIZE and size % 8 == 0
+    return "" if is_fit else f"heads of {size}: kernels take multiples of 8 up to {MAX_HEAD_SIZE}"
 
 
 @contextmanager
@@ -211,7 +228,7 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
 
     if function is not None:
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, LateMask)
+        AttentionMaskInterface.register(name, make_mask)
     before = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
     model.set_attn_implementation(name)
     try:
