@@ -65,7 +65,9 @@ ERROR = "error: optimizer=adamw_8bitt: no such option; did you mean 'adamw_8bit'
 @pytest.mark.parametrize(
     ("words", "code", "printed", "error"),
     [
-        ([*ALL, "trainer.accelerator=cpu"], 0, "predicted peak of a step", ""),
+        pytest.param(
+            [*ALL, "trainer.accelerator=cpu"], 0, "predicted peak of a step", "", marks=pytest.mark.slow
+        ),
         pytest.param(["train", "baseline", "optimizer=adamw_8bitt"], 2, "", ERROR, marks=pytest.mark.slow),
         pytest.param(
             ["train", "lm", "--info", "searchpath"], 0, "Config search path", "", marks=pytest.mark.slow

@@ -121,6 +121,7 @@ def test_after_a_failure_nothing_is_left_and_its_reason_is_told(net: Callable[..
     assert loader._iterator is None
 
 
+@pytest.mark.slow
 def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
     counts: list[tuple[int, ...]] = []
 

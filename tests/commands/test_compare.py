@@ -70,6 +70,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert found["environment"]["torch"]
 
 
+@pytest.mark.slow
 def test_a_row_of_ones_own_is_on_top_of_the_baseline(
     command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
 ) -> None:
