@@ -26,16 +26,27 @@ from torch import Tensor, nn
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels._conv.function import apply
 from lightning_eff.kernels._conv.grid import Chain, Grid, choose
-from lightning_eff.kernels._conv.layers import LocalLayer, read_layer
+from lightning_eff.kernels._conv.layers import LocalLayer
+from lightning_eff.kernels._conv.modules import (
+    children_of,
+    has_windows,
+    is_container,
+    overwrites_input,
+    read_module,
+)
 
 __all__ = [
     "Chain",
     "Grid",
     "LocalLayer",
     "apply",
+    "children_of",
     "choose_grid",
     "computed_itemsize",
-    "read_layer",
+    "has_windows",
+    "is_container",
+    "overwrites_input",
+    "read_module",
     "read_segment",
     "tiled",
 ]
@@ -53,8 +64,8 @@ def tiled(
     """Compute layers one after another in spatial tiles.
 
     Convolutions (also transposed, of any stride, padding, dilation and groups), max and average pooling,
-    pointwise activations, dropout, batch normalization in evaluation mode, and nearest upsampling. Hooks of
-    the layers do not run; dropout draws for each tile. There is no second derivative.
+    pointwise activations, dropout, batch normalization in evaluation mode, and nearest upsampling. Dropout
+    draws for each tile. There is no second derivative.
 
     Args:
         segment: An `nn.Sequential`, or layers in their order.
@@ -69,7 +80,8 @@ def tiled(
 
     Raises:
         ConfigError: A layer needs more than a window of pixels (statistics, a circular padding), is of a
-            class that is not known, or would overwrite `x`; `tiles` or `budget_mib` is not positive.
+            class that is not known, has hooks or a forward of its own, or would overwrite `x`; `tiles` or
+            `budget_mib` is not positive.
         ValueError: `x` has other axes than the layers, or is too small for them.
         RuntimeError: A second derivative is prepared, or weights have changed before the backward pass.
 
@@ -128,12 +140,11 @@ def read_segment(modules: Iterable[nn.Module]) -> tuple[LocalLayer, ...]:
     """
     layers: list[LocalLayer] = []
     for module in modules:
-        layer = read_layer(module)
-        if isinstance(layer, str):
-            allowed = f"local layers: {layer}"
-            raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
-        if layer.is_in_place and not any(each.is_new for each in layers):
+        found = read_module(module)
+        if isinstance(found, str):
+            raise ConfigError(key="segment", value=type(module).__name__, allowed=f"local layers: {found}")
+        layers += found
+        if overwrites_input(layers):
             allowed = "a first layer that does not overwrite the input: set inplace=False"
             raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
-        layers.append(layer)
     return tuple(layers)

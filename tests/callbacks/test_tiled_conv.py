@@ -279,6 +279,19 @@ def test_weights_that_stage_3_of_zero_has_sharded_end_a_segment() -> None:
     assert forward.ends == {"2": "the weights of Conv2d are sharded"}
 
 
+def test_a_layer_in_place_behind_one_that_makes_no_new_memory_is_not_in_tiles() -> None:
+    """Halos would be read again after they were overwritten."""
+    first = nn.Sequential(nn.Dropout(0.5)), nn.LeakyReLU(0.1, inplace=True)
+    model = nn.Sequential(*first, *level(1, 4), nn.ReLU(inplace=True)).eval()
+    x = torch.randn(1, 1, 40, 40)
+    expected = model(x.clone())
+    forward = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)[""]
+    overwritten = x.clone()
+    torch.testing.assert_close(model(overwritten), expected)
+    assert torch.equal(overwritten, first[1](x.clone()))
+    assert list(forward.segments) == ["2-6"]
+
+
 def test_samples_are_divided_first() -> None:
     model, x = level(1, 4), torch.randn(8, 1, 16, 16, requires_grad=True)
     (forward,) = tile_convs(model, tile_budget_mib=0.03, min_pixels=1).values()

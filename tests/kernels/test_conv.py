@@ -322,12 +322,21 @@ def test_graphs_that_are_retained_freed_differentiated_twice_or_stale() -> None:
         y.backward()
 
 
-def test_one_piece_is_torchs_to_the_bit_and_runs_hooks() -> None:
-    model, x, seen = chain(), image(), []
-    model[0].register_forward_hook(lambda *_: seen.append(1))
+def test_one_piece_is_torchs_to_the_bit() -> None:
+    model, x = chain(), image()
     assert torch.equal(tiled(model, x, tiles=1), model(x))
     assert torch.equal(tiled(model, x), model(x)), "within 64 MiB"
-    assert len(seen) == 4
+
+
+def test_hooks_and_forwards_of_ones_own_are_refused_where_they_would_not_run() -> None:
+    model, x = chain(), image()
+    handle = model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="Conv2d has hooks, which would not run"):
+        tiled(model, x, tiles=2)
+    handle.remove()
+    model[0].forward = torch.zeros_like
+    with pytest.raises(ConfigError, match="the forward of Conv2d is replaced already"):
+        tiled(nn.Sequential(model), x, tiles=2)
 
 
 class ChannelNorm(nn.LayerNorm):

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.callbacks._tiled_conv.local import children_of, read_child
 from lightning_eff.kernels.conv import (
     Chain,
     Grid,
     LocalLayer,
     apply,
+    children_of,
     choose_grid,
     computed_itemsize,
+    overwrites_input,
+    read_module,
 )
 
 MAX_AXES = 3
@@ -71,7 +73,7 @@ class TiledContainer:
         if not self._may_tile(x):
             return type(self.module).forward(self.module, *args, **kwargs)
         children = [
-            (name, child, read_child(child, TiledContainer))
+            (name, child, read_module(child, TiledContainer))
             for name, child in children_of(self.module).items()
         ]
         self.ends |= {name: found for name, _, found in children if isinstance(found, str)}
@@ -106,7 +108,7 @@ class TiledContainer:
             if isinstance(found, str):
                 break
             run.append(found)
-        if not run or not run[0] or run[0][0].is_in_place:
+        if not run or not run[0] or overwrites_input([layer for layers in run for layer in layers]):
             return 1, None
         key = (
             len(children), len(run), x.shape, computed_itemsize(x), x.requires_grad,
