@@ -298,6 +298,49 @@ def test_layers_in_place_keep_no_memory_of_their_own() -> None:
     assert kept == [2, 1]
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 4, padding="same")])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_padding_and_dilation_that_are_changed_later_count(layer: nn.Conv2d) -> None:
+    layer, x = layer.double(), image()
+    layer.dilation = (2, 3)
+    torch.testing.assert_close(tiled([layer], x, tiles=3), layer(x), rtol=1e-12, atol=1e-12)
+    layer.padding, layer.stride, layer.dilation = (3, 2), 2, 1  # pyright: ignore[reportAttributeAccessIssue]
+    torch.testing.assert_close(tiled([layer], x, tiles=3), layer(x), rtol=1e-12, atol=1e-12)
+
+
+def batch_norm() -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(4).double().eval()
+    nn.init.uniform_(norm.running_var, 0.5, 2)
+    return norm
+
+
+def test_the_backward_pass_has_the_statistics_of_the_forward_pass() -> None:
+    layers, x = nn.Sequential(nn.Conv2d(4, 4, 3), batch_norm(), nn.GELU()).double(), image()
+    (expected,) = torch.autograd.grad(layers(x).sum(), x)
+    y = tiled(layers, x, tiles=2)
+    layers.train()(image())
+    (ours,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 2, 1)])
+def test_batch_norm_on_tiles_of_one_pixel_has_the_gradients_of_the_image(order: tuple[int, ...]) -> None:
+    """Strides of one pixel are ambiguous, and the backward pass of torch 2.13 on a CPU takes them wrong."""
+    norm = batch_norm()
+    for shape, tiles in (((1, 4, 5, 3), 2), ((2, 4, 4, 7), (1, 7)), ((1, 4, 3, 3), 3)):
+        drawn = torch.randn(*shape, dtype=torch.float64)
+        places = [order.index(axis) for axis in range(4)]
+        x = drawn.permute(order).contiguous().permute(places).requires_grad_()
+        plain = drawn.clone().requires_grad_()
+        for layers in ([norm, nn.GELU()], [nn.ELU(), norm], [norm]):
+            model, grad = nn.Sequential(*layers), torch.randn_like(drawn)
+            inputs = [*model.parameters()]
+            ours = torch.autograd.grad(tiled(layers, x, tiles=tiles), [x, *inputs], grad)
+            expected = torch.autograd.grad(model(plain), [plain, *inputs], grad)
+            for one, other in zip(ours, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
 def test_memory_format_is_kept() -> None:
     model, x = chain().to(memory_format=torch.channels_last), image().to(memory_format=torch.channels_last)
     y = tiled(model, x, tiles=2)
