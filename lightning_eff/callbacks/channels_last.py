@@ -246,7 +246,8 @@ class ChannelsLast(Managed):
         breaks = [] if probe is None else probe.breaks
         contiguous = [] if probe is None else sorted(probe.contiguous_weights)
         num_kept = sum(each[name] for name, is_kept in kept.items() if is_kept)
-        num_unseen = count - sum(each[name] for name in kept)
+        num_tiled = 0 if probe is None else probe.num_tiled
+        num_unseen = max(0, count - sum(each[name] for name in kept) - num_tiled)
         layers = f"{count} convolution{'s' * (count != 1)}"
         if not count:
             did = "the model has no convolutions in two or three dimensions"
@@ -254,15 +255,17 @@ class ChannelsLast(Managed):
             did = f"{layers}, no batch yet"
         else:
             did = f"{num_kept} of {layers} ran with channels-last inputs and outputs"
+            did += f", {num_tiled} computed in tiles" if num_tiled else ""
             did += f", {num_unseen} not called as modules" if num_unseen else ""
             did += f"; the format is first broken {breaks[0]}" if breaks else ""
             did += f"; {len(contiguous)} weights are contiguous: converted in each call" if contiguous else ""
             did += f"; {self._num_batches} batch{'es' * (self._num_batches != 1)} converted"
         numbers = {
             "convolutions": count, "channels_last": num_kept, "breaks": breaks, "weights": self._num_weights,
-            "contiguous_weights": contiguous, "batches": self._num_batches, "tensors": self._num_converted,
+            "contiguous_weights": contiguous, "tiled": num_tiled,
+            "batches": self._num_batches, "tensors": self._num_converted,
         }  # fmt: skip
-        return Outcome(did=did, effective=num_kept > 0, numbers=numbers)
+        return Outcome(did=did, effective=num_kept + num_tiled > 0, numbers=numbers)
 
 
 def _stored(value: Any) -> Any:

@@ -18,6 +18,7 @@ patches are then a copy, and in channels-first memory weights of several samples
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -55,7 +56,7 @@ MIN_BUDGET_BYTES = 64 << 20
 
 
 def tiled(
-    segment: Iterable[nn.Module],
+    segment: nn.Module | Iterable[nn.Module],
     x: Float[Tensor, "b c *space"],
     *,
     tiles: int | Sequence[int] | None = None,
@@ -68,7 +69,7 @@ def tiled(
     draws for each tile. There is no second derivative.
 
     Args:
-        segment: An `nn.Sequential`, or layers in their order.
+        segment: An `nn.Sequential`, a layer, or layers in their order.
         x: One to three spatial axes.
         tiles: Pieces of each spatial axis of the output, or of all of them; None for as many as
             `budget_mib` needs, with a halo of at most a quarter.
@@ -81,7 +82,7 @@ def tiled(
     Raises:
         ConfigError: A layer needs more than a window of pixels (statistics, a circular padding), is of a
             class that is not known, has hooks or a forward of its own, or would overwrite `x`; `tiles` or
-            `budget_mib` is not positive.
+            `budget_mib` is not positive, or both are given.
         ValueError: `x` has other axes than the layers, or is too small for them.
         RuntimeError: A second derivative is prepared, or weights have changed before the backward pass.
 
@@ -94,23 +95,31 @@ def tiled(
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: segment='InstanceNorm2d': expected local layers: ...
     """
-    modules = list(segment)
-    chain = Chain.of(read_segment(modules), x)
-    if tiles is None:
-        if budget_mib is not None and budget_mib <= 0:
-            raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
-        grid = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
-    else:
-        pieces = (tiles,) * (x.dim() - 2) if isinstance(tiles, int) else tuple(tiles)
-        if len(pieces) != x.dim() - 2 or min(pieces) < 1:
-            allowed = f"{x.dim() - 2} whole numbers of at least 1, or one"
-            raise ConfigError(key="tiles", value=tiles, allowed=allowed)
-        grid = Grid(chain, (1, *pieces))
-    if grid.num_tiles > 1:
-        return apply(grid, x)
+    is_module = isinstance(segment, nn.Module) and not isinstance(segment, nn.ModuleList)
+    modules: list[nn.Module] = [segment] if is_module else list(segment)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    layers = read_segment(modules)
+    if budget_mib is not None and not budget_mib > 0:
+        raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
+    if budget_mib is not None and tiles is not None:
+        raise ConfigError(key="budget_mib", value=budget_mib, allowed="None where tiles are given")
+    pieces = None if tiles is None else _pieces(tiles, x.dim() - 2)
+    if layers and x.numel():
+        chain = Chain.of(layers, x)
+        budget_bytes = None if budget_mib is None else budget_mib * 2**20
+        grid = choose_grid(chain, x, budget_bytes) if pieces is None else Grid(chain, (1, *pieces))
+        if grid.num_tiles > 1:
+            return apply(grid, x)
     for module in modules:
         x = module(x)
     return x
+
+
+def _pieces(tiles: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
+    """Return the pieces of each spatial axis."""
+    pieces: Any = (tiles,) * num_axes if not isinstance(tiles, (tuple, list)) else tuple(tiles)
+    if len(pieces) != num_axes or not all(isinstance(each, int) and each >= 1 for each in pieces):
+        raise ConfigError(key="tiles", value=tiles, allowed=f"{num_axes} whole numbers of at least 1, or one")
+    return pieces
 
 
 def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:

@@ -23,6 +23,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.tiled_conv import TiledConv
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
@@ -260,6 +261,20 @@ def test_checkpoints_are_those_of_a_plain_run_and_load_with_and_without(tmp_path
             assert is_equal(resumed, full[resumed_with])
         for name, value in resumed.items():
             torch.testing.assert_close(value, full[False][name], rtol=1e-9, atol=1e-12)
+
+
+def test_convolutions_in_tiles_are_counted_as_such() -> None:
+    callback, model = ChannelsLast(), Images()
+    trainer = make_trainer(callbacks=[callback, TiledConv(tile_budget_mib=0.001, min_pixels=1)], max_steps=1)
+    layers = [nn.Conv2d(4, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1)]
+    net = nn.Sequential(*layers, nn.SiLU()).double()
+    model.middle, model.blocks = nn.ModuleDict({"net": net}), nn.ModuleList()
+    batch = [torch.randn(2, channels, 32, 32, dtype=torch.float64) for channels in (3, 2)]
+    trainer.fit(model, DataLoader([batch], batch_size=None))
+    assert callback.outcome().did.startswith(
+        "2 of 4 convolutions ran with channels-last inputs and outputs, "
+    )
+    assert "outputs, 2 computed in tiles; " in callback.outcome().did
 
 
 def test_an_optimizer_and_gradients_that_outlive_the_run_are_contiguous_again() -> None:

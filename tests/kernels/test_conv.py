@@ -419,6 +419,9 @@ class Own(nn.Conv2d):
     """May compute anything."""
 
 
+Namesake = type("Conv2d", (nn.Conv2d,), {"__module__": "adapters.lora.layer"})
+
+
 LAYERS: dict[str, nn.Module] = {
     "reads the opposite border": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
     "InstanceNorm2d needs statistics of all pixels": nn.InstanceNorm2d(4),
@@ -427,6 +430,7 @@ LAYERS: dict[str, nn.Module] = {
     "AdaptiveAvgPool2d needs statistics of all pixels": nn.AdaptiveAvgPool2d(1),
     "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
     "Own is not known to be local": Own(4, 4, 3),
+    "adapters.Conv2d is not known to be local": Namesake(4, 4, 3),
     "ParametrizedConv2d is not known": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
     "Upsample is computed in tiles with mode='nearest'": nn.Upsample(scale_factor=2, mode="bilinear"),
     "Centred is not known to normalize over the channels of a pixel": Centred(4),
@@ -447,12 +451,23 @@ def test_what_is_refused_says_why(reason: str) -> None:
     [
         ({"tiles": 0}, ConfigError, "tiles=0: expected 2 whole numbers of at least 1, or one"),
         ({"tiles": (2, 2, 2)}, ConfigError, "expected 2 whole numbers"),
+        ({"tiles": 2.0}, ConfigError, "tiles=2.0: expected 2 whole numbers"),
+        ({"tiles": (2.5, 2)}, ConfigError, "expected 2 whole numbers"),
         ({"budget_mib": 0}, ConfigError, "budget_mib=0: expected a number above 0, or None"),
+        ({"budget_mib": float("nan")}, ConfigError, "budget_mib=nan: expected a number above 0, or None"),
+        ({"budget_mib": 8, "tiles": 2}, ConfigError, "budget_mib=8: expected None where tiles are given"),
     ],
 )
 def test_bad_numbers_are_named(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         tiled(chain(), image(), **options)
+
+
+def test_a_layer_no_layers_and_no_samples_are_computed() -> None:
+    x, layer = image(), nn.Conv2d(4, 4, 3).double()
+    torch.testing.assert_close(tiled(layer, x, tiles=2), layer(x), rtol=1e-12, atol=1e-12)
+    assert tiled([], x, tiles=2) is x
+    assert tiled(chain(), x[:0], tiles=2).shape == x[:0].shape
 
 
 def test_images_that_do_not_fit_the_layers_are_named() -> None:

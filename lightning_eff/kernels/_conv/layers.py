@@ -63,7 +63,9 @@ def read_layer(module: nn.Module) -> LocalLayer | str:
     if isinstance(module, nn.LayerNorm):
         return channel_norm(module)
     needs_all = " needs statistics of all pixels" if kind in OVER_ALL_PIXELS else " is not known to be local"
-    return f"{kind.__name__}{needs_all}"
+    package = kind.__module__.partition(".")[0]
+    is_namesake = package != "torch" and kind.__name__ in {each.__name__ for each in READERS}
+    return f"{f'{package}.' * is_namesake}{kind.__name__}{needs_all}"
 
 
 def _convolution(module: Any) -> LocalLayer | str:
