@@ -13,12 +13,16 @@ they are and are converted in each call. Checkpoints have contiguous tensors, as
 a run resumes, the optimizer's state takes the strides of its parameters: fused optimizers on the CPU (torch
 2.13) read both in the order of memory, and compute wrong updates where the two differ.
 
+An object of a batch that moves itself to a device (`BatchEncoding`) is left as it is. torch's LBFGS and its
+`parameters_to_vector` take views of contiguous weights only.
+
 A matter of GPUs with tensor cores, in float16, bfloat16 or TF32. It has not been measured on one here; on a
 CPU a step took 0.98 to 1.06 times as long.
 
 Costs: a copy of each batch. Hooks of the layers in the first batch, none later. Code that calls `view` on
     images or weights may have to call `reshape`.
-Conflicts: bitsandbytes' optimizers, which make weights contiguous and keep state in the order of memory.
+Conflicts: bitsandbytes' optimizers, which make weights contiguous and keep state in the order of memory;
+    `torch.optim.LBFGS`.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
@@ -27,7 +31,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -46,7 +50,7 @@ from lightning_eff.callbacks._channels_last.formats import (
     to_format,
 )
 from lightning_eff.core import model_surgery
-from lightning_eff.core.errors import NoEffectWarning
+from lightning_eff.core.errors import ConflictError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import Facts, Outcome, Rule
@@ -75,13 +79,15 @@ def to_channels_last(model: nn.Module) -> dict[str, Callable[[], None]]:
     for name, layer in convolutions(model).items():
         weight: Any = dict(layer.named_parameters(recurse=False)).get("weight")
         if not is_lazy(weight) and is_image(weight) and not is_channels_last(weight):
-            weight.data = to_format(weight.data)
-            undo[name] = functools.partial(_to_contiguous, weight)
+            _arrange(weight, to_format)
+            undo[name] = functools.partial(_arrange, weight, Tensor.contiguous)
     return undo
 
 
-def _to_contiguous(weight: Tensor) -> None:
-    weight.data = weight.data.contiguous()
+def _arrange(weight: Tensor, arranged: Callable[[Tensor], Tensor]) -> None:
+    weight.data = arranged(weight.data)
+    if weight.grad is not None:
+        weight.grad = arranged(weight.grad)
 
 
 def match_strides(optimizer: Optimizer) -> int:
@@ -106,11 +112,20 @@ def match_strides(optimizer: Optimizer) -> int:
     return num_changed
 
 
+@runtime_checkable
+class Movable(Protocol):
+    """What Lightning moves to the device of a run as a whole."""
+
+    def to(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return it on a device."""
+        ...
+
+
 class ChannelsLast(Managed):
     """Keep images and the weights of convolutions in channels-last memory format.
 
     Raises:
-        ConflictError: The optimizer is one of bitsandbytes.
+        ConflictError: The optimizer is one of bitsandbytes, or `torch.optim.LBFGS`.
 
     Warns:
         NoEffectWarning: The model has no convolutions in two or three dimensions, or none ran in the format.
@@ -152,6 +167,8 @@ class ChannelsLast(Managed):
         strategy.batch_to_device = batch_to_device
         self.cleanup.callback(vars(strategy).pop, "batch_to_device", None)
         self.cleanup.callback(model_surgery.restore, pl_module)
+        # After the weights: an optimizer may live on after the run.
+        self.cleanup.callback(lambda: [match_strides(each) for each in trainer.optimizers])
 
     def _apply(self, model: nn.Module) -> int:
         layers: dict[str, Any] = convolutions(model)
@@ -166,15 +183,20 @@ class ChannelsLast(Managed):
         return len(undo)
 
     def _convert(self, batch: Any) -> Any:
-        """Return a batch whose images are channels-last; its containers are new, what is no image is not."""
+        """Return a batch whose images are channels-last; its containers are new, what is no image is not.
+
+        An object with a `to` of its own is left whole, as Lightning leaves it: it may hold more than tensors.
+        """
         if not self._takes:
             return batch
         num_converted = self._num_converted
-        batch = apply_to_collection(batch, Tensor, self._converted, allow_frozen=True)
-        self._num_batches += self._num_converted > num_converted
-        return batch
+        converted = apply_to_collection(batch, Movable, self._converted, allow_frozen=True)
+        if self._num_converted == num_converted:
+            return batch
+        self._num_batches += 1
+        return converted
 
-    def _converted(self, value: Tensor) -> Tensor:
+    def _converted(self, value: Any) -> Any:
         is_taken = is_image(value) and (value.ndim, value.shape[1]) in self._takes
         if not is_taken or is_channels_last(value):
             return value
@@ -192,6 +214,11 @@ class ChannelsLast(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                msg = (
+                    "ChannelsLast cannot be combined with torch.optim.LBFGS, which flattens gradients by view"
+                )
+                raise ConflictError(msg)
             match_strides(optimizer)
 
     @override
@@ -219,7 +246,8 @@ class ChannelsLast(Managed):
         breaks = [] if probe is None else probe.breaks
         contiguous = [] if probe is None else sorted(probe.contiguous_weights)
         num_kept = sum(each[name] for name, is_kept in kept.items() if is_kept)
-        num_unseen = count - sum(each[name] for name in kept)
+        num_tiled = 0 if probe is None else probe.num_tiled
+        num_unseen = max(0, count - sum(each[name] for name in kept) - num_tiled)
         layers = f"{count} convolution{'s' * (count != 1)}"
         if not count:
             did = "the model has no convolutions in two or three dimensions"
@@ -227,15 +255,17 @@ class ChannelsLast(Managed):
             did = f"{layers}, no batch yet"
         else:
             did = f"{num_kept} of {layers} ran with channels-last inputs and outputs"
+            did += f", {num_tiled} computed in tiles" if num_tiled else ""
             did += f", {num_unseen} not called as modules" if num_unseen else ""
             did += f"; the format is first broken {breaks[0]}" if breaks else ""
             did += f"; {len(contiguous)} weights are contiguous: converted in each call" if contiguous else ""
             did += f"; {self._num_batches} batch{'es' * (self._num_batches != 1)} converted"
         numbers = {
             "convolutions": count, "channels_last": num_kept, "breaks": breaks, "weights": self._num_weights,
-            "contiguous_weights": contiguous, "batches": self._num_batches, "tensors": self._num_converted,
+            "contiguous_weights": contiguous, "tiled": num_tiled,
+            "batches": self._num_batches, "tensors": self._num_converted,
         }  # fmt: skip
-        return Outcome(did=did, effective=num_kept > 0, numbers=numbers)
+        return Outcome(did=did, effective=num_kept + num_tiled > 0, numbers=numbers)
 
 
 def _stored(value: Any) -> Any:

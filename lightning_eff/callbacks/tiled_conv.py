@@ -36,7 +36,6 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
-from lightning_eff.callbacks._tiled_conv.local import has_windows, is_container
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
@@ -44,6 +43,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
+from lightning_eff.kernels.conv import has_windows, is_container
 
 NOT_FOUND = "no nn.Sequential with convolutions or pooling found"
 MAX_ENDS = 3

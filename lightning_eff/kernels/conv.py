@@ -18,6 +18,7 @@ patches are then a copy, and in channels-first memory weights of several samples
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -26,16 +27,27 @@ from torch import Tensor, nn
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels._conv.function import apply
 from lightning_eff.kernels._conv.grid import Chain, Grid, choose
-from lightning_eff.kernels._conv.layers import LocalLayer, read_layer
+from lightning_eff.kernels._conv.layers import LocalLayer
+from lightning_eff.kernels._conv.modules import (
+    children_of,
+    has_windows,
+    is_container,
+    overwrites_input,
+    read_module,
+)
 
 __all__ = [
     "Chain",
     "Grid",
     "LocalLayer",
     "apply",
+    "children_of",
     "choose_grid",
     "computed_itemsize",
-    "read_layer",
+    "has_windows",
+    "is_container",
+    "overwrites_input",
+    "read_module",
     "read_segment",
     "tiled",
 ]
@@ -44,7 +56,7 @@ MIN_BUDGET_BYTES = 64 << 20
 
 
 def tiled(
-    segment: Iterable[nn.Module],
+    segment: nn.Module | Iterable[nn.Module],
     x: Float[Tensor, "b c *space"],
     *,
     tiles: int | Sequence[int] | None = None,
@@ -53,11 +65,11 @@ def tiled(
     """Compute layers one after another in spatial tiles.
 
     Convolutions (also transposed, of any stride, padding, dilation and groups), max and average pooling,
-    pointwise activations, dropout, batch normalization in evaluation mode, and nearest upsampling. Hooks of
-    the layers do not run; dropout draws for each tile. There is no second derivative.
+    pointwise activations, dropout, batch normalization in evaluation mode, and nearest upsampling. Dropout
+    draws for each tile. There is no second derivative.
 
     Args:
-        segment: An `nn.Sequential`, or layers in their order.
+        segment: An `nn.Sequential`, a layer, or layers in their order.
         x: One to three spatial axes.
         tiles: Pieces of each spatial axis of the output, or of all of them; None for as many as
             `budget_mib` needs, with a halo of at most a quarter.
@@ -69,7 +81,8 @@ def tiled(
 
     Raises:
         ConfigError: A layer needs more than a window of pixels (statistics, a circular padding), is of a
-            class that is not known, or would overwrite `x`; `tiles` or `budget_mib` is not positive.
+            class that is not known, has hooks or a forward of its own, or would overwrite `x`; `tiles` or
+            `budget_mib` is not positive, or both are given.
         ValueError: `x` has other axes than the layers, or is too small for them.
         RuntimeError: A second derivative is prepared, or weights have changed before the backward pass.
 
@@ -82,23 +95,31 @@ def tiled(
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: segment='InstanceNorm2d': expected local layers: ...
     """
-    modules = list(segment)
-    chain = Chain.of(read_segment(modules), x)
-    if tiles is None:
-        if budget_mib is not None and budget_mib <= 0:
-            raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
-        grid = choose_grid(chain, x, None if budget_mib is None else budget_mib * 2**20)
-    else:
-        pieces = (tiles,) * (x.dim() - 2) if isinstance(tiles, int) else tuple(tiles)
-        if len(pieces) != x.dim() - 2 or min(pieces) < 1:
-            allowed = f"{x.dim() - 2} whole numbers of at least 1, or one"
-            raise ConfigError(key="tiles", value=tiles, allowed=allowed)
-        grid = Grid(chain, (1, *pieces))
-    if grid.num_tiles > 1:
-        return apply(grid, x)
+    is_module = isinstance(segment, nn.Module) and not isinstance(segment, nn.ModuleList)
+    modules: list[nn.Module] = [segment] if is_module else list(segment)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    layers = read_segment(modules)
+    if budget_mib is not None and not budget_mib > 0:
+        raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
+    if budget_mib is not None and tiles is not None:
+        raise ConfigError(key="budget_mib", value=budget_mib, allowed="None where tiles are given")
+    pieces = None if tiles is None else _pieces(tiles, x.dim() - 2)
+    if layers and x.numel():
+        chain = Chain.of(layers, x)
+        budget_bytes = None if budget_mib is None else budget_mib * 2**20
+        grid = choose_grid(chain, x, budget_bytes) if pieces is None else Grid(chain, (1, *pieces))
+        if grid.num_tiles > 1:
+            return apply(grid, x)
     for module in modules:
         x = module(x)
     return x
+
+
+def _pieces(tiles: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
+    """Return the pieces of each spatial axis."""
+    pieces: Any = (tiles,) * num_axes if not isinstance(tiles, (tuple, list)) else tuple(tiles)
+    if len(pieces) != num_axes or not all(isinstance(each, int) and each >= 1 for each in pieces):
+        raise ConfigError(key="tiles", value=tiles, allowed=f"{num_axes} whole numbers of at least 1, or one")
+    return pieces
 
 
 def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:
@@ -128,12 +149,11 @@ def read_segment(modules: Iterable[nn.Module]) -> tuple[LocalLayer, ...]:
     """
     layers: list[LocalLayer] = []
     for module in modules:
-        layer = read_layer(module)
-        if isinstance(layer, str):
-            allowed = f"local layers: {layer}"
-            raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
-        if layer.is_in_place and not any(each.is_new for each in layers):
+        found = read_module(module)
+        if isinstance(found, str):
+            raise ConfigError(key="segment", value=type(module).__name__, allowed=f"local layers: {found}")
+        layers += found
+        if overwrites_input(layers):
             allowed = "a first layer that does not overwrite the input: set inplace=False"
             raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
-        layers.append(layer)
     return tuple(layers)

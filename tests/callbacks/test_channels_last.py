@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.tiled_conv import TiledConv
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
@@ -259,6 +261,68 @@ def test_checkpoints_are_those_of_a_plain_run_and_load_with_and_without(tmp_path
             assert is_equal(resumed, full[resumed_with])
         for name, value in resumed.items():
             torch.testing.assert_close(value, full[False][name], rtol=1e-9, atol=1e-12)
+
+
+def test_convolutions_in_tiles_are_counted_as_such() -> None:
+    callback, model = ChannelsLast(), Images()
+    trainer = make_trainer(callbacks=[callback, TiledConv(tile_budget_mib=0.001, min_pixels=1)], max_steps=1)
+    layers = [nn.Conv2d(4, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1)]
+    net = nn.Sequential(*layers, nn.SiLU()).double()
+    model.middle, model.blocks = nn.ModuleDict({"net": net}), nn.ModuleList()
+    batch = [torch.randn(2, channels, 32, 32, dtype=torch.float64) for channels in (3, 2)]
+    trainer.fit(model, DataLoader([batch], batch_size=None))
+    assert callback.outcome().did.startswith(
+        "2 of 4 convolutions ran with channels-last inputs and outputs, "
+    )
+    assert "outputs, 2 computed in tiles; " in callback.outcome().did
+
+
+def test_an_optimizer_and_gradients_that_outlive_the_run_are_contiguous_again() -> None:
+    """Fused optimizers read weight, gradient and state in the order of memory."""
+    results = []
+    for callbacks in ([], [ChannelsLast()]):
+        model = Images()
+        trainer = make_trainer(callbacks=callbacks, max_steps=2)
+        trainer.fit(model, loader())
+        (optimizer,) = trainer.optimizers
+        for x, y in loader():
+            model.training_step((x, y), 0).backward()  # added to the gradients of the run
+            optimizer.step()
+        results.append(state_of(model))
+        states = optimizer.state.values()
+        tensors = [value for state in states for value in state.values()]
+        assert all(each.is_contiguous() for each in (*tensors, *(p.grad for p in model.parameters())))
+    for name, value in results[1].items():
+        torch.testing.assert_close(value, results[0][name], rtol=1e-9, atol=1e-12)
+
+
+def test_lbfgs_is_refused() -> None:
+    model = Images()
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConflictError, match="LBFGS, which flattens gradients by view"):
+        make_trainer(callbacks=[ChannelsLast()], max_steps=1).fit(model, loader())
+
+
+class Encoding(UserDict[str, Tensor]):
+    """Moves itself, as those of tokenizers do."""
+
+    def __init__(self, data: dict[str, Tensor], source: str) -> None:
+        super().__init__(data)
+        self.source = source
+
+    def to(self, *_: Any, **__: Any) -> Encoding:
+        return self
+
+
+def test_batches_are_left_whole_where_nothing_is_converted_or_they_move_themselves() -> None:
+    callback, image = ChannelsLast(), next(iter(loader()))[0]
+    callback._takes = {(4, 3)}
+    encoding, masks = Encoding({"images": image}, "a file"), [image[:, :1]]
+    assert callback._convert(encoding) is encoding
+    assert callback._convert(masks) is masks
+    found = callback._convert([encoding, image])
+    assert [found[0] is encoding, is_channels_last(found[1])] == [True, True]
+    assert callback.outcome().numbers["batches"] == 1
 
 
 def test_optimizers_of_bitsandbytes_are_refused() -> None:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
@@ -277,6 +278,35 @@ def test_weights_that_stage_3_of_zero_has_sharded_end_a_segment() -> None:
     weight.ds_shape = torch.Size([2, *weight.shape])
     forward(x)
     assert forward.ends == {"2": "the weights of Conv2d are sharded"}
+
+
+def test_a_layer_in_place_behind_one_that_makes_no_new_memory_is_not_in_tiles() -> None:
+    """Halos would be read again after they were overwritten."""
+    first = nn.Sequential(nn.Dropout(0.5)), nn.LeakyReLU(0.1, inplace=True)
+    model = nn.Sequential(*first, *level(1, 4), nn.ReLU(inplace=True)).eval()
+    x = torch.randn(1, 1, 40, 40)
+    expected = model(x.clone())
+    forward = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)[""]
+    overwritten = x.clone()
+    torch.testing.assert_close(model(overwritten), expected)
+    assert torch.equal(overwritten, first[1](x.clone()))
+    assert list(forward.segments) == ["2-6"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_is_traced_or_differentiated_forwards_is_not_in_tiles() -> None:
+    """Tiles would be those of the traced size, and have no forward derivative."""
+    model = level(1, 4)
+    (forward,) = tile_convs(model, tile_budget_mib=0.01, min_pixels=1).values()
+    x = torch.randn(1, 1, 40, 40)
+    expected = nn.Sequential.forward(model, x)
+    torch.testing.assert_close(torch.vmap(model)(x[None])[0], expected)
+    torch.testing.assert_close(torch.func.jvp(model, (x,), (x,))[0], expected)
+    with torch.no_grad(), forward_ad.dual_level():
+        assert forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent is not None
+    assert forward.segments == {}
+    model(x)
+    assert list(forward.segments) == ["0-3"]
 
 
 def test_samples_are_divided_first() -> None:

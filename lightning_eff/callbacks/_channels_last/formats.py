@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
 from lightning_eff.core.compiled_call import CompiledCall
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -54,6 +55,8 @@ class FormatProbe:
         self.breaks: list[str] = []
         """What changed the format, in the order in which it ran."""
         self._handles: list[RemovableHandle] = []
+        forwards = (vars(module).get("forward") for module in model.modules())
+        self._containers = [each for each in forwards if isinstance(each, TiledContainer)]
         for name, module in _layers(model, "", set()):
             self.num_convolutions[name] = len(convolutions(module))
             hook = self._recorder(name)
@@ -64,6 +67,12 @@ class FormatProbe:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    @property
+    def num_tiled(self) -> int:
+        """Return how many convolutions were computed in tiles, which keep the format of their input."""
+        children = (child for each in self._containers for child in each.tiled.values())
+        return len({layer for child in children for layer in convolutions(child).values()})
 
     def _recorder(self, name: str) -> Any:
         shown = name or "the model"

@@ -1,1 +1,1 @@
-"""Parts of `callbacks/tiled_conv`: which children are local layers, and the forward that tiles them."""
+"""Parts of `callbacks/tiled_conv`: the forward of a container that tiles its children."""

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_eff.callbacks._tiled_conv.local import children_of, read_child
 from lightning_eff.kernels.conv import (
     Chain,
     Grid,
     LocalLayer,
     apply,
+    children_of,
     choose_grid,
     computed_itemsize,
+    overwrites_input,
+    read_module,
 )
+from lightning_eff.kernels.matmul import in_forward_mode, is_traced
 
 MAX_AXES = 3
 Child = tuple[str, nn.Module, tuple[LocalLayer, ...] | str]
@@ -62,6 +64,8 @@ class TiledContainer:
         """The largest of each, by the names of the first and the last child."""
         self.ends: dict[str, str] = {}
         """Why children ended a segment, by name."""
+        self.tiled: dict[str, nn.Module] = {}
+        """Children that were computed in tiles, by name."""
         self.max_pixels = 0
         self._cuts: dict[Any, tuple[int, tuple[int, ...]] | None] = {}
 
@@ -71,7 +75,7 @@ class TiledContainer:
         if not self._may_tile(x):
             return type(self.module).forward(self.module, *args, **kwargs)
         children = [
-            (name, child, read_child(child, TiledContainer))
+            (name, child, read_module(child, TiledContainer))
             for name, child in children_of(self.module).items()
         ]
         self.ends |= {name: found for name, _, found in children if isinstance(found, str)}
@@ -91,7 +95,9 @@ class TiledContainer:
             del self.module.forward
 
     def _may_tile(self, x: Any) -> bool:
-        if not isinstance(x, Tensor) or torch.compiler.is_compiling():
+        if (
+            not isinstance(x, Tensor) or is_traced() or in_forward_mode()
+        ):  # tiles are of one size, and backwards
             return False
         if not 1 <= x.dim() - 2 <= MAX_AXES or not x.is_floating_point() or x.is_meta:
             return False
@@ -106,7 +112,7 @@ class TiledContainer:
             if isinstance(found, str):
                 break
             run.append(found)
-        if not run or not run[0] or run[0][0].is_in_place:
+        if not run or not run[0] or overwrites_input([layer for layers in run for layer in layers]):
             return 1, None
         key = (
             len(children), len(run), x.shape, computed_itemsize(x), x.requires_grad,
@@ -138,6 +144,7 @@ class TiledContainer:
 
     def _note(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> None:
         names = [name for name, _, _ in children]
+        self.tiled |= {name: child for name, child, _ in children}
         not_held = grid.chain.kept_elements() * computed_itemsize(x)
         segment = Segment(len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held)
         name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"

@@ -63,23 +63,20 @@ def read_layer(module: nn.Module) -> LocalLayer | str:
     if isinstance(module, nn.LayerNorm):
         return channel_norm(module)
     needs_all = " needs statistics of all pixels" if kind in OVER_ALL_PIXELS else " is not known to be local"
-    return f"{kind.__name__}{needs_all}"
+    package = kind.__module__.partition(".")[0]
+    is_namesake = package != "torch" and kind.__name__ in {each.__name__ for each in READERS}
+    return f"{f'{package}.' * is_namesake}{kind.__name__}{needs_all}"
 
 
 def _convolution(module: Any) -> LocalLayer | str:
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     if mode == "circular":
         return f"{type(module).__name__} with padding_mode='circular' reads the opposite border"
-    pads = module._reversed_padding_repeated_twice  # noqa: SLF001 - ints, also of 'same' and 'valid'
+    function, groups = CONVOLUTIONS[type(module)], module.groups
+    kernel, stride, dilation = _sizes(module, "kernel_size", "stride", "dilation")
     windows = tuple(
-        Window(kernel, stride, dilation, pads[-2 * axis - 2], pads[-2 * axis - 1], mirrored=mode == "reflect")
-        for axis, (kernel, stride, dilation) in enumerate(
-            zip(module.kernel_size, module.stride, module.dilation, strict=True)
-        )
-    )
-    function, stride, dilation, groups = (
-        CONVOLUTIONS[type(module)],
-        *(module.stride, module.dilation, module.groups),
+        Window(*each, mirrored=mode == "reflect")
+        for each in zip(kernel, stride, dilation, *_margins(module, kernel, dilation), strict=True)
     )
 
     def compute(x: Tensor, tensors: Sequence[Tensor | None], place: Place) -> Tensor:
@@ -91,16 +88,26 @@ def _convolution(module: Any) -> LocalLayer | str:
     )
 
 
+def _margins(
+    module: Any, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the padding before and after each axis, from what torch reads: it may have been changed."""
+    if module.padding_mode != "zeros":
+        pads = module._reversed_padding_repeated_twice  # noqa: SLF001 - ints, also of 'same' and 'valid'
+        return tuple(pads[-2::-2]), tuple(pads[::-2])
+    if module.padding == "same":
+        both = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
+        return tuple(each // 2 for each in both), tuple(each - each // 2 for each in both)
+    padding = _tuple(0 if module.padding == "valid" else module.padding, len(kernel))
+    return padding, padding
+
+
 def _transposed(module: Any) -> LocalLayer:
-    sizes = zip(
-        *(module.kernel_size, module.stride, module.dilation, module.padding, module.output_padding),
-        strict=True,
-    )
-    windows = tuple(Scattered(*each) for each in sizes)
-    function, stride, dilation, groups = (
-        TRANSPOSED[type(module)],
-        *(module.stride, module.dilation, module.groups),
-    )
+    function, groups = TRANSPOSED[type(module)], module.groups
+    names = "kernel_size", "stride", "dilation", "padding", "output_padding"
+    sizes = _sizes(module, *names)
+    windows = tuple(Scattered(*each) for each in zip(*sizes, strict=True))
+    _, stride, dilation, *_ = sizes
 
     def compute(x: Tensor, tensors: Sequence[Tensor | None], place: Place) -> Tensor:
         made = [window.made(held) for window, held in zip(windows, place.held, strict=True)]
@@ -209,6 +216,11 @@ def _upsample(module: Any) -> LocalLayer | str:
         return cropped(y, [window.made(held)[0] for held in place.held], place.wanted)
 
     return LocalLayer(compute, (window,), keeps="")
+
+
+def _sizes(module: Any, *names: str) -> tuple[tuple[int, ...], ...]:
+    """Return attributes of a convolution along its axes; one that was changed may be one number for all."""
+    return tuple(_tuple(getattr(module, name), len(module.kernel_size)) for name in names)
 
 
 def _tuple(value: Any, length: int) -> tuple[int, ...]:

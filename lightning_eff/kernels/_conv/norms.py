@@ -23,12 +23,33 @@ def batch_norm(module: Any) -> LocalLayer | str:
     """Read batch normalization, which is pointwise in evaluation mode."""
     if module.training or module.running_mean is None:
         return f"{type(module).__name__} needs statistics of all pixels (in evaluation mode it does not)"
-    mean, variance, eps = module.running_mean, module.running_var, module.eps
+    # Copies: a forward in training changes statistics without a version that the backward pass could check.
+    mean, variance, eps = module.running_mean.clone(), module.running_var.clone(), module.eps
 
     def compute(x: Tensor, tensors: Sequence[Tensor | None], _: Place) -> Tensor:
-        return F.batch_norm(x, mean, variance, tensors[0], tensors[1], eps=eps)
+        weight, bias = tensors
+        is_last = x.stride(1) == 1 < x.shape[1]
+        y = F.batch_norm(_arranged(x, is_last=is_last), mean, variance, weight, bias, eps=eps)
+        if y.requires_grad:
+            y.register_hook(functools.partial(_arranged, is_last=is_last))
+        return y
 
     return LocalLayer(compute, tensors=(module.weight, module.bias))
+
+
+def _arranged(x: Tensor, *, is_last: bool) -> Tensor:
+    """Return an image without gaps, channels-last or contiguous, whose strides leave no doubt which of both.
+
+    The backward pass of torch 2.13 on a CPU is wrong where the image and the gradient have different formats,
+    or strides of one-pixel axes that suggest another one; slices have these.
+    """
+    axes = [0, *range(2, x.dim()), 1] if is_last else list(range(x.dim()))
+    strides, step = [0] * x.dim(), 1
+    for axis in reversed(axes):
+        strides[axis], step = step, step * x.shape[axis]
+    if x.stride() == tuple(strides):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def channel_norm(module: Any) -> LocalLayer | str:

@@ -1,13 +1,16 @@
-"""Read which children of a container are local layers, and why others are not."""
+"""Read which modules are local layers, also those inside containers, and why others are not."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from types import NoneType
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
 from lightning_eff.core.shards import full_shape
-from lightning_eff.kernels.conv import LocalLayer, read_layer
+from lightning_eff.kernels._conv.layers import LocalLayer, read_layer
 
 FORWARD = "forward"
 
@@ -27,30 +30,36 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
     return dict(vars(module)["_modules"])
 
 
-def read_child(child: nn.Module, replaced_by: type) -> tuple[LocalLayer, ...] | str:
-    """Return a child as local layers, or why it is none; containers are read through.
+def read_module(module: nn.Module, replaced_by: type = NoneType) -> tuple[LocalLayer, ...] | str:
+    """Return a module as local layers, or why it is none; containers are read through.
 
     Args:
-        child: Of a container.
+        module: A layer, or a container of layers.
         replaced_by: Class of a forward that may be on a container in place of its own.
     """
-    if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(child)[kind].values()):
-        return f"{type(child).__name__} has hooks, which would not run"
-    if not isinstance(vars(child).get(FORWARD), (replaced_by, type(None))):
-        return f"the forward of {type(child).__name__} is replaced already"
-    if is_container(child):
+    if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(module)[kind].values()):
+        return f"{type(module).__name__} has hooks, which would not run"
+    if not isinstance(vars(module).get(FORWARD), (replaced_by, NoneType)):
+        return f"the forward of {type(module).__name__} is replaced already"
+    if is_container(module):
         layers: list[LocalLayer] = []
-        for part in children_of(child).values():
-            found = read_child(part, replaced_by)
+        for part in children_of(module).values():
+            found = read_module(part, replaced_by)
             if isinstance(found, str):
                 return found
             layers += found
         return tuple(layers)
-    weights = child.parameters(recurse=False)
+    weights = module.parameters(recurse=False)
     if any(isinstance(weight, DTensor) or weight.shape != full_shape(weight) for weight in weights):
-        return f"the weights of {type(child).__name__} are sharded"
-    layer = read_layer(child)
+        return f"the weights of {type(module).__name__} are sharded"
+    layer = read_layer(module)
     return layer if isinstance(layer, str) else (layer,)
+
+
+def overwrites_input(layers: Sequence[LocalLayer]) -> bool:
+    """Return whether a layer in place has the memory that the first one gets: no layer before it made new."""
+    first = next((layer for layer in layers if layer.is_in_place or layer.is_new), None)
+    return first is not None and first.is_in_place
 
 
 def has_windows(module: nn.Module) -> bool:
