@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
 from lightning_eff.core.compiled_call import CompiledCall
+from lightning_eff.core.model_surgery import ComputesChildren
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of axes of an image: batch, channels, and two or three of space."""
@@ -56,7 +56,7 @@ class FormatProbe:
         """What changed the format, in the order in which it ran."""
         self._handles: list[RemovableHandle] = []
         forwards = (vars(module).get("forward") for module in model.modules())
-        self._containers = [each for each in forwards if isinstance(each, TiledContainer)]
+        self._containers = [each for each in forwards if isinstance(each, ComputesChildren)]
         for name, module in _layers(model, "", set()):
             self.num_convolutions[name] = len(convolutions(module))
             hook = self._recorder(name)
