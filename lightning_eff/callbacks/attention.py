@@ -169,16 +169,10 @@ class Attention(Managed):
         # The documents of a batch are looked up by Python, which the compiler cannot trace.
         why = why or ("the model is compiled" if is_compiled else "")
         has_flex = model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
-        how = (
-            self.packing
-            if self.packing != "auto"
-            else "varlen"
-            if not why
-            else "flex"
-            if has_flex
-            else "dense"
-        )
-        if (how == "varlen" and why) or (how == "flex" and not has_flex):
+        works = {"varlen": not why, "flex": has_flex, "dense": True}
+        how = next(name for name, is_there in works.items() if is_there)
+        how = how if self.packing == "auto" else self.packing
+        if not works[how]:
             reason = why if how == "varlen" else "FlexAttention needs CUDA and a model that supports it"
             allowed = f"auto or dense here: {reason}"
             raise ConfigError(key="callbacks.attention.packing", value=how, allowed=allowed)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_eff.planner.advice import Compose
     from lightning_eff.planner.device_memory import DeviceMemory
     from lightning_eff.planner.longest import LongestSequences
+    from lightning_eff.report.attention import AttentionRow
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
@@ -111,13 +112,7 @@ def _predict(
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     attention = prediction.attention
     not_held = scores_not_held(attention, memory.capability)
-    sections = [str(expected)]
-    if attention:
-        rows = [
-            f"attention on {memory.name}: {row}{row.remedy and f' (try: {row.remedy})'}" for row in attention
-        ]
-        rows += [f" {human_bytes(not_held)} of scores not held"] if not_held else []
-        sections.append("\n".join(rows))
+    sections = [str(expected), *_attention_section(attention, memory.name, not_held)]
     content: dict[str, Any] = {
         "division": division.rows(),
         "division_about": division.about,
@@ -140,6 +135,13 @@ def _predict(
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
     return sections, content, prediction.error
+
+
+def _attention_section(rows: Sequence[AttentionRow], device: str, not_held_bytes: int) -> list[str]:
+    """Return what a device takes for attention, as one section; none without attention."""
+    lines = [f"attention on {device}: {row}{row.remedy and f' (try: {row.remedy})'}" for row in rows]
+    lines += [f" {human_bytes(not_held_bytes)} of scores not held"] if not_held_bytes else []
+    return ["\n".join(lines)] if rows else []
 
 
 def _longest_sequences(

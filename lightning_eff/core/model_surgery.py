@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -76,14 +76,6 @@ class AddsAdapters(Protocol):
     def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
         """Return what the callback changes, with or without reading the weights of its base."""
         ...
-
-
-@runtime_checkable
-class ComputesChildren(Protocol):
-    """Replaces the forward of a container, and computes children without calling them."""
-
-    tiled: Mapping[str, nn.Module]
-    """Those that it has computed so, by name."""
 
 
 def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:

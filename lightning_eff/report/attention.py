@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.backends import cuda
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from lightning_eff.core.attention_backends import AttentionCall
+from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
 from lightning_eff.core.text import human_bytes
 
 BLOCKING = -1e4
 """Added to a score, it leaves nothing of it: what models use lies between this and minus infinity."""
+SOFTMAX = "softmax"
+"""A softmax between two products, without `scaled_dot_product_attention`."""
+MATH = "math"
+QUADRATIC = (MATH, SOFTMAX)
 LONG = 512
 """Tokens from which quadratic attention is warned of."""
 PATTERNS = {
@@ -79,6 +84,32 @@ def alike(seen: Iterable[AttentionRow]) -> list[AttentionRow]:
             mask_bytes=before.mask_bytes + row.mask_bytes,
         )  # fmt: skip
     return list(found.values())
+
+
+def why_not_fused(backend: str, call: AttentionCall, capability: int, *, is_graph: bool) -> tuple[str, str]:
+    """Return why no fused backend computed a call, and what to change; empty where one did.
+
+    Args:
+        backend: As in `AttentionRow`.
+        call: The call.
+        capability: Compute capability of the device, times ten; 0 for a CPU.
+        is_graph: Whether the call is in a graph that will be compiled.
+    """
+    if backend == "flex" and not is_graph:
+        return "flex_attention is not compiled", "torch.compile(flex_attention)"
+    if backend == SOFTMAX:
+        return "scores are computed by the model, not by F.scaled_dot_product_attention", (
+            "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers, "
+            "else y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"
+        )
+    if backend != MATH:
+        return "", ""
+    choice = choose(call, capability)
+    if choice.backend == MATH:
+        return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
+    if cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled():
+        return "shapes or strides that fused backends refuse", "x.contiguous(), and a mask of [B, H, T, S]"
+    return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
 
 
 def scores_not_held(rows: Iterable[AttentionRow], capability: int) -> int:

@@ -21,16 +21,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
 
-from lightning_eff.core.attention_backends import HALF, AttentionCall, choose, remedy
-from lightning_eff.report.attention import PATTERNS, AttentionRow, alike, pattern_of
+from lightning_eff.core.attention_backends import HALF, AttentionCall
+from lightning_eff.report.attention import (
+    MATH,
+    PATTERNS,
+    SOFTMAX,
+    AttentionRow,
+    alike,
+    pattern_of,
+    why_not_fused,
+)
 
 log = logging.getLogger(__name__)
-SOFTMAX = "softmax"
-"""A softmax between two products, without `scaled_dot_product_attention`."""
-MATH = "math"
-QUADRATIC = (MATH, SOFTMAX)
 FUSED = (
     (re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?$"), r"\1"),
     (re.compile(r"^_scaled_dot_product_fused_attention_overrideable$"), "fused"),
@@ -253,34 +256,12 @@ class AttentionWatch:
             return
         about, instead = PATTERNS.get(mask.pattern, ("", "")) if mask.kind != "causal" else ("", "")
         kind = f"{mask.kind} that {about}" if about else mask.kind
-        reason, advice = self._why(backend, call)
+        reason, advice = why_not_fused(backend, call, self._capability, is_graph=self.is_graph)
         advice = advice or instead
         if backend == "flex" and reason:
             score_bytes = call.scores_bytes(self._capability)
         row = AttentionRow(backend, 1, call, kind, (path,), score_bytes, mask.num_bytes, reason, advice)
         self.seen.append(row)
-
-    def _why(self, backend: str, call: AttentionCall) -> tuple[str, str]:
-        """Return why no fused backend ran, and what to change; empty where one did."""
-        if backend == "flex" and not self.is_graph:
-            return "flex_attention is not compiled", "torch.compile(flex_attention)"
-        if backend == SOFTMAX:
-            return "scores are computed by the model, not by F.scaled_dot_product_attention", (
-                "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers, "
-                "else y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"
-            )
-        if backend != MATH:
-            return "", ""
-        choice = choose(call, self._capability)
-        if choice.backend != MATH:
-            is_selected = not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
-            if is_selected and not cuda.cudnn_sdp_enabled():
-                return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
-            return (
-                "shapes or strides that fused backends refuse",
-                "x.contiguous(), and a mask of [B, H, T, S]",
-            )
-        return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
 
 
 def _is_dense(value: Any) -> bool:

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from typing_extensions import override
 
 from lightning_eff.core.compiled_call import compiled_attributes
-from lightning_eff.report.attention import AttentionRow
-from lightning_eff.report.attention_watch import QUADRATIC, AttentionWatch
+from lightning_eff.report.attention import QUADRATIC, AttentionRow
+from lightning_eff.report.attention_watch import AttentionWatch
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import InfraMode
 

@@ -21,7 +21,7 @@ from lightning_eff.core.errors import ConflictError
 
 NAME = "lightning_eff_varlen"
 """Of the attention function, as transformers knows it."""
-NOT_COMPUTED = ("softcap", "position_bias", "s_aux", "sinks")
+NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
 """Arguments of transformers that change scores, which the kernel does not know."""
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
@@ -88,7 +88,8 @@ class PackedAttention:
         self.num_documents = 0
         self.mask_bytes = 0
         """Of the largest mask that was not made, of bool."""
-        self._checked: set[tuple[int, int]] = set()
+        self._checked: set[tuple[type[nn.Module], tuple[int, int]]] = set()
+        """Classes of layers and windows whose mask was compared."""
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Documents | None]] = {}
         """By the id of a tensor, with its version."""
 
@@ -153,21 +154,14 @@ class PackedAttention:
             sdpa: Any = sdpa_attention_forward
             kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
             return sdpa(module, query, key, value, attention_mask, **kwargs)
-        refused = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
-        refused += ["dropout"] if dropout > 0 else []
-        if refused:
-            raise _refusal(module, ", ".join(refused))
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
+        self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if self.kernel is None:
             from torch.nn.attention.varlen import varlen_attn
 
             self.kernel = varlen_attn
-        is_causal = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
-        if window not in self._checked:
-            if not attention_mask.is_of(documents, window):
-                raise _refusal(module, "a mask of its own", "use_cache=False in the model's call")
-            self._checked.add(window)
         q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value))
         starts, longest = documents
         out = self.kernel(
@@ -175,6 +169,18 @@ class PackedAttention:
             scale=scaling, enable_gqa=key.shape[1] != query.shape[1], window_size=window,
         )  # fmt: skip
         return out.reshape(batch, length, query.shape[1], -1), None
+
+    def _check(
+        self, module: nn.Module, mask: LateMask, documents: Documents, window: tuple[int, int], given: Any
+    ) -> None:
+        """Refuse a layer whose scores are changed; once for a kind of layer, one with a mask of its own."""
+        refused = [name for name in NOT_COMPUTED if given.get(name) is not None]
+        if refused:
+            raise _refusal(module, ", ".join(refused))
+        if (type(module), window) not in self._checked:
+            if not mask.is_of(documents, window):
+                raise _refusal(module, "a mask of its own", "use_cache=False in the model's call")
+            self._checked.add((type(module), window))
 
 
 def make_mask(**arguments: Any) -> LateMask | Tensor | None:

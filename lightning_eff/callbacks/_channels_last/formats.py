@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.model_surgery import ComputesChildren
+from lightning_eff.core.technique import ComputesChildren
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of axes of an image: batch, channels, and two or three of space."""
