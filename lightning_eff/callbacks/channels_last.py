@@ -222,7 +222,8 @@ class ChannelsLast(Managed):
                 )
                 raise ConflictError(msg)
             match_strides(optimizer)
-            self.cleanup.callback(optimizer.register_step_pre_hook(match_in_step).remove)
+            if not self._is_deepspeed:  # its optimizers have no such hook, and its weights are contiguous
+                self.cleanup.callback(optimizer.register_step_pre_hook(match_in_step).remove)
 
     @override
     def on_save_checkpoint(
