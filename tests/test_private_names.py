@@ -63,6 +63,7 @@ NAMES = {
     # What these mean is tested where they are used, by kernels and report.
     "torch:_C": "_will_engine_execute_node _len_torch_dispatch_stack _current_graph_task_id "
     "_current_autograd_node",
+    "torch._guards:TracingContext": "try_get",
     "torch._C:_functorch": "maybe_current_level peek_interpreter_stack",
     "torch._C:_autograd": "_top_saved_tensors_default_hooks",
     "torch.nn:Module": "_call_impl",
