@@ -13,7 +13,7 @@ Frozen weights are `rowwise`. A scale has a floor, so that rows of zeros stay ze
 Costs: without compiled blocks each cast is several kernels, and slower than what is saved. About 3 bits of
     precision in the operands; sums are exact to bfloat16.
 Conflicts: `callbacks/triton_gemm`, refused: one of them computes a layer. `all_gather` needs
-    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed gathers weights in hooks of its own.
+    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed, refused: it casts and gathers weights itself.
 Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://github.com/pytorch/ao
 """
 
@@ -40,7 +40,7 @@ from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.remedies import format_remedies
 from lightning_eff.core.shards import full_shape
-from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
 from lightning_eff.precision._float8 import choice
@@ -191,7 +191,11 @@ class Float8(AutoPrecision):
             needs.append(Rule(name="strategy/fsdp2", reason=reason, remedies=(*remedies, "strategy=fsdp2")))
         reason, remedies = "gloo, which connects CPUs, cannot send float8", ("precision.all_gather=false",)
         gathers = [Rule(name="run/cpu", reason=reason, remedies=remedies)] if self.all_gather else []
-        return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers))
+        reason = "DeepSpeed casts and gathers weights itself"
+        shards = [
+            Rule(name=rule.name, reason=reason, remedies=("strategy=fsdp2", PLAIN)) for rule in NEEDS_MATRICES
+        ]
+        return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
 
     def apply(self, model: nn.Module) -> int:
         """Convert the layers that gain; a second call finds nothing to do."""

@@ -28,7 +28,9 @@ from lightning_eff.precision._float8.choice import reasons, speedup
 from lightning_eff.precision._float8.linear import Float8Linear, convert, recipe_config, unconvert
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, to_float8
-from tests.support.models import Deep, fit, make_trainer
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
+from tests.support.ranks import run_two_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:precision='bf16-.*' will be slow",
@@ -333,6 +335,85 @@ def test_fifty_steps_of_a_gpt_are_near_bf16s() -> None:
     assert bf16[-1] < 0.8 * bf16[0]
     assert not torch.equal(bf16, float8)
     torch.testing.assert_close(float8, bf16, rtol=0.01, atol=0.0)
+
+
+def halves(trainer: Any) -> DataLoader[Any]:
+    """Return every other sample for each of two ranks."""
+    order: Any = range(trainer.global_rank, 40, 2)
+    return DataLoader(make_loader().dataset, batch_size=2, sampler=order)
+
+
+def gathered_in_float8() -> dict[str, Any]:
+    """Train a layer that FSDP2 gathers in float8 on a mesh of this rank alone, since gloo sends none."""
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = [distributed.new_group([rank]) for rank in range(2)]
+    mesh = DeviceMesh.from_group(ranks[distributed.get_rank()], "cpu")
+    results: dict[str, Any] = {}
+    for is_gathered in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 32, bias=False))
+        convert(model[0], recipe_config("tensorwise", emulate=True, all_gather=is_gathered))
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = model.state_dict()["0.weight"]
+        results[f"weight {is_gathered}"] = saved.to_local().clone()
+        results[f"class {is_gathered}"] = type(saved.to_local()).__name__
+        with torch.no_grad():
+            saved.to_local().zero_()
+        results[f"shared {is_gathered}"] = float(model[0].weight.full_tensor().abs().sum())
+        unconvert(model[0])
+        results[f"left {is_gathered}"] = type(model[0]).__name__
+    return results
+
+
+def main(folder: str) -> None:
+    """Train on two ranks by DDP and by FSDP2."""
+    results: dict[str, Any] = {}
+    for name, strategy in (("ddp", "ddp"), ("fsdp2", FSDP2())):
+        model, plugin = seeded(Deep, dropout=0.0), Float8(emulate=True)
+        keywords = {"devices": 2, "use_distributed_sampler": False, "strategy": strategy}
+        trainer = make_trainer(plugins=[plugin], max_steps=5, **keywords)
+        trainer.fit(model, halves(trainer))
+        trainer.save_checkpoint(Path(folder) / f"{name}.ckpt")
+        results[name] = plugin.outcome().numbers["layers"]
+    results["gathered"] = gathered_in_float8()
+    refused = Float8(emulate=True, recipe="tensorwise", all_gather=True)
+    trainer = make_trainer(plugins=[refused], strategy=FSDP2(), devices=2)
+    try:
+        trainer.fit(Deep(), make_loader())
+    except ConflictError as error:
+        results["refused"] = str(error)
+    if trainer.global_rank == 0:
+        torch.save(results, Path(folder) / "results.pt")
+
+
+def test_two_ranks_train_as_one_does_on_both_halves(tmp_path: Path) -> None:
+    """Each rank scales what it has: the same as one device that accumulates the two halves of a batch."""
+    done = run_two_ranks("tests.precision.test_float8", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    one, plugin = seeded(Deep, dropout=0.0), Float8(emulate=True)
+    dataset: Any = make_loader().dataset
+    order = [2 * i + rank for first in range(0, 20, 2) for rank in (0, 1) for i in (first, first + 1)]
+    loader = DataLoader(dataset, batch_size=2, sampler=order)  # pyright: ignore[reportArgumentType]
+    train(one, plugin, loader=loader, max_steps=5, accumulate_grad_batches=2)
+    for name in ("ddp", "fsdp2"):
+        assert results[name] == plugin.outcome().numbers["layers"]
+        state = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
+        torch.testing.assert_close(state, dict(one.state_dict()), rtol=1e-5, atol=1e-6)
+    assert "gloo, which connects CPUs, cannot send float8" in results["refused"]
+    gathered = results["gathered"]
+    assert torch.equal(gathered["weight True"], gathered["weight False"])
+    assert (gathered["class True"], gathered["shared True"]) == ("Tensor", 0.0)
+    assert (gathered["left False"], gathered["left True"]) == ("Linear", "Float8Linear")
 
 
 def test_refusals() -> None:
