@@ -9,7 +9,6 @@ SGD, whose steps are as large as the gradients are: AdamW's hide a wrong scale.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import platform
 import subprocess
@@ -37,17 +36,14 @@ def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[f
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "lightning_eff", "train", "lm", *overrides, f"trainer.max_steps={steps}",
-            f"output_root={folder}", "logger=csv", "trainer.log_every_n_steps=1", "optimizer=sgd",
+            f"output_root={folder}", "optimizer=sgd",
             "optimizer.lr=0.5", "scheduler=none", "callbacks=[]", "trainer.limit_val_batches=0", *more,
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
-        (metrics,) = Path(folder).rglob("metrics.csv")
-        with metrics.open(encoding="utf-8") as file:
-            losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
-        (report,) = Path(folder).rglob("efficiency.json")
-        techniques: Any = json.loads(report.read_text(encoding="utf-8"))["techniques"]
-        did = next(each["did"] for each in techniques if each["name"].startswith("precision/"))
-    return losses, did
+        (path,) = Path(folder).rglob("efficiency.json")
+        report: Any = json.loads(path.read_text(encoding="utf-8"))
+    did = next(row["did"] for row in report["ledger"] if row["technique"].startswith("precision/"))
+    return [loss for _, loss in report["losses"]], did
 
 
 def main() -> None:
