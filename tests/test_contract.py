@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import peft
 import pytest
 import torch
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_eff.adapters.lora_linear import add_in_place
 from lightning_eff.callbacks.data_preload import DataPreload
@@ -31,6 +32,7 @@ from lightning_eff.core.technique import Technique, Verdict, config_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.float8 import Float8
 from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.models import Deep, make_loader, make_trainer
 from tests.support.techniques import NUM_STEPS, SGD, assert_equal, plain_loop
@@ -88,6 +90,16 @@ def adapt_low_by_hand(model: Deep) -> None:
             parameter.data = parameter.data.float()
 
 
+def compute_in_float8_by_hand(model: Deep) -> None:
+    """Compute the blocks' linear layers in float8 as torchao's documentation has it."""
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=lambda _, name: name.startswith("blocks.") and ".lora_" not in name,
+    )
+
+
 CASES = {
     "empty_cache": Case(lambda: EmptyCache(every_n_steps=2)),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD)),
@@ -118,6 +130,12 @@ CASES = {
     "auto bf16-mixed": Case(lambda: AutoPrecision(precision="bf16-mixed"), "plugins", "bf16-mixed"),
     "auto 16-mixed": Case(lambda: AutoPrecision(precision="16-mixed"), "plugins", "16-mixed"),
     "auto bf16-true": Case(lambda: AutoPrecision(precision="bf16-true"), "plugins", "bf16-true"),
+    "float8": Case(
+        lambda: Float8(emulate=True, precision="bf16-true"),
+        "plugins",
+        "bf16-true",
+        prepare=compute_in_float8_by_hand,
+    ),
     "quantized_base bf16": Case(
         lambda: QuantizedBase(quant_type="bf16"),
         "plugins",
@@ -236,13 +254,15 @@ def test_everything_patched_is_restored_after_a_failure(
     assert _get_current_dispatch_mode_stack() == []
 
 
+PRECISIONS = ("auto", "float8", "quantized_base")
 PAIRS = [
     (one, other)
     for one, other in itertools.combinations(CASES, 2)
     if one.split()[0] != other.split()[0]
     and "32-true" not in one + other
     # One precision a run; and the adapters, without which it cannot be, are beside it already.
-    and not (other.startswith("quantized_base") and one.startswith(("auto", "peft_adapter")))
+    and not (one.startswith(PRECISIONS) and other.startswith(PRECISIONS))
+    and not (other.startswith("quantized_base") and one.startswith("peft_adapter"))
 ]
 
 
@@ -320,7 +340,12 @@ def test_few_pairs_are_refused() -> None:
         if any(finding.rule.verdict == Verdict.REFUSED for finding in found):
             refused.append((one, other))
     compiled, selective = "torch_compile", "gradient_checkpointing selective"
-    assert refused == [("tiled_mlp", selective), ("tiled_mlp", compiled), (selective, compiled)]
+    assert refused == [
+        ("triton_gemm", "float8"),
+        ("tiled_mlp", selective),
+        ("tiled_mlp", compiled),
+        (selective, compiled),
+    ]
     assert len(PAIRS) > 60
 
 

@@ -98,7 +98,11 @@ def non_default_config(technique: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return plain types as they are, a `functools.partial` as the text of its call, all else as its repr."""
+    """Return plain types as they are, a `functools.partial` as the text of its call, all else as its repr.
+
+    A tuple is shown as a list: YAML has no other.
+    """
+    value = list(value) if type(value) is tuple else value
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     function: Any = getattr(value, "func", None)

@@ -21,6 +21,7 @@ from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.float8 import Float8
 from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, assert_predicted_is_measured, choice
 
 Plugins = dict[str, Any]
@@ -44,6 +45,7 @@ PRECISIONS: dict[str, Callable[[], Plugins]] = {
     "fp32": dict,
     "bf16-mixed": lambda: {"plugins": [AutoPrecision(precision="bf16-mixed")]},
     "bf16-true": lambda: {"plugins": [AutoPrecision(precision="bf16-true")]},
+    "float8": lambda: {"plugins": [Float8(emulate=True)]},
     "lightning's bf16": lambda: {"precision": "bf16-mixed"},
 }
 OPTIMIZERS: dict[str, Callable[[], Plugins]] = {
