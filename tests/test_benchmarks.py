@@ -14,6 +14,7 @@ import torch
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 SMALLEST = {
+    "compile_cache": ["--starts", "2", "model.num_layers=2", "model.d_model=32"],
     "data_preload": ["--repeats", "1", "--length", "16"],
     "float8": ["--steps", "1", "model.num_layers=2", "model.d_model=32", "data.batch_size=1"],
     "host_time": ["--rounds", "1"],
