@@ -117,9 +117,9 @@ def predict(
     with Fakes() as fakes, PlannedAttention(capability), quietly():
         made = trainer() if callable(trainer) else trainer
         _check_one_cpu(made)
-        if isinstance(plugin := made.precision_plugin, Float8):
-            gpus = (gpu for gpu in DEVICES.values() if gpu.capability == capability)
-            plugin.planned = next(gpus, None)
+        plugin = made.precision_plugin
+        if isinstance(plugin, Float8):
+            plugin.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -127,7 +127,10 @@ def predict(
             _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
             return module
 
-        return _predicted(run, fakes, capability)
+        found = _predicted(run, fakes, capability)
+        if isinstance(plugin, Float8) and found.peak is not None:
+            found.assumed.append(plugin.outcome().did)
+        return found
 
 
 def _check_one_cpu(trainer: pl.Trainer) -> None:

@@ -297,7 +297,11 @@ class Float8(AutoPrecision):
         did += "".join(f"; {human_count(count)}: {why}" for why, count in left.most_common(2))
         count = sum(self._overflows.values())
         checked = f"{self._steps} step{'' if self._steps == 1 else 's'}"
-        did += f"; {count or 'no'} gradients with NaN or infinity in the first {checked}" if converted else ""
+        did += (
+            f"; {count or 'no'} gradients with NaN or infinity in the first {checked}"
+            if converted and self.planned is None
+            else ""
+        )
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
         numbers["overflows"] = dict(self._overflows)
         return Outcome(did=did, effective=bool(converted), numbers=numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.core.machine import gpu_facts
 from lightning_eff.kernels import devices
 from lightning_eff.models.gpt import GPT
+from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
 from lightning_eff.precision._float8.linear import Float8Linear, convert, recipe_config, unconvert
 from lightning_eff.precision.auto import AutoPrecision
@@ -245,6 +247,22 @@ def test_a_gpu_that_gains_nothing_says_so(
     assert not plugin.outcome().effective
 
 
+def test_a_plan_says_what_is_converted_on_a_device_that_is_not_there() -> None:
+    found = {}
+    for capability in (0, 80, 90):
+        trainer = make_trainer(plugins=[Float8()], max_steps=10)
+        prediction = predict(
+            lambda: Deep(width=4096), next(iter(make_loader())), trainer=trainer, capability=capability
+        )
+        assert prediction.peak is not None, prediction.reason
+        found[capability] = prediction.assumed[-1].partition(";")[0]
+    assert found == {
+        0: "rowwise float8 in 0 of 5 Linear",
+        80: "rowwise float8 in 0 of 5 Linear",
+        90: "rowwise float8 in 3 of 5 Linear, 100% of their products",
+    }
+
+
 def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Deep]) -> None:
     """On the GPU of a prediction: this CPU multiplies float8 too, slowly, when it is told to."""
     for compiled in (False, True):
@@ -262,6 +280,20 @@ def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Dee
         with pytest.warns(SlowPathWarning, match=r"slower than bfloat16(.|\n)*try: TorchCompile\(\)"):
             plugin.convert_module(model)
         assert "rowwise float8 in 3 of 5 Linear" in plugin.outcome().did
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
+def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
+    """T3: inductor fuses casts and rounds elsewhere; a lost scale is 2 % of the loss and more."""
+    losses = []
+    for callbacks in ([], [TorchCompile()]):
+        model, plugin = deep(dropout=0.0), Float8(emulate=True)
+        train(model, plugin, *callbacks, max_steps=10)
+        losses.append(model.losses)
+        assert sum(why.startswith("float8") for why in plugin.outcome().numbers["layers"].values()) == 3
+    assert callbacks[0].outcome().numbers["graph_breaks"] == {}
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
 def test_gradients_that_are_not_finite_are_counted_and_warned_of(deep: Callable[..., Deep]) -> None:
