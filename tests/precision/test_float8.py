@@ -285,7 +285,7 @@ def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Dee
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
 def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
-    """T3: inductor fuses casts and rounds elsewhere; a lost scale is 2 % of the loss and more."""
+    """T3: inductor rounds elsewhere, and a value that rounds the other way is 6 % off; a lost scale is a half."""
     losses = []
     for callbacks in ([], [TorchCompile()]):
         model, plugin = deep(dropout=0.0), Float8(emulate=True)
@@ -293,7 +293,8 @@ def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
         losses.append(model.losses)
         assert sum(why.startswith("float8") for why in plugin.outcome().numbers["layers"].values()) == 3
     assert callbacks[0].outcome().numbers["graph_breaks"] == {}
-    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
 def test_gradients_that_are_not_finite_are_counted_and_warned_of(deep: Callable[..., Deep]) -> None:
