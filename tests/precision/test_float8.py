@@ -285,7 +285,7 @@ def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Dee
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
 def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
-    """T3: inductor rounds elsewhere, and a value that rounds the other way is 6 % off; a lost scale is a half."""
+    """T3: inductor rounds elsewhere, and what rounds the other way is 6 % off; a lost scale is half."""
     losses = []
     for callbacks in ([], [TorchCompile()]):
         model, plugin = deep(dropout=0.0), Float8(emulate=True)
