@@ -14,6 +14,7 @@ A pass ends where its direction changes, or where a block is called again.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Order:
         self._next: dict[tuple[bool, HostWeights], HostWeights | None] = {
             (is_backward, block): after
             for is_backward, order in ((False, blocks), (True, backwards))
-            for block, after in zip(order, [*order[1:], None], strict=True)
+            for block, after in itertools.zip_longest(order, order[1:])
         }
         self._is_backward = False
         self._path: dict[HostWeights, None] = {}
@@ -76,6 +77,8 @@ class Fetcher:
         self.moved_bytes = 0
         self.peak_bytes = 0
         """Maximum of the copies' bytes."""
+        self.are_casts_kept = False
+        """Whether a block was seen whose weights autocast casts, and autograd keeps."""
         self._order = Order(self.blocks)
         self._copies: dict[HostWeights, Copies] = {}
         self._in_forward: list[HostWeights] = []

@@ -12,6 +12,7 @@ switch off PyTorch's check for changes in place, so it is made here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_eff.callbacks._offload_frozen.fetcher import Fetcher
 from lightning_eff.callbacks._offload_frozen.host_weights import CPU, HostWeights, storage_key
+from lightning_eff.core.errors import ConflictWarning
+from lightning_eff.core.recompute import RecomputedBlock
 
 CHECKPOINT = "torch.utils.checkpoint"
 """Module of the hooks by which a checkpoint saves nothing."""
@@ -85,10 +88,9 @@ class OffloadedBlock:
         return vars(block).get(_MARK)
 
     def remove(self) -> None:
-        """Remove the hooks; the weights stay in host memory until the model is moved."""
+        """Remove the hooks; the weights stay in host memory until the model is moved, their copies too."""
         while self._frames:
             self._leave(self._frames.pop())
-        self._fetcher.close()
         self.weights.remove()
         vars(self._block).pop(_MARK, None)
         for handle in self._handles:
@@ -110,9 +112,22 @@ class OffloadedBlock:
         outer = _outer_hooks()
         if not torch.is_grad_enabled() or (outer and str(outer[0].__module__) == CHECKPOINT):
             return
+        self._warn_of_casts(self._fetcher.device.type)
         pack, unpack = outer or (None, None)
         frame.hooks = saved_tensors_hooks(lambda tensor: self._pack(tensor, pack, unpack), self._unpack)
         frame.hooks.__enter__()
+
+    def _warn_of_casts(self, device_type: str) -> None:
+        """Warn once if autograd will keep a cast of each weight, on the device."""
+        wide = [p for p in self.weights.parameters.values() if p.dtype == torch.float32 and p.ndim > 1]
+        is_cast = torch.is_autocast_enabled(device_type) and RecomputedBlock.of(self._block) is None
+        if wide and is_cast and not self._fetcher.are_casts_kept:
+            self._fetcher.are_casts_kept = True
+            text = (
+                "OffloadFrozen: autocast casts frozen float32 weights, and autograd keeps the casts"
+                "\n  try: precision=frozen_bf16\n  try: +callbacks=gradient_checkpointing"
+            )
+            warnings.warn(ConflictWarning(text), stacklevel=2)
 
     @_untraced
     def _after(self, *_: Any) -> None:

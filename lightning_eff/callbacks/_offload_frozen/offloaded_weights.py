@@ -85,6 +85,7 @@ class OffloadedWeights:
             for parameter in block.weights.parameters.values():
                 vars(parameter).pop(IGNORED_PARAMETER, None)
         others = [name for name in getattr(self._model, IGNORED, []) if name not in self._ignored]
+        self._fetcher.close()
         vars(self._model).pop(IGNORED, None)
         if others:
             setattr(self._model, IGNORED, others)
