@@ -18,8 +18,8 @@ Costs: each step copies the frozen weights of the blocks to the device twice, al
     these weights for each process; torch rounds each tensor up to a power of two.
 Conflicts: strategies that shard or move parameters; quantized weights; `callbacks/torch_compile` of more
     than blocks, and with CUDA graphs; callbacks that unfreeze. Autocast keeps casts of float32 weights for
-    the backward pass: freeze in 16 bits (`precision=frozen_bf16`), or recompute. What code in a forward pass
-    writes through `parameter.data` is lost, but for PEFT's merging.
+    the backward pass: freeze in 16 bits (`precision=frozen_bf16`), or recompute. What a forward pass writes
+    through `parameter.data` is lost, but for PEFT's merging; synchronize CUDA before writes between steps.
 Source: https://arxiv.org/abs/2104.07857 (ZeRO-Infinity prefetches parameters from the host in this way)
 """
 

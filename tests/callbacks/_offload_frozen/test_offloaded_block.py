@@ -60,6 +60,17 @@ def test_weights_that_are_written_between_passes_or_in_one_are_the_ones_computed
     assert not model.blocks[0].frozen.weight.any(), "a forward pass has written to it"
 
 
+def test_a_weight_that_changes_after_it_was_fetched_ahead_is_fetched_again() -> None:
+    model, x = stack(), torch.ones(2, WIDTH)
+    offload_frozen(model)
+    model.blocks[0].register_forward_hook(lambda *_: write_zeros(model.blocks[1], None))
+    with torch.no_grad():
+        found = model(x)
+        for block in (model.blocks[0], model.blocks[2], model.blocks[3]):
+            x = block(x)
+    assert torch.equal(found, x)
+
+
 def lora_model() -> Any:
     torch.manual_seed(0)
     model = GPT_OF()
@@ -142,6 +153,9 @@ def test_after_an_error_the_model_works_with_it_and_without(error: type[BaseExce
     if error is KeyboardInterrupt:  # ends a run; torch calls no hook then
         offloaded.remove()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        step(model).backward()
+        assert offload_of(model)._copies == {}, "the end of a backward pass drops them"
     for parameter in model.parameters():
         parameter.grad = None
     assert train(model) == train(plain)
