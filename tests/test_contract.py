@@ -19,6 +19,7 @@ from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.offload_frozen import OffloadFrozen
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss
@@ -117,6 +118,9 @@ CASES = {
         num_steps=20,
     ),
     "peft_adapter": Case(lambda: PeftAdapter(options={"r": 4}), prepare=adapt_by_hand),
+    "offload_frozen": Case(
+        OffloadFrozen, prepare=adapt_by_hand, beside=lambda: [PeftAdapter(options={"r": 4})]
+    ),
     "efficiency_report": Case(EfficiencyReport),
     "progress": Case(lambda: Progress(every_n_seconds=0.001)),
     **{
@@ -149,6 +153,8 @@ pytestmark = pytest.mark.filterwarnings(
     # Batches that fit, as in the plain loop: what is left is what it does to a step.
     "ignore:callbacks/micro_batch with callbacks/torch_compile",
     "ignore:callbacks/triton_gemm with callbacks/torch_compile",
+    "ignore:OffloadFrozen had no effect.*on a CPU",
+    "ignore:OffloadFrozen. autocast casts:lightning_eff.core.errors.ConflictWarning",
 )
 
 
@@ -260,25 +266,26 @@ PAIRS = [
     for one, other in itertools.combinations(CASES, 2)
     if one.split()[0] != other.split()[0]
     and "32-true" not in one + other
-    # One precision a run; and the adapters, without which it cannot be, are beside it already.
+    # One precision a run; and the adapters, without which they cannot be, are beside them already.
     and not (one.startswith(PRECISIONS) and other.startswith(PRECISIONS))
-    and not (other.startswith("quantized_base") and one.startswith("peft_adapter"))
+    and not (other.startswith(("quantized_base", "offload_frozen")) and one.startswith("peft_adapter"))
 ]
 
 
 def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> Deep:
     """Return a model for the plain loop, with adapters where one of the techniques brings them."""
     model = deep(dropout=dropout)
-    for case in cases:
-        if case.prepare:
-            case.prepare(model)
+    prepares = [case.prepare for case in cases if case.prepare]
+    for prepare in prepares[-1:]:  # the later one of two puts the same adapters into other weights
+        prepare(model)
     return model
 
 
 VARIANTS = {
-    *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true")
+    *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true"),
+    "offload_frozen",
 }
-"""Another case of the same technique meets the others in the tests that are not slow."""
+"""Another case of the technique meets the others in the tests that are not slow, or tests of its own do."""
 
 
 @pytest.mark.parametrize(
@@ -292,7 +299,8 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     objects = {
         slot: [case.make() for case in cases if case.slot == slot] for slot in ("callbacks", "plugins")
     }
-    objects["callbacks"] += [each for case in cases for each in case.beside()]
+    beside = {type(each): each for case in cases for each in case.beside()}
+    objects["callbacks"] += beside.values()
     num_steps = 10  # each of the two alone: NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)

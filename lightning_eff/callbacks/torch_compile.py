@@ -38,7 +38,16 @@ from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, suggest_name
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import (
+    MEMORY_BUDGET,
+    OFFLOADED_WEIGHTS,
+    RECOMPUTE,
+    TRANSFORM,
+    Facts,
+    Outcome,
+    Rule,
+    name_of,
+)
 from lightning_eff.core.text import human_bytes
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -184,10 +193,14 @@ class TorchCompile(Managed):
             reason = "a recomputed block must be compiled itself, not as a part of something larger"
             remedy = "callbacks.torch_compile.target=blocks"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
+            reason = "an offloaded block must be compiled itself, not as a part of something larger"
+            excludes.append(Rule(name=OFFLOADED_WEIGHTS, reason=reason, remedies=(remedy,)))
         if self.mode in GRAPH_REPLAY_MODES:
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
             remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
+            reason = f"mode={self.mode} replays CUDA graphs, which need weights in one place on the device"
+            excludes.append(Rule(name=OFFLOADED_WEIGHTS, reason=reason, remedies=(remedy,)))
         provides = (TRANSFORM, MEMORY_BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
         return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
 
