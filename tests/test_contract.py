@@ -276,7 +276,9 @@ def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> De
     """Return a model for the plain loop, with adapters where one of the techniques brings them."""
     model = deep(dropout=dropout)
     prepares = [case.prepare for case in cases if case.prepare]
-    for prepare in prepares[-1:]:  # the later one of two puts the same adapters into other weights
+    if adapt_low_by_hand in prepares:  # the same adapters, in other weights
+        prepares = [prepare for prepare in prepares if prepare is not adapt_by_hand]
+    for prepare in dict.fromkeys(prepares):
         prepare(model)
     return model
 
