@@ -12,6 +12,7 @@ from lightning_eff.report.html import line_chart, memory_chart, render_page
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
 from lightning_eff.report.throughput import Throughput
+from lightning_eff.report.unmoved import Unmoved
 
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
@@ -30,7 +31,12 @@ LOWERED_BY = {
     "activations": ("callbacks/gradient_checkpointing", "callbacks/micro_batch", "precision/bf16_mixed"),
     "temporaries": ("callbacks/micro_batch",),
     "gradients": ("optimizer/in_backward", "callbacks/peft_adapter", "strategy/deepspeed_zero"),
-    "optimizer state": ("optimizer/adamw_8bit_bnb", "optimizer/cpu_offload", "callbacks/peft_adapter"),
+    "optimizer state": (
+        "optimizer/adamw_bf16",
+        "optimizer/adamw_8bit_bnb",
+        "optimizer/cpu_offload",
+        "callbacks/peft_adapter",
+    ),
     "parameters": ("precision/bf16_true", "precision/quantized_base", "strategy/fsdp2"),
 }
 """Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
@@ -57,11 +63,15 @@ def json_safe(value: Any) -> Any:
 def key_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return labels and formatted values of the figures that were measured."""
     measured: Mapping[str, Any] = report["measured"]
-    return [
+    shown = [
         (label, show(measured[key]))
         for key, (label, show) in FIGURES.items()
         if measured.get(key) is not None
     ]
+    if unmoved := report.get("unmoved"):
+        fields = {key: value for key, value in unmoved.items() if key != "fraction"}
+        shown.append(Unmoved(**fields).figure())
+    return shown
 
 
 def run_verdict(report: Mapping[str, Any]) -> str:
