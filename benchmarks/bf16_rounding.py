@@ -1,9 +1,10 @@
 """Losses of the recipe `lm` in float32 and in bfloat16, rounded to nearest and stochastically.
 
-`float32` and `nearest` use PyTorch's AdamW, on float32 and on bfloat16 weights and states; `stochastic` uses
-`adamw_bf16` on bfloat16 weights, `states` the same on float32 weights. All train 160 steps from the same
-weights on the same batches, for each seed of the recipe; the validation loss is that of 20 batches after the
-last step. A run that is in `--folder` already is read and not repeated.
+`float32` and `nearest` use PyTorch's AdamW, on float32 and on bfloat16 weights and states; `other kernels` is
+`float32` with an AdamW whose sums differ in the last bit, which shows how far two equal trainings come apart.
+`stochastic` uses `adamw_bf16` on bfloat16 weights, `states` the same on float32 weights. All train 160 steps
+from the same weights on the same batches, for each seed of the recipe; the validation loss is that of 20
+batches after the last step. A run that is in `--folder` already is read and not repeated.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_rounding.py --json benchmarks/bf16_rounding.json
 """
@@ -24,6 +25,12 @@ from lightning_eff.core.text import text_table
 
 RUNS: dict[str, list[str]] = {
     "float32": ["precision=fp32", "optimizer=adamw"],
+    "other kernels": [
+        "precision=fp32",
+        "optimizer=adamw",
+        "optimizer.fused=false",
+        "optimizer.foreach=false",
+    ],
     "nearest": ["precision=bf16_true", "optimizer=adamw"],
     "stochastic": ["precision=bf16_true", "optimizer=adamw_bf16"],
     "states": ["precision=fp32", "optimizer=adamw_bf16"],
@@ -40,7 +47,7 @@ LAST = 10
 
 def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str]) -> dict[str, Any]:
     """Return the report of a run, in a process of its own unless it was run before."""
-    path = folder / f"{name}_{seed}_{lr or 'recipe'}.json"
+    path = folder / f"{name.replace(' ', '_')}_{seed}_{lr or 'recipe'}.json"
     if not path.is_file():
         words = [f"seed={seed}", f"output_root={folder}", *RUNS[name], *more]
         words += [f"optimizer.lr={lr}"] if lr else []

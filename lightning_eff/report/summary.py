@@ -119,6 +119,10 @@ def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
     measured = report["measured"]  # one sample cannot be split, nor can one device share
     useless = ("callbacks/micro_batch",) if measured.get("first_batch_samples") == 1 else ()
     useless += ("strategy/",) if measured.get("world_size") == 1 else ()
+    # The state is that small already, of bfloat16 weights for example.
+    numbers = [row["numbers"] for row in report["ledger"] if row["technique"] == "callbacks/optimizer_choice"]
+    is_small = any(each.get("state_bytes_per_parameter", 8) <= 4 for each in numbers)
+    useless += ("optimizer/adamw_bf16",) if is_small else ()
     names = LOWERED_BY.get(category, ())
     return [name for name in names if name not in applied and not name.startswith(useless)]
 
