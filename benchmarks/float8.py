@@ -1,7 +1,8 @@
 """Compare the loss of `lm` in emulated float8 with bfloat16's, step by step, and count what is converted.
 
 Each precision trains the recipe in a process of its own, from the same seed and on the same batches, with
-SGD, whose steps are as large as the gradients are: AdamW's hide a wrong scale.
+SGD, whose steps are as large as the gradients are: AdamW's hide a wrong scale. What float32 differs by is
+what rounding alone does to a run.
 
     python benchmarks/float8.py --steps 50 --json benchmarks/float8.json
 """
@@ -24,6 +25,7 @@ from lightning_eff.core.text import text_table
 
 PRECISIONS = {
     "bf16_mixed": ["precision=bf16_mixed"],
+    "fp32": ["precision=fp32"],
     **{
         recipe: ["precision=float8", "precision.emulate=true", f"precision.recipe={recipe}"]
         for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise")
@@ -37,7 +39,7 @@ def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[f
         command = [
             sys.executable, "-m", "lightning_eff", "train", "lm", *overrides, f"trainer.max_steps={steps}",
             f"output_root={folder}", "optimizer=sgd",
-            "optimizer.lr=0.5", "scheduler=none", "callbacks=[]", "trainer.limit_val_batches=0", *more,
+            "optimizer.lr=0.05", "scheduler=none", "callbacks=[]", "trainer.limit_val_batches=0", *more,
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
         (path,) = Path(folder).rglob("efficiency.json")

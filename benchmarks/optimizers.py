@@ -25,10 +25,11 @@ import torch
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
+from lightning_eff.optimizer.adamw_bf16 import AdamWBf16
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
-from lightning_eff.report.live_bytes import LiveBytes, state_bytes
+from lightning_eff.report.live_bytes import LiveBytes, state_bytes, tensors_in
 
 
 def optional(module: str, name: str) -> Callable[..., Any] | None:
@@ -48,6 +49,7 @@ def factories() -> dict[str, Callable[..., Any] | None]:
         "adamw fused": functools.partial(adamw, fused=True),
         "in_backward": functools.partial(InBackward, lr=1e-4),
         "cpu_offload": functools.partial(CpuOffload, lr=1e-4),
+        "adamw_bf16": functools.partial(AdamWBf16, lr=1e-4),
         "sgd": functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
         "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-4),
         "muon": functools.partial(Muon, lr=1e-4),
@@ -90,7 +92,7 @@ class Trial:
         live = LiveBytes()
         for parameter in self.model.parameters():
             live.add([parameter, parameter.grad])
-        live.add([tensor for state in self.optimizer.state.values() for tensor in state.values()])
+        live.add(tensors_in(list(self.optimizer.state.values())))
         before = live.now_bytes
         with live:
             self.optimizer.step()

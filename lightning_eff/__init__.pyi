@@ -44,6 +44,7 @@ from lightning_eff.monitors.efficiency_report import EfficiencyReport as Efficie
 from lightning_eff.monitors.gradient_check import GradientCheck as GradientCheck
 from lightning_eff.monitors.progress import Progress as Progress
 from lightning_eff.monitors.text_sample import TextSample as TextSample
+from lightning_eff.optimizer.adamw_bf16 import AdamWBf16 as AdamWBf16
 from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
 from lightning_eff.optimizer.muon import Muon as Muon

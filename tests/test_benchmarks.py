@@ -14,6 +14,7 @@ import torch
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 SMALLEST = {
+    "bf16_rounding": ["--small", "--seeds", "1", "--folder", "{folder}"],
     "compile_cache": ["--starts", "2", "model.num_layers=2", "model.d_model=32"],
     "data_preload": ["--repeats", "1", "--length", "16"],
     "float8": ["--steps", "1", "model.num_layers=2", "model.d_model=32", "data.batch_size=1"],
@@ -44,7 +45,8 @@ def test_a_script_prints_its_table_and_writes_its_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", [name, *SMALLEST[name], "--json", str(path)])
+    words = [word.replace("{folder}", str(tmp_path / "runs")) for word in SMALLEST[name]]
+    monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(path)])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     measured = json.loads(path.read_text())
     published = json.loads((FOLDER / f"{name}.json").read_text())

@@ -38,6 +38,7 @@ COMPILED = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 NAMES = [entry.name.partition("/")[2] for entry in catalog.options() if entry.name.startswith("optimizer/")]
 BYTES_PER_PARAMETER = {
     "adamw": (8.0, 8.01),
+    "adamw_bf16": (4.0, 4.0),
     "sgd": (4.0, 4.0),
     "adafactor": (0.0, 0.3),
     "muon": (4.0, 4.7),

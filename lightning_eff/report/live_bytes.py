@@ -114,7 +114,9 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
         if flatten is None:
             yield value
         else:
-            yield from tensors_in([getattr(value, name) for name in flatten()[0]], seen)
+            inner = [getattr(value, name) for name in flatten()[0]]
+            # torch 2.13 lists a DTensor's mesh too, which has a tensor of its ranks.
+            yield from tensors_in([each for each in inner if isinstance(each, Tensor)], seen)
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, seen)

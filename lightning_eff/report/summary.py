@@ -12,6 +12,7 @@ from lightning_eff.report.html import line_chart, memory_chart, render_page
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
 from lightning_eff.report.throughput import Throughput
+from lightning_eff.report.unmoved import Unmoved
 
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
@@ -30,7 +31,12 @@ LOWERED_BY = {
     "activations": ("callbacks/gradient_checkpointing", "callbacks/micro_batch", "precision/bf16_mixed"),
     "temporaries": ("callbacks/micro_batch",),
     "gradients": ("optimizer/in_backward", "callbacks/peft_adapter", "strategy/deepspeed_zero"),
-    "optimizer state": ("optimizer/adamw_8bit_bnb", "optimizer/cpu_offload", "callbacks/peft_adapter"),
+    "optimizer state": (
+        "optimizer/adamw_bf16",
+        "optimizer/adamw_8bit_bnb",
+        "optimizer/cpu_offload",
+        "callbacks/peft_adapter",
+    ),
     "parameters": ("precision/bf16_true", "precision/quantized_base", "strategy/fsdp2"),
 }
 """Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
@@ -57,11 +63,15 @@ def json_safe(value: Any) -> Any:
 def key_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return labels and formatted values of the figures that were measured."""
     measured: Mapping[str, Any] = report["measured"]
-    return [
+    shown = [
         (label, show(measured[key]))
         for key, (label, show) in FIGURES.items()
         if measured.get(key) is not None
     ]
+    if unmoved := report.get("unmoved"):
+        fields = {key: value for key, value in unmoved.items() if key != "fraction"}
+        shown.append(Unmoved(**fields).figure())
+    return shown
 
 
 def run_verdict(report: Mapping[str, Any]) -> str:
@@ -109,6 +119,10 @@ def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
     measured = report["measured"]  # one sample cannot be split, nor can one device share
     useless = ("callbacks/micro_batch",) if measured.get("first_batch_samples") == 1 else ()
     useless += ("strategy/",) if measured.get("world_size") == 1 else ()
+    # The state is that small already, of bfloat16 weights for example.
+    numbers = [row["numbers"] for row in report["ledger"] if row["technique"] == "callbacks/optimizer_choice"]
+    is_small = any(each.get("state_bytes_per_parameter", 8) <= 4 for each in numbers)
+    useless += ("optimizer/adamw_bf16",) if is_small else ()
     names = LOWERED_BY.get(category, ())
     return [name for name in names if name not in applied and not name.startswith(useless)]
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_eff.core.optimization.build import build
+from lightning_eff.optimizer.adamw_bf16 import AdamWBf16
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.report.model_weights import ModelWeights, Weight
@@ -122,6 +123,7 @@ def test_a_model_is_its_weights() -> None:
         (torch.optim.SGD, 0, 0),
         (functools.partial(torch.optim.SGD, momentum=0.9), 4, 4),
         (Muon, 4, 8),
+        (AdamWBf16, 4, 4),
         (torch.optim.Adafactor, 4 * 2 / 64, 4 * (1 / 64 + 1 / 100)),
         (CpuOffload, 8, 8),
     ],

@@ -43,6 +43,16 @@ def test_the_text_of_a_finished_run() -> None:
     ]
 
 
+def test_half_of_a_state_is_advised_where_it_has_more_than_4_bytes_a_parameter() -> None:
+    memory = {"phase": "step", "by_category": {"optimizer state": 2**20}}
+    key = "state_bytes_per_parameter"
+    for numbers, is_advised in (({key: 8.0}, True), ({key: 4.01}, True), ({key: 4.0}, False), ({}, True)):
+        row = {"technique": "callbacks/optimizer_choice", "status": "applied", "did": "", "numbers": numbers}
+        text = summary.report_text(make_report(memory=memory, ledger=[row]))
+        assert ("optimizer state: optimizer/adamw_bf16, " in text) is is_advised
+        assert "optimizer/cpu_offload" in text
+
+
 def test_advice_is_what_can_be_applied() -> None:
     for category, measured, names in (
         ("activations", {"first_batch_samples": 1}, "callbacks/gradient_checkpointing"),

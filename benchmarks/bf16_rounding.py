@@ -1,0 +1,117 @@
+"""Losses of the recipe `lm` in float32 and in bfloat16, rounded to nearest and stochastically.
+
+`float32` and `nearest` use PyTorch's AdamW, on float32 and on bfloat16 weights and states; `other kernels` is
+`float32` with an AdamW whose sums differ in the last bit, which shows how far two equal trainings come apart.
+`stochastic` uses `adamw_bf16` on bfloat16 weights, `states` the same on float32 weights. All train 160 steps
+from the same weights on the same batches, for each seed of the recipe; the validation loss is that of 20
+batches after the last step. A run that is in `--folder` already is read and not repeated.
+
+    OMP_NUM_THREADS=1 python benchmarks/bf16_rounding.py --json benchmarks/bf16_rounding.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_eff.core.text import text_table
+
+RUNS: dict[str, list[str]] = {
+    "float32": ["precision=fp32", "optimizer=adamw"],
+    "other kernels": [
+        "precision=fp32",
+        "optimizer=adamw",
+        "optimizer.fused=false",
+        "optimizer.foreach=false",
+    ],
+    "nearest": ["precision=bf16_true", "optimizer=adamw"],
+    "stochastic": ["precision=bf16_true", "optimizer=adamw_bf16"],
+    "states": ["precision=fp32", "optimizer=adamw_bf16"],
+}
+"""Overrides of each run; the first one is what the others are compared with."""
+SMALL = [
+    "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=1",
+    "data.batch_size=16", "data.context_length=16", "model.d_model=16", "model.num_layers=1",
+    "model.num_heads=2", "monitors.text_sample.num_tokens=3",
+]  # fmt: skip
+LAST = 10
+"""Steps over which the training loss is averaged."""
+
+
+def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str]) -> dict[str, Any]:
+    """Return the report of a run, in a process of its own unless it was run before."""
+    path = folder / f"{name.replace(' ', '_')}_{seed}_{lr or 'recipe'}.json"
+    if not path.is_file():
+        words = [f"seed={seed}", f"output_root={folder}", *RUNS[name], *more]
+        words += [f"optimizer.lr={lr}"] if lr else []
+        command = [sys.executable, "-m", "lightning_eff", "train", "lm", *words, "--json"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(done.stdout)
+    return json.loads(path.read_text())
+
+
+def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a run, and what its losses are of those of float32 with the same seed."""
+
+    def last(losses: list[list[float]]) -> float:
+        values = [loss for _, loss in losses[-LAST:]]
+        return sum(values) / len(values)
+
+    validation, training = report["metrics"]["val_loss"], last(report["losses"])
+    return {
+        "run": name,
+        "seed": seed,
+        "validation_loss": validation,
+        "of_float32": validation / base["metrics"]["val_loss"],
+        "training_loss": training,
+        "training_of_float32": training / last(base["losses"]),
+        "unmoved": report["unmoved"].get("fraction"),
+        "state_bytes": report["measured"]["optimizer_state_bytes"],
+        "peak_bytes": report["measured"]["peak_bytes"],
+        "curve": [round(loss, 5) for _, loss in report["losses"]],
+    }
+
+
+def main() -> None:
+    """Train, print a table, and write the figures and the curves."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--lr", help="learning rate; the recipe's by default")
+    parser.add_argument("--small", action="store_true", help="a tiny model, four steps")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/bf16_rounding"))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for seed in given.seeds:
+        reports = {
+            name: trained(name, seed, given.lr, given.folder, SMALL if given.small else []) for name in RUNS
+        }
+        rows += [row_of(name, seed, report, reports["float32"]) for name, report in reports.items()]
+    head = ["run", "seed", "validation loss", "of float32", f"training, last {LAST}", "of float32"]
+    head += ["unmoved", "state MiB", "peak MiB"]
+    cells = [
+        [
+            row["run"], str(row["seed"]), f"{row['validation_loss']:.4f}", f"{row['of_float32']:.4f}",
+            f"{row['training_loss']:.4f}", f"{row['training_of_float32']:.4f}",
+            "-" if row["unmoved"] is None else f"{row['unmoved']:.3f}",
+            f"{row['state_bytes'] / 2**20:.2f}", f"{row['peak_bytes'] / 2**20:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    print(text_table(head, cells))  # noqa: T201
+    if given.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        curves = ",\n  ".join(json.dumps(row) for row in rows)  # a line a run, with all of its losses
+        given.json.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n  {curves}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""AdamW with its state in bfloat16, and with bfloat16 weights that small updates still move.
+
+A bfloat16 number has 8 bits of precision, so an update below half of a weight's last bit is lost when the sum
+is rounded to nearest, in every step; and a running average that changes by 0.1 % per step (`exp_avg_sq` with
+beta2 = 0.999) never changes at all. Here a step is computed in float32, and what is stored in bfloat16 is
+rounded stochastically: up with a probability equal to the fraction that is cut off, so the stored value is
+right on average. Float32 weights are updated in float32.
+
+The random bits of a tensor follow from `seed`, its step and its position among the parameters alone. So a
+resumed run continues bit for bit, all ranks of DDP stay equal, and the global random state is not touched.
+
+Why not a second bfloat16 tensor with what was cut off (Kahan summation): it needs 2 more bytes a parameter.
+
+Costs: some 30 small kernels a tensor, and 16 random bits for each rounded value; 4 bytes of state per
+    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to a last bit to a weight.
+Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, refused.
+Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192; AdamW as torch.optim.AdamW computes it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff.core.arguments import BelowOne, CountOrZero, Positive, check_arguments
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.technique import Outcome
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of weights that are updated."""
+CHUNK = 1 << 20
+"""Values that are updated at a time, which bounds the temporaries; whole rows, so one row may have more."""
+LARGEST = torch.finfo(torch.bfloat16).max
+LOW_BITS = 16
+"""Bits of a float32 that bfloat16 does not have."""
+
+
+def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return `value` in bfloat16, rounded up or down at random such that the mean is `value`.
+
+    A value that bfloat16 has is not changed. NaN, infinities and values beyond bfloat16's largest, which has
+    no neighbour to be rounded up to, are rounded to nearest.
+
+    Args:
+        value: In float32, of any shape.
+        generator: On the device of `value`; None for the global one.
+
+    Example:
+        >>> rounded = round_stochastically(torch.full((1000,), 1 + 2**-9))
+        >>> rounded.unique().tolist(), rounded.dtype
+        ([1.0, 1.0078125], torch.bfloat16)
+    """
+    # Magnitudes grow with their bits, subnormal ones too: adding up to 0xffff carries into the bits that are
+    # kept with the right probability, and away from zero for either sign.
+    bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
+    bits.add_(value.view(torch.int32)).bitwise_and_(-1 << LOW_BITS)
+    # The sum overflows for CUDA's NaN (0x7fffffff), and the mask turns others into infinity.
+    is_in_range = value.abs() <= LARGEST
+    return torch.where(is_in_range, bits.view(torch.float32), value).to(torch.bfloat16)
+
+
+class AdamWBf16(Optimizer):
+    """AdamW with bfloat16 state, whose stored values are rounded stochastically.
+
+    Args:
+        params: Parameters or groups, in float32 or bfloat16.
+        lr: Learning rate.
+        betas: Decay of the two running averages.
+        eps: Added to the denominator.
+        weight_decay: Fraction of `lr`; a group may have its own.
+        seed: Of the random bits; equal on all ranks.
+
+    Raises:
+        ConfigError: A number is outside its range, a parameter has another dtype, or a gradient is sparse.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        >>> optimizer = AdamWBf16(layer.parameters(), lr=1e-3)
+        >>> layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[layer.weight]["exp_avg_sq"].dtype
+        torch.bfloat16
+    """
+
+    elementwise = True
+    """Each element is updated by itself, so strategies may flatten and cut parameters."""
+    rounds_stochastically = True
+    """Small updates are not lost: a weight that has not moved yet is likely to move later."""
+    first_index = 0
+    """Position of the first parameter; a wrapper that makes one optimizer a parameter sets it."""
+
+    @check_arguments
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.95),
+        eps: Positive = 1e-8,
+        weight_decay: float = 0.1,
+        seed: CountOrZero = 0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, defaults)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad and parameter.dtype not in DTYPES:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    key="",
+                    value=f"AdamWBf16 got a parameter in {dtype}",
+                    allowed="float32 or bfloat16",
+                    remedies=["precision=bf16_true", "precision=fp32", "optimizer=adamw"],
+                )
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        index = self.first_index
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, index)
+                index += 1
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        if gradient is None or gradient.layout != torch.strided:
+            value, allowed = "AdamWBf16 got a sparse gradient", "dense ones: Embedding(..., sparse=False)"
+            raise ConfigError(key="", value=value, allowed=allowed)
+        if not state:
+            for name in AVERAGES:
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        # A number, not a tensor, which a state of exactly 4 bytes a parameter has no room for.
+        step = state["step"] = int(state.get("step", 0)) + 1
+        tensors = [_local(each) for each in (parameter, gradient, *(state[name] for name in AVERAGES))]
+        generator = torch.Generator(tensors[0].device)
+        text = f"{group['seed']} {step} {index} {_shard_of(parameter)}"
+        # A digest, since generators on the CPU use the low 32 bits of a seed alone.
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
+        for weight, gradient, *averages in zip(*map(_chunks, tensors), strict=True):
+            _adamw(weight, gradient, averages[0], averages[1], generator, step, group)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:  # torch's AdamW saves none
+            group.setdefault("seed", self.defaults["seed"])
+        self.restore_state_dtype()
+
+    def restore_state_dtype(self) -> None:
+        """Convert averages back to bfloat16; `Optimizer.load_state_dict` casts them to the weights' dtype."""
+        for state in self.state.values():
+            for name in [name for name in AVERAGES if name in state]:
+                state[name] = state[name].to(torch.bfloat16)
+
+    def outcome(self) -> Outcome:
+        """Return how many tensors are rounded, and how many are kept in float32."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        num_rounded = sum(parameter.dtype == torch.bfloat16 for parameter in trained)
+        did = f"{num_rounded} tensors rounded stochastically, {len(trained) - num_rounded} in float32"
+        return Outcome(did=did, numbers={"rounded": num_rounded, "float32": len(trained) - num_rounded})
+
+
+def _adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    generator: torch.Generator,
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    """Update some rows in float32 as torch's loop over tensors does, and round what is stored in bfloat16."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    gradient = gradient.float()
+    mean = exp_avg.float().lerp_(gradient, 1 - beta1)
+    square = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    exp_avg.copy_(round_stochastically(mean, generator))
+    exp_avg_sq.copy_(round_stochastically(square, generator))
+    denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    updated = weight.float()  # the weight itself if it is float32
+    updated.mul_(1 - lr * group["weight_decay"])
+    updated.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
+    if weight.dtype != torch.float32:
+        weight.copy_(round_stochastically(updated, generator))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_of(parameter: Tensor) -> list[int]:
+    """Return which shard this rank has, so that shards get different random bits and replicas equal ones."""
+    if not isinstance(parameter, DTensor):
+        return []
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    return [at for at, placed in zip(coordinate, parameter.placements, strict=True) if placed.is_shard()]
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield views of at most `CHUNK` values, or of one row."""
+    rows = tensor if tensor.dim() else tensor[None]
+    row_numel = max(1, rows.numel() // max(1, len(rows)))
+    yield from rows.split(max(1, CHUNK // row_numel))
