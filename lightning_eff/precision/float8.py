@@ -19,10 +19,9 @@ Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://gith
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -31,7 +30,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff.adapters.module_tree import check_module_names, plain_name
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
@@ -43,7 +41,6 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
-from lightning_eff.precision._float8 import choice
 from lightning_eff.precision.auto import AutoPrecision
 
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
@@ -86,27 +83,10 @@ def to_float8(
         {'0': '', '2': '64 x 10 features: not multiples of 16'}
     """
     found = None if emulate else devices.of(torch.device(device))
-    listed, _ = _convert(model, recipe, skip, all_gather=False, on=found)
+    from lightning_eff.precision._float8.conversion import convert_model
+
+    listed, _ = convert_model(model, recipe, skip, all_gather=False, on=found)
     return {name: why for name, (_, why) in listed.items()}
-
-
-def _convert(
-    model: nn.Module, recipe: Recipe, skip: Iterable[str], *, all_gather: bool, on: devices.Device | None
-) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
-    """Convert what gains on a device, or all that can be without one; return the reasons, and how many."""
-    from lightning_eff.precision._float8.linear import Float8Linear, convert, recipe_config
-
-    names = {plain_name(name) for name, _ in model.named_modules() if name}
-    check_module_names("skip", [name for name in skip if name != "head"], names)
-    present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-    gain = None if on is None else functools.partial(choice.speedup, device=on, recipe=recipe)
-    listed = choice.reasons(model, skip, gain) | {name: (layer, "") for name, layer in present.items()}
-    new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
-    for layer in new:
-        is_gathered = all_gather and layer.weight.requires_grad
-        own = recipe if layer.weight.requires_grad else "rowwise"
-        convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
-    return listed, len(new)
 
 
 class Float8(AutoPrecision):
@@ -208,8 +188,10 @@ class Float8(AutoPrecision):
                 if isinstance(layer, nn.Linear)
             }
             return 0
+        from lightning_eff.precision._float8.conversion import convert_model
+
         try:
-            self._listed, count = _convert(
+            self._listed, count = convert_model(
                 model,
                 self.recipe,
                 [self.skip] if isinstance(self.skip, str) else self.skip,
@@ -261,7 +243,7 @@ class Float8(AutoPrecision):
         shards = {
             name: getattr(p.grad, "_local_tensor", p.grad)
             for name, p in model.named_parameters()
-            if p.grad is not None and self.scaler is None
+            if p.grad is not None
         }
         found = [name for name, gradient in shards.items() if not torch.isfinite(gradient).all()]
         if found and not self._overflows:
@@ -275,7 +257,7 @@ class Float8(AutoPrecision):
     def teardown(self) -> None:
         """Convert the layers back."""
         if any(not why for _, why in self._listed.values()):
-            from lightning_eff.precision._float8.linear import unconvert
+            from lightning_eff.precision._float8.conversion import unconvert
 
             for layer, _ in self._listed.values():
                 unconvert(layer)

@@ -27,7 +27,8 @@ from lightning_eff.kernels import devices
 from lightning_eff.models.gpt import GPT
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
-from lightning_eff.precision._float8.linear import Float8Linear, convert, recipe_config, unconvert
+from lightning_eff.precision._float8.conversion import convert, recipe_config, unconvert
+from lightning_eff.precision._float8.linear import Float8Linear
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, to_float8
 from lightning_eff.strategy.fsdp2 import FSDP2
