@@ -12,6 +12,8 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation a
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing as GradientCheckpointing
 from lightning_eff.callbacks.gradient_checkpointing import recompute as recompute
 from lightning_eff.callbacks.micro_batch import MicroBatch as MicroBatch
+from lightning_eff.callbacks.offload_frozen import OffloadFrozen as OffloadFrozen
+from lightning_eff.callbacks.offload_frozen import offload_frozen as offload_frozen
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice as OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt
@@ -50,6 +52,8 @@ from lightning_eff.planner.prediction import predict as predict
 from lightning_eff.planner.prediction import predict_step as predict_step
 from lightning_eff.precision.auto import AutoPrecision as AutoPrecision
 from lightning_eff.precision.auto import step_context as step_context
+from lightning_eff.precision.float8 import Float8 as Float8
+from lightning_eff.precision.float8 import to_float8 as to_float8
 from lightning_eff.precision.quantized_base import QuantizedBase as QuantizedBase
 from lightning_eff.scheduler.warmup_decay import WarmupDecay as WarmupDecay
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero as DeepSpeedZero

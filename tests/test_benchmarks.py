@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 SMALLEST = {
     "bf16_rounding": ["--small", "--seeds", "1", "--folder", "{folder}"],
+    "compile_cache": ["--starts", "2", "model.num_layers=2", "model.d_model=32"],
     "data_preload": ["--repeats", "1", "--length", "16"],
+    "float8": ["--steps", "1", "model.num_layers=2", "model.d_model=32", "data.batch_size=1"],
     "host_time": ["--rounds", "1"],
     "exact_stack": ["--small", "--steps", "1"],
     "exact_resume": ["--rounds", "1", "--samples", "1000"],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import peft
 import pytest
 import torch
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_eff.adapters.lora_linear import add_in_place
 from lightning_eff.callbacks.data_preload import DataPreload
@@ -18,6 +19,7 @@ from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.offload_frozen import OffloadFrozen
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss
@@ -31,6 +33,7 @@ from lightning_eff.core.technique import Technique, Verdict, config_of
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.float8 import Float8
 from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.models import Deep, make_loader, make_trainer
 from tests.support.techniques import NUM_STEPS, SGD, assert_equal, plain_loop
@@ -88,6 +91,16 @@ def adapt_low_by_hand(model: Deep) -> None:
             parameter.data = parameter.data.float()
 
 
+def compute_in_float8_by_hand(model: Deep) -> None:
+    """Compute the blocks' linear layers in float8 as torchao's documentation has it."""
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=lambda _, name: name.startswith("blocks.") and ".lora_" not in name,
+    )
+
+
 CASES = {
     "empty_cache": Case(lambda: EmptyCache(every_n_steps=2)),
     "optimizer_choice": Case(lambda: OptimizerChoice(optimizer=SGD)),
@@ -105,6 +118,9 @@ CASES = {
         num_steps=20,
     ),
     "peft_adapter": Case(lambda: PeftAdapter(options={"r": 4}), prepare=adapt_by_hand),
+    "offload_frozen": Case(
+        OffloadFrozen, prepare=adapt_by_hand, beside=lambda: [PeftAdapter(options={"r": 4})]
+    ),
     "efficiency_report": Case(EfficiencyReport),
     "progress": Case(lambda: Progress(every_n_seconds=0.001)),
     **{
@@ -118,6 +134,12 @@ CASES = {
     "auto bf16-mixed": Case(lambda: AutoPrecision(precision="bf16-mixed"), "plugins", "bf16-mixed"),
     "auto 16-mixed": Case(lambda: AutoPrecision(precision="16-mixed"), "plugins", "16-mixed"),
     "auto bf16-true": Case(lambda: AutoPrecision(precision="bf16-true"), "plugins", "bf16-true"),
+    "float8": Case(
+        lambda: Float8(emulate=True, precision="bf16-true"),
+        "plugins",
+        "bf16-true",
+        prepare=compute_in_float8_by_hand,
+    ),
     "quantized_base bf16": Case(
         lambda: QuantizedBase(quant_type="bf16"),
         "plugins",
@@ -131,6 +153,8 @@ pytestmark = pytest.mark.filterwarnings(
     # Batches that fit, as in the plain loop: what is left is what it does to a step.
     "ignore:callbacks/micro_batch with callbacks/torch_compile",
     "ignore:callbacks/triton_gemm with callbacks/torch_compile",
+    "ignore:OffloadFrozen had no effect.*on a CPU",
+    "ignore:OffloadFrozen. autocast casts:lightning_eff.core.errors.ConflictWarning",
 )
 
 
@@ -236,29 +260,34 @@ def test_everything_patched_is_restored_after_a_failure(
     assert _get_current_dispatch_mode_stack() == []
 
 
+PRECISIONS = ("auto", "float8", "quantized_base")
 PAIRS = [
     (one, other)
     for one, other in itertools.combinations(CASES, 2)
     if one.split()[0] != other.split()[0]
     and "32-true" not in one + other
-    # One precision a run; and the adapters, without which it cannot be, are beside it already.
-    and not (other.startswith("quantized_base") and one.startswith(("auto", "peft_adapter")))
+    # One precision a run; and the adapters, without which they cannot be, are beside them already.
+    and not (one.startswith(PRECISIONS) and other.startswith(PRECISIONS))
+    and not (other.startswith(("quantized_base", "offload_frozen")) and one.startswith("peft_adapter"))
 ]
 
 
 def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> Deep:
     """Return a model for the plain loop, with adapters where one of the techniques brings them."""
     model = deep(dropout=dropout)
-    for case in cases:
-        if case.prepare:
-            case.prepare(model)
+    prepares = [case.prepare for case in cases if case.prepare]
+    if adapt_low_by_hand in prepares:  # the same adapters, in other weights
+        prepares = [prepare for prepare in prepares if prepare is not adapt_by_hand]
+    for prepare in dict.fromkeys(prepares):
+        prepare(model)
     return model
 
 
 VARIANTS = {
-    *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true")
+    *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true"),
+    "offload_frozen",
 }
-"""Another case of the same technique meets the others in the tests that are not slow."""
+"""Another case of the technique meets the others in the tests that are not slow, or tests of its own do."""
 
 
 @pytest.mark.parametrize(
@@ -272,7 +301,8 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     objects = {
         slot: [case.make() for case in cases if case.slot == slot] for slot in ("callbacks", "plugins")
     }
-    objects["callbacks"] += [each for case in cases for each in case.beside()]
+    beside = {type(each): each for case in cases for each in case.beside()}
+    objects["callbacks"] += beside.values()
     num_steps = 10  # each of the two alone: NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
@@ -320,7 +350,12 @@ def test_few_pairs_are_refused() -> None:
         if any(finding.rule.verdict == Verdict.REFUSED for finding in found):
             refused.append((one, other))
     compiled, selective = "torch_compile", "gradient_checkpointing selective"
-    assert refused == [("tiled_mlp", selective), ("tiled_mlp", compiled), (selective, compiled)]
+    assert refused == [
+        ("triton_gemm", "float8"),
+        ("tiled_mlp", selective),
+        ("tiled_mlp", compiled),
+        (selective, compiled),
+    ]
     assert len(PAIRS) > 60
 
 

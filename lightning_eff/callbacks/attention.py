@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._attention.packed import NAME, PackedAttention, switched, why_not_varlen
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.attention_backends import BACKENDS, AttentionCall, choose, remedy
+from lightning_eff.core.attention_backends import BACKENDS, AttentionCall, choose, remedy, switched_on
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
@@ -80,10 +80,11 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     def check(
         query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
     ) -> Tensor:
-        if isinstance(query, FakeTensor):  # of a prediction, which may be for another device
+        # Of a prediction, which may be for another device; nested tensors have rules of their own.
+        if isinstance(query, FakeTensor) or query.is_nested:
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
-        choice = choose(call, capability)
+        choice = choose(call, capability, enabled=switched_on())
         if names and choice.backend not in names:
             allowed = choose(call, capability, enabled=(*names, "math"))
             if allowed.backend not in names:
@@ -168,12 +169,13 @@ class Attention(Managed):
         why = why_not_varlen(model, model.device, dtype)
         # The documents of a batch are looked up by Python, which the compiler cannot trace.
         why = why or ("the model is compiled" if is_compiled else "")
-        has_flex = model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
+        is_sdpa = model.config._attn_implementation == "sdpa"  # noqa: SLF001 - private in transformers 5
+        has_flex = is_sdpa and model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
         works = {"varlen": not why, "flex": has_flex, "dense": True}
         how = next(name for name, is_there in works.items() if is_there)
         how = how if self.packing == "auto" else self.packing
         if not works[how]:
-            reason = why if how == "varlen" else "FlexAttention needs CUDA and a model that supports it"
+            reason = why if how == "varlen" else "FlexAttention needs CUDA, and a model of sdpa that has it"
             allowed = f"auto or dense here: {reason}"
             raise ConfigError(key="callbacks.attention.packing", value=how, allowed=allowed)
         self._how, self._why = how, why

@@ -10,8 +10,9 @@ Converted are the weights of convolutions in two and three dimensions, and tenso
 these layers could take, by number of axes and channels. Weights are converted after they are sharded, since
 FSDP2 shards contiguous ones only. Its weights, and those under DeepSpeed, which sends them as bytes, stay as
 they are and are converted in each call. Checkpoints have contiguous tensors, as without this technique. When
-a run resumes, the optimizer's state takes the strides of its parameters: fused optimizers on the CPU (torch
-2.13) read both in the order of memory, and compute wrong updates where the two differ.
+a run resumes, the optimizer's state takes the strides of its parameters, and so do gradients that code of
+yours assigned: fused optimizers on the CPU (torch 2.13) read all of them in the order of memory, and compute
+wrong updates where they differ.
 
 An object of a batch that moves itself to a device (`BatchEncoding`) is left as it is. torch's LBFGS and its
 `parameters_to_vector` take views of contiguous weights only.
@@ -49,6 +50,7 @@ from lightning_eff.callbacks._channels_last.formats import (
     is_image,
     to_format,
 )
+from lightning_eff.callbacks._channels_last.gradients import match_in_step
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
 from lightning_eff.core.managed import Managed
@@ -220,6 +222,8 @@ class ChannelsLast(Managed):
                 )
                 raise ConflictError(msg)
             match_strides(optimizer)
+            if not self._is_deepspeed:  # its optimizers have no such hook, and its weights are contiguous
+                self.cleanup.callback(optimizer.register_step_pre_hook(match_in_step).remove)
 
     @override
     def on_save_checkpoint(

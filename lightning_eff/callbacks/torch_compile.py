@@ -8,7 +8,8 @@ seconds. Past the compiler's limit of recompilations a run stops instead of cont
 Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the full
 LightningModule: its steps log, and DDP calls them through its forward.
 
-Costs: seconds to minutes in the first steps, again for another shape and for validation.
+Costs: seconds to minutes in the first steps, again for another shape and for validation; less where an
+    earlier run has left its graphs in the cache.
 Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
     Recomputed blocks must be compiled themselves (`target=blocks`), not inside a larger part.
 Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;
@@ -20,6 +21,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -28,14 +30,25 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from typing_extensions import override
 
-from lightning_eff.callbacks._compilation import Compilations
+from lightning_eff.callbacks._torch_compile.compilations import Compilations
+from lightning_eff.callbacks._torch_compile.compile_cache import cache_in, folder_bytes
 from lightning_eff.core import model_surgery
-from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.arguments import StrPath, check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, suggest_name
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import (
+    MEMORY_BUDGET,
+    OFFLOADED_WEIGHTS,
+    RECOMPUTE,
+    TRANSFORM,
+    Facts,
+    Outcome,
+    Rule,
+    name_of,
+)
+from lightning_eff.core.text import human_bytes
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 RECOMPILATIONS_PER_PART = 8
@@ -118,6 +131,8 @@ class TorchCompile(Managed):
         dynamic: True makes graphs for any shape at once, False one for each shape; None makes one for any
             shape when shapes change.
         fullgraph: Raise at a graph break instead of reporting it.
+        cache_dir: Folder in which inductor keeps what it compiles for the next run; None, or a folder that
+            `TORCHINDUCTOR_CACHE_DIR` names, is torch's own.
 
     Raises:
         ConfigError: The backend or the mode is unknown, or the model has no such part.
@@ -144,6 +159,7 @@ class TorchCompile(Managed):
         mode: Mode | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
+        cache_dir: StrPath | None = None,
     ) -> None:
         backends: list[str] = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
@@ -158,6 +174,9 @@ class TorchCompile(Managed):
         self.mode = mode
         self.dynamic = dynamic
         self.fullgraph = fullgraph
+        self.cache_dir = cache_dir
+        self._cache: tuple[Path, int] | None = None
+        """Where graphs are kept, and its bytes at the end."""
         self._num_parts = 0
         self._compilations = Compilations()
 
@@ -174,10 +193,14 @@ class TorchCompile(Managed):
             reason = "a recomputed block must be compiled itself, not as a part of something larger"
             remedy = "callbacks.torch_compile.target=blocks"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
+            reason = "an offloaded block must be compiled itself, not as a part of something larger"
+            excludes.append(Rule(name=OFFLOADED_WEIGHTS, reason=reason, remedies=(remedy,)))
         if self.mode in GRAPH_REPLAY_MODES:
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
             remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
+            reason = f"mode={self.mode} replays CUDA graphs, which need weights in one place on the device"
+            excludes.append(Rule(name=OFFLOADED_WEIGHTS, reason=reason, remedies=(remedy,)))
         provides = (TRANSFORM, MEMORY_BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
         return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
 
@@ -190,7 +213,10 @@ class TorchCompile(Managed):
             # Graphs of an earlier run match this run's code, and were compiled under other settings.
             torch.compiler.reset()
             self._compilations = Compilations()
-        self._num_parts = 0
+        self._num_parts, self._cache = 0, None
+        if self.backend == "inductor":
+            path = Path(self.cache_dir) if self.cache_dir is not None else None
+            self._cache = self.cleanup.enter_context(cache_in(path)), 0
         self.cleanup.enter_context(self._compilations.counting())
 
     def _apply(self, model: nn.Module) -> int:
@@ -218,6 +244,8 @@ class TorchCompile(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._cache is not None:
+            self._cache = self._cache[0], folder_bytes(self._cache[0])
         if self._num_parts and not self._compilations.graphs:
             text = "TorchCompile compiled no graph: the compiled parts were not called, or cannot be traced"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
@@ -232,6 +260,13 @@ class TorchCompile(Managed):
         did = f"{parts} compiled by {self.backend}: {', '.join(rest)}, {counts.elapsed_s:.1f} s"
         if num_breaks:
             did += f" ({counts.graph_breaks.most_common(1)[0][0].splitlines()[0]})"
-        numbers = {"parts": self._num_parts, "graphs": counts.graphs, "recompilations": counts.recompilations}
+        numbers: dict[str, Any] = {"parts": self._num_parts, "graphs": counts.graphs}
+        numbers["recompilations"] = counts.recompilations
+        if self._cache is not None and counts.graphs:
+            folder, num_bytes = self._cache
+            did += f"; {counts.cached} of {counts.cached + counts.not_cached} graphs found in {folder}"
+            did += f", {human_bytes(num_bytes)}" if num_bytes else ""
+            numbers |= {"cached": counts.cached, "not_cached": counts.not_cached}
+            numbers |= {"cache_dir": str(folder), "cache_bytes": num_bytes}
         numbers |= {"graph_breaks": dict(counts.graph_breaks), "compile_s": counts.elapsed_s}
         return Outcome(did=did, effective=counts.graphs > 0, numbers=numbers)

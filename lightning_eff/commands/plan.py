@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
 
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to the standard output, which may be JSON
         trainer = build_trainer(composed.values)
-    rows, findings = _judge(trainer, composed.chain, options.overrides)
+    rows, findings = _judge(trainer, composed.chain, options.overrides, device)
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
@@ -161,14 +161,21 @@ def _longest_sequences(
 
 
 def _judge(
-    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str]
+    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], device: str
 ) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
+    from lightning_eff.core.machine import gpu_facts
     from lightning_eff.core.technique import Technique, name_of, non_default_config
+    from lightning_eff.kernels.devices import DEVICES
 
     objects = rules.trainer_components(trainer)
-    findings = rules.check_rules(objects, rules.run_facts(trainer))
+    facts = rules.run_facts(trainer)
+    if device in DEVICES:  # what it has, in place of this machine
+        facts = {name: text for name, text in facts.items() if not name.startswith("machine/emulated_")}
+        facts.pop("run/cpu", None)
+        facts |= {"run/cuda": f"device {device}"} | gpu_facts(DEVICES[device].capability)
+    findings = rules.check_rules(objects, facts)
     rows: dict[str, PlanRow] = {}
     for technique in objects:
         if isinstance(technique, Technique) and not isinstance(technique, type):

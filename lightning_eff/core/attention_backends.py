@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 
 BACKENDS = ("cudnn", "flash", "efficient", "math")
 HALF = (torch.float16, torch.bfloat16)
@@ -180,6 +181,15 @@ RULES = {
 }  # fmt: skip
 """By reason: what is refused and what to change, the easiest first. Axes of shapes are `[B, H, T, E]`."""
 
+
+def switched_on() -> list[str]:
+    """Return the backends that are switched on now, by `sdpa_kernel` or for good."""
+    return [name for name, is_on in zip(BACKENDS, _SWITCHES, strict=True) if is_on()]
+
+
+_SWITCHES = (
+    cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
+)  # fmt: skip
 _SHAPES = ("number of heads", "batch sizes", "no tokens", "strided last axis")
 _CPU = {
     "flash": ("dropout", "shape of the mask", "mask requires grad", "head sizes differ", "dtype", *_SHAPES)

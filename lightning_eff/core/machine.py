@@ -14,6 +14,8 @@ import torch
 from lightning_eff.core.dtypes import dtype_support
 
 PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
+FLOAT8_CAPABILITY = 89
+"""Compute capability, times ten, of the first GPUs whose tensor cores multiply float8."""
 CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
@@ -66,7 +68,20 @@ def machine_facts(device_type: str) -> dict[str, str]:
     for name in ("bfloat16", "float16"):
         if not dtype_support(device_type, getattr(torch, name)).native:
             facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
+    if device_type == "cuda" and not torch.version.hip:
+        major, minor = torch.cuda.get_device_capability()
+        facts |= gpu_facts(major * 10 + minor)
     return facts
+
+
+def gpu_facts(capability: int) -> dict[str, str]:
+    """Return what a GPU of a compute capability, times ten, has that rules may mention; description by name.
+
+    Example:
+        >>> gpu_facts(80), gpu_facts(90)
+        ({}, {'machine/float8': 'float8 products'})
+    """
+    return {"machine/float8": "float8 products"} if capability >= FLOAT8_CAPABILITY else {}
 
 
 def find_compiler(device_type: str) -> str | None:

@@ -46,10 +46,11 @@ class Stage(IntEnum):
     CAST_FROZEN = 3
     FLOAT8 = 4
     TILE = 5
-    CHECKPOINT = 6
-    COMPILE = 7
-    SHARD = 8
-    MEMORY_FORMAT = 9
+    OFFLOAD = 6
+    CHECKPOINT = 7
+    COMPILE = 8
+    SHARD = 9
+    MEMORY_FORMAT = 10
     """Strides of weights: last, since FSDP2 (torch 2.13) shards contiguous parameters only."""
 
 
@@ -286,10 +287,9 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
             }
             if not fitting:
                 word = block if isinstance(block, str) else block.__name__
-                inner = f"*.{word}"
-                is_inner = any(fnmatchcase(name, inner) for name in named)
+                is_inner = any(fnmatchcase(name, f"*.{word}") for name in named)
                 classes = {type(module).__name__ for module in model.modules()}
-                hint = f"did you mean {inner!r}?" if is_inner else suggest_name(word, classes)
+                hint = f"did you mean '*.{word}'?" if is_inner else suggest_name(word, classes)
                 allowed = f"a class name or a pattern of module names of this model; {hint}"
                 raise ConfigError(key="blocks", value=word, allowed=allowed)
             selected |= fitting

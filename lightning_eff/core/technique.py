@@ -27,6 +27,10 @@ SCHEDULE = "a learning-rate schedule"
 """Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
 """Provided by techniques that replace or add parameters."""
+OFFLOADED_WEIGHTS = "offloaded weights"
+"""Provided by techniques whose parameters are on the device only while their block computes."""
+QUANTIZED_WEIGHTS = "quantized weights"
+"""Provided by techniques that replace weights by codes and scales."""
 SHARDED_CHECKPOINTS = "checkpoints in folders"
 """Provided by a strategy whose ranks write separate files of one checkpoint."""
 
@@ -98,7 +102,11 @@ def non_default_config(technique: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return plain types as they are, a `functools.partial` as the text of its call, all else as its repr."""
+    """Return plain types as they are, a `functools.partial` as the text of its call, all else as its repr.
+
+    A tuple is shown as a list: YAML has no other.
+    """
+    value = list(value) if type(value) is tuple else value
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     function: Any = getattr(value, "func", None)

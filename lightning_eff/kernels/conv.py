@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_eff.core.arguments import Positive, check_value
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels._conv.function import apply
 from lightning_eff.kernels._conv.grid import Chain, Grid, choose
@@ -98,8 +99,7 @@ def tiled(
     is_module = isinstance(segment, nn.Module) and not isinstance(segment, nn.ModuleList)
     modules: list[nn.Module] = [segment] if is_module else list(segment)  # pyright: ignore[reportArgumentType, reportAssignmentType]
     layers = read_segment(modules)
-    if budget_mib is not None and not budget_mib > 0:
-        raise ConfigError(key="budget_mib", value=budget_mib, allowed="a number above 0, or None")
+    check_value("budget_mib", budget_mib, Positive | None)
     if budget_mib is not None and tiles is not None:
         raise ConfigError(key="budget_mib", value=budget_mib, allowed="None where tiles are given")
     pieces = None if tiles is None else _pieces(tiles, x.dim() - 2)

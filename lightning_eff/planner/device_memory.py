@@ -122,6 +122,7 @@ class MemoryForecast:
             "device_bytes": self.memory.memory_bytes,
             "peak_bytes": self.num_bytes,
             "fits": None if self.num_bytes is None else self.num_bytes <= self.memory.free_bytes,
+            "host_bytes": self.prediction.host_bytes if self.memory.is_cuda else 0,
             "tensors": None if self.peak is None else asdict(self.peak),
             "assumed": self.assumed,
             "reason": self.prediction.reason,
@@ -140,6 +141,8 @@ class MemoryForecast:
             f"predicted peak of {what}: {human_bytes(needed)} of {human_bytes(self.memory.memory_bytes)} on "
             f"{self.memory.name}: {fits}; reached in the {peak.phase} ({peak.operation or 'start'}{path})"
         )
+        on_host = self.prediction.host_bytes if self.memory.is_cuda else 0
+        headline += f"\nin host memory: {human_bytes(on_host)} more" if on_host else ""
         notes = [f"{'note' if text == SYNTHETIC_BATCH else 'assumed'}: {text}" for text in self.assumed]
         # Bytes by category at the peak of each phase.
         kept = [name for name in peak.by_category if any(peak.by_phase[phase][name] for phase in PHASES)]

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core.errors import root_cause_line
+from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.planner.attention import PlannedAttention
 from lightning_eff.planner.fakes import FakeLoader, Fakes
+from lightning_eff.precision.float8 import Float8
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak, host_bytes
@@ -115,6 +117,9 @@ def predict(
     with Fakes() as fakes, PlannedAttention(capability), quietly():
         made = trainer() if callable(trainer) else trainer
         _check_one_cpu(made)
+        plugin = made.precision_plugin
+        if isinstance(plugin, Float8):
+            plugin.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -122,7 +127,10 @@ def predict(
             _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
             return module
 
-        return _predicted(run, fakes, capability)
+        found = _predicted(run, fakes, capability)
+        if isinstance(plugin, Float8) and found.peak is not None:
+            found.assumed.append(plugin.outcome().did)
+        return found
 
 
 def _check_one_cpu(trainer: pl.Trainer) -> None:

@@ -42,6 +42,7 @@ from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,
+    QUANTIZED_WEIGHTS,
     TRANSFORM,
     Facts,
     Outcome,
@@ -144,7 +145,8 @@ class QuantizedBase(AutoPrecision):
             remedies=("~callbacks.triton_gemm",),
             verdict=Verdict.WARNED,
         )
-        return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=(*sharded, finetuning, kernels))
+        provides = (TRANSFORM, NEW_PARAMETERS, QUANTIZED_WEIGHTS)
+        return Facts(provides=provides, excludes=(*sharded, finetuning, kernels))
 
     def apply(self, model: nn.Module) -> int:
         """Quantize the linear layers that will be frozen; layers that are quantized are unchanged.

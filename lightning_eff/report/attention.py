@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.backends import cuda
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
@@ -86,7 +85,9 @@ def alike(seen: Iterable[AttentionRow]) -> list[AttentionRow]:
     return list(found.values())
 
 
-def why_not_fused(backend: str, call: AttentionCall, capability: int, *, is_graph: bool) -> tuple[str, str]:
+def why_not_fused(
+    backend: str, call: AttentionCall, capability: int, *, is_graph: bool, has_fused: bool
+) -> tuple[str, str]:
     """Return why no fused backend computed a call, and what to change; empty where one did.
 
     Args:
@@ -94,6 +95,7 @@ def why_not_fused(backend: str, call: AttentionCall, capability: int, *, is_grap
         call: The call.
         capability: Compute capability of the device, times ten; 0 for a CPU.
         is_graph: Whether the call is in a graph that will be compiled.
+        has_fused: Whether a fused backend was switched on when it was called.
     """
     if backend == "flex" and not is_graph:
         return "flex_attention is not compiled", "torch.compile(flex_attention)"
@@ -107,7 +109,7 @@ def why_not_fused(backend: str, call: AttentionCall, capability: int, *, is_grap
     choice = choose(call, capability)
     if choice.backend == MATH:
         return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
-    if cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled():
+    if has_fused:
         return "shapes or strides that fused backends refuse", "x.contiguous(), and a mask of [B, H, T, S]"
     return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_eff.core.attention_backends import HALF, AttentionCall
+from lightning_eff.core.attention_backends import HALF, AttentionCall, switched_on
 from lightning_eff.report.attention import (
     MATH,
     PATTERNS,
@@ -32,6 +32,7 @@ from lightning_eff.report.attention import (
     pattern_of,
     why_not_fused,
 )
+from lightning_eff.report.module_tracker import in_backward
 
 log = logging.getLogger(__name__)
 FUSED = (
@@ -119,6 +120,8 @@ class AttentionWatch:
         """Masks of numbers that were made from a bool."""
         self._masks: dict[int, Storage] = {}
         self._pending: _Pending | None = None
+        self._has_fused = True
+        """Whether a fused backend was switched on when that call began."""
         self.error: Exception | None = None
         """What ended the looking."""
 
@@ -138,7 +141,7 @@ class AttentionWatch:
                 log.debug("attention is not looked at any more", exc_info=error)
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if in_backward():
             self.finish()
             self._is_later = True
             return  # a backward pass, or what is computed again in it
@@ -202,10 +205,9 @@ class AttentionWatch:
             return
 
     def _keep(self, tensor: Tensor, scores: _Scores) -> None:
-        if not _is_dense(tensor):
-            return
-        key = id(_storage(tensor))
-        self._scores[key] = (weakref.ref(_storage(tensor), lambda _: self._scores.pop(key, None)), scores)
+        if _is_dense(tensor):
+            key = id(_storage(tensor))
+            self._scores[key] = (weakref.ref(_storage(tensor), lambda _: self._scores.pop(key, None)), scores)
 
     def _scores_of(self, value: Any) -> _Scores | None:
         if not self._scores or not _is_dense(value):
@@ -234,6 +236,7 @@ class AttentionWatch:
             mask_requires_grad=scores.mask.requires_grad, dropout=scores.dropout,
         )  # fmt: skip
         self._pending = _Pending(scores, call, self._path(), weakref.ref(_storage(out)))
+        self._has_fused = switched_on() != [MATH]
 
     def _see_fused(self, backend: str, func: Any, args: Any, kwargs: Any) -> None:
         self.finish()
@@ -256,12 +259,12 @@ class AttentionWatch:
             return
         about, instead = PATTERNS.get(mask.pattern, ("", "")) if mask.kind != "causal" else ("", "")
         kind = f"{mask.kind} that {about}" if about else mask.kind
-        reason, advice = why_not_fused(backend, call, self._capability, is_graph=self.is_graph)
-        advice = advice or instead
+        state = {"is_graph": self.is_graph, "has_fused": self._has_fused}
+        reason, advice = why_not_fused(backend, call, self._capability, **state)
         if backend == "flex" and reason:
             score_bytes = call.scores_bytes(self._capability)
-        row = AttentionRow(backend, 1, call, kind, (path,), score_bytes, mask.num_bytes, reason, advice)
-        self.seen.append(row)
+        row = AttentionRow(backend, 1, call, kind, (path,), score_bytes, mask.num_bytes, reason)
+        self.seen.append(replace(row, remedy=advice or instead))
 
 
 def _is_dense(value: Any) -> bool:
@@ -285,10 +288,9 @@ def _held(tensors: list[Tensor]) -> dict[int, tuple[Storage, int]]:
 
 def _remember(storages: dict[int, Storage], tensor: Tensor) -> None:
     """Know a storage by its id for as long as it lives."""
-    if not _is_dense(tensor):
-        return
-    key = id(_storage(tensor))
-    storages[key] = weakref.ref(_storage(tensor), lambda _: storages.pop(key, None))
+    if _is_dense(tensor):
+        key = id(_storage(tensor))
+        storages[key] = weakref.ref(_storage(tensor), lambda _: storages.pop(key, None))
 
 
 @functools.cache

@@ -12,14 +12,16 @@ trace; an attribute that calls the compiler is replaced for the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from typing_extensions import override
@@ -29,6 +31,7 @@ from lightning_eff.report.attention import QUADRATIC, AttentionRow
 from lightning_eff.report.attention_watch import AttentionWatch
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import InfraMode
+from lightning_eff.report.module_tracker import in_backward
 
 
 class CompiledAttention(InfraMode):
@@ -52,7 +55,9 @@ class CompiledAttention(InfraMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.attention.see(func, args, kwargs or {}, out)
+        # Under DDP the compiler's own calls come here too.
+        if TracingContext.try_get() is None:
+            self.attention.see(func, args, kwargs or {}, out)
         return out
 
     def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> ExitStack:
@@ -83,7 +88,7 @@ class CompiledAttention(InfraMode):
         """Return a function that runs a compiled one and counts the attention in it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._captured is not None:  # within a compiled module
+            if self._captured is not None or in_backward():  # within a compiled module, or recomputed
                 return compiled(*args, **kwargs)
             outer, self._path, self._captured = self._path, name, []
             watch = self.attention
@@ -115,9 +120,9 @@ class CompiledAttention(InfraMode):
         count = FlopCount()
         count.attention.is_graph = True
         fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-        with _state_restored(), _disable_current_modes(), fake as mode, count:
+        with _state_restored(), _no_outer_hooks(), _disable_current_modes(), fake as mode, count:
             try:
-                fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+                fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else _number(x) for x in inputs]
                 results = fx.Interpreter(module).run(*fakes)
                 count.attention.finish()  # while its results hold what is kept for a backward pass
                 del results
@@ -143,6 +148,19 @@ def _state_restored() -> Generator[None]:
                 torch.set_autocast_enabled(kind, is_on)
                 torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_cache_enabled(is_cached)
+
+
+def _number(value: Any) -> Any:
+    """Return the present value of a size that may change: what is asked of it would be compiled in."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
+def _no_outer_hooks() -> AbstractContextManager[None]:
+    """Hide tensors that are saved from a checkpoint around the module, which counts them; it keeps none."""
+    autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009, SLF001  # pyright: ignore[reportPrivateUsage]
+    has_hooks = autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003, SLF001
+    nothing: Any = None
+    return saved_tensors_hooks(lambda _: None, lambda _: nothing) if has_hooks else nullcontext()
 
 
 def _autocast_nesting() -> int:

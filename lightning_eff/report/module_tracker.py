@@ -19,6 +19,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
 class ModuleTracker:
     """Follow a training step; call `update` at every dispatched operation."""
 
@@ -57,7 +62,7 @@ class ModuleTracker:
     def update(self) -> str:
         """Determine the phase of the current operation; return the phase before it."""
         before = self.phase
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if in_backward():
             self.phase = BACKWARD
         elif before == BACKWARD:
             self.phase = STEP

@@ -296,6 +296,24 @@ def test_an_optimizer_and_gradients_that_outlive_the_run_are_contiguous_again() 
         torch.testing.assert_close(value, results[0][name], rtol=1e-9, atol=1e-12)
 
 
+class Assigning(Images):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+
+
+def test_gradients_that_are_assigned_are_read_in_the_order_of_their_weights() -> None:
+    """Fused optimizers on a CPU read weights and gradients in the order of memory."""
+    states: list[list[Tensor]] = []
+    for techniques in ([], [ChannelsLast()]):
+        model = Assigning()
+        make_trainer(callbacks=techniques, max_steps=2).fit(model, loader())
+        states.append(list(model.state_dict().values()))
+    for one, other in zip(*states, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
 def test_lbfgs_is_refused() -> None:
     model = Images()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
@@ -317,7 +335,7 @@ class Encoding(UserDict[str, Tensor]):
 def test_batches_are_left_whole_where_nothing_is_converted_or_they_move_themselves() -> None:
     callback, image = ChannelsLast(), next(iter(loader()))[0]
     callback._takes = {(4, 3)}
-    encoding, masks = Encoding({"images": image}, "a file"), [image[:, :1]]
+    encoding, masks = Encoding({"images": image}, "a file"), [image[:, :1], image.to_sparse()]
     assert callback._convert(encoding) is encoding
     assert callback._convert(masks) is masks
     found = callback._convert([encoding, image])

@@ -230,7 +230,29 @@ def test_batch_norm_ends_a_segment_in_training_and_not_in_evaluation() -> None:
     assert list(forward.segments) == ["2-3"]
     expected = nn.Sequential.forward(model.eval(), x)
     torch.testing.assert_close(model(x), expected)
-    assert list(forward.segments) == ["2-3", "0-5"]
+    assert list(forward.segments) == ["0-5"]
+
+
+def test_the_report_is_of_the_call_that_held_back_most() -> None:
+    """Images of several sizes are cut in other ways, and without gradients nothing would be kept."""
+    model = level(1, 4, lambda: nn.BatchNorm2d(4))
+    (forward,) = tile_convs(model, tile_budget_mib=0.01, min_pixels=1).values()
+    with torch.no_grad():
+        model.eval()(torch.randn(1, 1, 60, 60))
+    assert [(name, each.not_held_bytes) for name, each in forward.segments.items()] == [("0-5", 0)]
+    for side in (24, 40, 32):
+        model.train()(torch.randn(1, 1, side, side))
+    # Between an activation and a convolution: the result of the first.
+    found = [(name, each.not_held_bytes) for name, each in forward.segments.items()]
+    assert found == [("2-3", 4 * 40 * 40 * 4)]
+
+
+def test_a_small_input_is_upsampled_before_there_are_tiles() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Upsample(scale_factor=8), *level(1, 4))
+    (forward,) = tile_convs(model, tile_budget_mib=0.05, min_pixels=1000).values()
+    x = torch.randn(1, 1, 5, 5)
+    torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
+    assert list(forward.segments) == ["2-5"]
 
 
 def test_segments_are_not_in_tiles_where_that_would_hold_no_less() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +15,18 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.callbacks._compilation import Compilations
+from lightning_eff.callbacks._torch_compile.compilations import Compilations
+from lightning_eff.callbacks._torch_compile.compile_cache import INDUCTOR, TRITON, cache_in, folder_bytes
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from tests.support.models import Deep, Net, make_loader, seeded
 from tests.support.models import fit as train
+from tests.support.ranks import run_alone, run_two_ranks
 from tests.support.techniques import assert_equal
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
@@ -228,6 +233,52 @@ def test_a_module_of_pytorchs_own_is_compiled() -> None:
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model.part(torch.randn(3, 8, 8))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_the_cache_folder_is_the_users_unless_the_environment_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    monkeypatch.delenv(TRITON, raising=False)
+    with cache_in(tmp_path / "new") as folder:
+        assert folder.is_dir()
+        assert (cache_dir(), os.environ[TRITON]) == (str(folder), str(folder / "triton"))
+        (folder / "graph").write_bytes(bytes(5))
+        (folder / "kernels").mkdir()
+        (folder / "kernels" / "kernel").write_bytes(bytes(7))
+        assert folder_bytes(folder) == 12
+    assert (os.environ.get(INDUCTOR), os.environ.get(TRITON)) == (None, None)
+    with cache_in(None) as folder:
+        assert str(folder) == cache_dir() != str(tmp_path / "new")
+    assert folder_bytes(tmp_path / "absent") == 0
+    monkeypatch.setenv(INDUCTOR, str(tmp_path / "named"))
+    with cache_in(tmp_path / "new") as folder:
+        assert (str(folder), cache_dir()) == (str(tmp_path / "named"), str(tmp_path / "named"))
+
+
+def main(folder: str) -> None:
+    """Compile without a strategy, and save what was counted."""
+    name = os.environ.pop("LOCAL_RANK", "third")
+    os.environ.pop("WORLD_SIZE", None)
+    callback = TorchCompile(cache_dir=Path(folder) / "cache")
+    model = fit(seeded(Deep, dropout=0.0), callback)
+    outcome = callback.outcome()
+    result = {"numbers": dict(outcome.numbers), "did": outcome.did, "losses": model.losses}
+    torch.save(result, Path(folder) / f"{name}.pt")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_two_ranks_at_once_fill_one_cache_and_a_third_process_compiles_nothing(tmp_path: Path) -> None:
+    for run in (run_two_ranks, run_alone):
+        done = run("tests.callbacks.test_torch_compile", tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+    first, second, third = (torch.load(tmp_path / f"{name}.pt") for name in ("0", "1", "third"))
+    assert first["losses"] == second["losses"] == third["losses"]
+    numbers = third["numbers"]
+    assert (numbers["cached"], numbers["not_cached"], numbers["graphs"]) == (1, 0, 1)
+    assert numbers["cache_bytes"] == folder_bytes(tmp_path / "cache") > 0
+    assert f"1 of 1 graphs found in {tmp_path / 'cache'}" in third["did"]
 
 
 @pytest.mark.slow

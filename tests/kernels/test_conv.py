@@ -377,9 +377,11 @@ def test_hooks_and_forwards_of_ones_own_are_refused_where_they_would_not_run() -
     with pytest.raises(ConfigError, match="Conv2d has hooks, which would not run"):
         tiled(model, x, tiles=2)
     handle.remove()
-    model[0].forward = torch.zeros_like
-    with pytest.raises(ConfigError, match="the forward of Conv2d is replaced already"):
-        tiled(nn.Sequential(model), x, tiles=2)
+    for name in ("forward", "_conv_forward"):  # the second is how images are made to wrap around
+        setattr(model[0], name, torch.zeros_like)
+        with pytest.raises(ConfigError, match="the forward of Conv2d is replaced already"):
+            tiled(nn.Sequential(model), x, tiles=2)
+        delattr(model[0], name)
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -453,8 +455,9 @@ def test_what_is_refused_says_why(reason: str) -> None:
         ({"tiles": (2, 2, 2)}, ConfigError, "expected 2 whole numbers"),
         ({"tiles": 2.0}, ConfigError, "tiles=2.0: expected 2 whole numbers"),
         ({"tiles": (2.5, 2)}, ConfigError, "expected 2 whole numbers"),
-        ({"budget_mib": 0}, ConfigError, "budget_mib=0: expected a number above 0, or None"),
-        ({"budget_mib": float("nan")}, ConfigError, "budget_mib=nan: expected a number above 0, or None"),
+        ({"budget_mib": 0}, ConfigError, "budget_mib=0: expected a finite number above 0, or None"),
+        ({"budget_mib": float("nan")}, ConfigError, "budget_mib=nan: expected a finite number above 0, or"),
+        ({"budget_mib": "8"}, ConfigError, "budget_mib='8': expected a finite number above 0, or None"),
         ({"budget_mib": 8, "tiles": 2}, ConfigError, "budget_mib=8: expected None where tiles are given"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Predicted is what is measured, to the byte and in every phase: 40 combinations of techniques, 6 models."""
+"""Predicted is what is measured, to the byte and in every phase: 40 combinations of techniques, 7 models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.offload_frozen import OffloadFrozen
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.precision.float8 import Float8
 from tests.support.prediction import CNN_OF, GPT_OF, Encoder, Llama, assert_predicted_is_measured, choice
 
 Plugins = dict[str, Any]
@@ -44,6 +46,7 @@ PRECISIONS: dict[str, Callable[[], Plugins]] = {
     "fp32": dict,
     "bf16-mixed": lambda: {"plugins": [AutoPrecision(precision="bf16-mixed")]},
     "bf16-true": lambda: {"plugins": [AutoPrecision(precision="bf16-true")]},
+    "float8": lambda: {"plugins": [Float8(emulate=True)]},
     "lightning's bf16": lambda: {"precision": "bf16-mixed"},
 }
 OPTIMIZERS: dict[str, Callable[[], Plugins]] = {
@@ -66,6 +69,7 @@ MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Plugins]]
     "dropout": (Encoder, dict),
     "llama": (Llama, dict),
     "lora": (GPT_OF, lambda: {"callbacks": [PeftAdapter()]}),
+    "lora on the host": (GPT_OF, lambda: {"callbacks": [PeftAdapter(), OffloadFrozen()]}),
 }
 
 

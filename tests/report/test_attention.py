@@ -206,13 +206,50 @@ def test_looking_at_a_graph_changes_no_state_of_its_compilation() -> None:
         assert torch.is_grad_enabled()
 
 
+def test_a_graph_inside_a_checkpoint_is_looked_at_unseen_by_the_checkpoint() -> None:
+    block, x = Block(sdpa()), torch.randn(2, 8, 64, requires_grad=True)
+    block.compile(backend="aot_eager")
+    torch.compiler.reset()
+    count = CompiledAttention()
+    with count.begin(None, block, None), count:
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert [(row.calls, row.score_bytes) for row in count.attention.rows()] == [(1, 0)]
+
+
+class AnySize(nn.Linear):
+    """Attention over [B, T, 8] in two heads."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(y, y, y)
+
+
+def test_sizes_that_change_are_not_compiled_in_by_looking() -> None:
+    block = AnySize(8, 8)
+    block.compile(backend="aot_eager")
+    torch.compiler.reset()
+    block(torch.randn(2, 8, 8))
+    count = CompiledAttention()
+    with count.begin(None, block, None), count:
+        block(torch.randn(3, 9, 8))
+    assert [row.call.query for row in count.attention.rows()] == [(3, 2, 9, 4)]
+    num_graphs = counters["stats"]["unique_graphs"]
+    block(torch.randn(4, 11, 8))
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
 def test_what_is_no_attention_is_left_out() -> None:
     x = torch.randn(4, 8, 16, requires_grad=True)
     assert rows_of(lambda: (x @ torch.randn(4, 16, 8)).softmax(-1)) == [], "a classifier of tokens"
     assert rows_of(lambda: x.softmax(-1) @ torch.randn(4, 16, 8)) == [], "a mixture by a router"
-    with sdpa_kernel(SDPBackend.MATH):
-        (row,) = rows_of(lambda: Block(sdpa())(torch.randn(2, 8, 64)))
-    assert row.reason == "math was selected"
+
+    def by_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    (row,) = rows_of(lambda: Block(by_math)(torch.randn(2, 8, 64)))
+    assert row.reason == "math was selected", "also where it is told after the selection has ended"
 
 
 @pytest.mark.parametrize("how", ["forward", "module", "wrapper"])

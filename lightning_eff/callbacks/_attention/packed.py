@@ -23,10 +23,12 @@ NAME = "lightning_eff_varlen"
 """Of the attention function, as transformers knows it."""
 NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
 """Arguments of transformers that change scores, which the kernel does not know."""
+MASK_TENSORS = 2
+"""Tensors that the mask of documents refers to: their numbers, and the positions."""
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
-MAX_CHECKED = 4096
-"""Tokens of a row whose mask is compared with that of its documents, once."""
+MAX_CHECKED = 4096**2
+"""Values of a row's mask that are compared with those of its documents."""
 
 
 class Documents(NamedTuple):
@@ -58,16 +60,27 @@ class LateMask:
         return self._make()
 
     def is_of(self, documents: Documents, window: tuple[int, int]) -> bool:
-        """Return whether a token of the first row sees what it sees in its document, window and direction.
+        """Return whether each token sees what it sees in its document, window and direction.
 
-        Only the first `MAX_CHECKED` tokens are looked at.
+        Of a row of more than `MAX_CHECKED` pairs, the tokens before the end of its longest document.
         """
-        length = min(self.arguments["q_length"], MAX_CHECKED)
-        mask = self._make(batch_size=1, q_length=length, kv_length=length, allow_is_causal_skip=False)
-        index = torch.arange(length, device=documents.starts.device)
-        document = torch.bucketize(index, documents.starts, right=True)
-        distance = index[:, None] - index
-        seen = document[:, None] == document
+        rows = range(self.arguments["batch_size"])
+        return all(self._is_row_of(row, documents.starts, window) for row in rows)
+
+    def _is_row_of(self, row: int, starts: Tensor, window: tuple[int, int]) -> bool:
+        length, function = self.arguments["kv_length"], self.arguments["mask_function"]
+        starts = starts[(starts >= row * length) & (starts <= (row + 1) * length)] - row * length
+        stop = int(starts[1:][starts.diff().argmax()])
+        first = max(0, stop - MAX_CHECKED // length)
+        stop = length if first == 0 else stop
+        mask = self._make(
+            mask_function=lambda sample, *others: function(sample + row, *others), allow_is_causal_skip=False,
+            batch_size=1, q_offset=first, q_length=stop - first,
+        )  # fmt: skip
+        keys = torch.arange(length, device=starts.device)
+        document = torch.bucketize(keys, starts, right=True)
+        distance = keys[first:stop, None] - keys
+        seen = document[first:stop, None] == document
         for limit, sign in zip(window, (1, -1), strict=True):
             seen &= distance * sign <= (length if limit < 0 else limit)
         return mask is not None and torch.equal(mask[0, 0], seen)
@@ -88,10 +101,10 @@ class PackedAttention:
         self.num_documents = 0
         self.mask_bytes = 0
         """Of the largest mask that was not made, of bool."""
-        self._checked: set[tuple[type[nn.Module], tuple[int, int]]] = set()
-        """Classes of layers and windows whose mask was compared."""
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Documents | None]] = {}
-        """By the id of a tensor, with its version."""
+        self._checked: dict[tuple[type[nn.Module], tuple[int, int]], int] = {}
+        """Tokens of the longest document whose mask was compared, by class of layers and window."""
+        self._known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Documents | None]] = {}
+        """By the id of a tensor and the number of rows, with the tensor's version."""
 
     def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
         """Return the documents of positions [B or 1, T]; None where every row is one.
@@ -100,7 +113,8 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
-        key, version = id(position_ids), 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
+        key = id(position_ids), num_rows
+        version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
         if key not in self._known or self._known[key][1] != version:
             length = position_ids.shape[-1]
             begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
@@ -147,7 +161,7 @@ class PackedAttention:
         positions = kwargs.get("position_ids")
         is_late = isinstance(attention_mask, LateMask)
         documents = None
-        if is_late and not attention_mask.is_padded and positions is not None:
+        if is_late and not attention_mask.is_padded and positions is not None and positions.dim() == 2:
             documents = self.documents_of(positions, batch)
         if documents is None or not is_late:
             attention_mask = attention_mask.dense if is_late else attention_mask
@@ -158,11 +172,15 @@ class PackedAttention:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
+        if query.shape[-1] != value.shape[-1]:
+            raise _refusal(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
         if self.kernel is None:
             from torch.nn.attention.varlen import varlen_attn
 
             self.kernel = varlen_attn
-        q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value))
+        q, k, v = (
+            _autocast(x).transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value)
+        )
         starts, longest = documents
         out = self.kernel(
             q, k, v, starts, starts, longest, longest,
@@ -173,21 +191,44 @@ class PackedAttention:
     def _check(
         self, module: nn.Module, mask: LateMask, documents: Documents, window: tuple[int, int], given: Any
     ) -> None:
-        """Refuse a layer whose scores are changed; once for a kind of layer, one with a mask of its own."""
+        """Refuse a layer whose scores are changed, or with a mask of its own.
+
+        A mask is compared once for a kind of layer, and again where a document is longer: a window shows in
+        none that fits into it.
+        """
         refused = [name for name in NOT_COMPUTED if given.get(name) is not None]
         if refused:
             raise _refusal(module, ", ".join(refused))
-        if (type(module), window) not in self._checked:
+        kind = type(module), window
+        if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
                 raise _refusal(module, "a mask of its own", "use_cache=False in the model's call")
-            self._checked.add((type(module), window))
+            self._checked[kind] = documents.longest
 
 
 def make_mask(**arguments: Any) -> LateMask | Tensor | None:
-    """Return how to make a mask where a layer may do without it: in training, without a cache."""
+    """Return how to make a mask where a layer may do without it: in training, without a cache.
+
+    A mask that depends on more of a batch than its documents, such as where its images are, is made.
+    """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
-    return late if is_training else late.dense
+    is_custom = arguments.get("use_vmap", False) or _num_tensors(arguments["mask_function"]) > MASK_TENSORS
+    return late if is_training and not is_custom else late.dense
+
+
+def _num_tensors(value: Any) -> int:
+    """Return how many tensors a mask's function refers to, in those that it is composed of too."""
+    if isinstance(value, Tensor):
+        return 1
+    cells = (cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
+    return sum(map(_num_tensors, value if isinstance(value, tuple) else cells))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Return an operand in the dtype of autocast, which does not know the kernels."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _refusal(module: nn.Module, what: str, *remedies: str) -> ConflictError:
@@ -229,15 +270,21 @@ def _why_not_config(config: Any) -> str:
 
 @contextmanager
 def switched(model: Any, name: str, function: PackedAttention | None = None) -> Generator[None]:
-    """Let a model of transformers use another attention until the end."""
+    """Let what is `sdpa` in a model of transformers use another attention until the end."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if function is not None:
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
-    before = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
+    models = [each for each in model.modules() if hasattr(each, "set_attn_implementation")]
+    configs = {id(each.config): each.config for each in models}.values()
+    before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
     model.set_attn_implementation(name)
     try:
+        # The outermost first: a config sets those in it too.
+        for config, own in before:
+            config._attn_implementation = name if own == "sdpa" else own  # noqa: SLF001
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, own in before:
+            config._attn_implementation = own  # noqa: SLF001

@@ -25,9 +25,11 @@ def convolutions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_image(value: Any) -> bool:
-    """Return whether a value is a tensor of floats with the axes of a batch of images; not a sharded one."""
-    is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
-    return is_plain and value.ndim in FORMATS and value.is_floating_point()
+    """Return whether a value is a dense tensor of floats with the axes of images; not a sharded one."""
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    is_dense = value.layout == torch.strided and not value.is_nested
+    return is_dense and value.ndim in FORMATS and value.is_floating_point()
 
 
 def is_channels_last(image: Tensor) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_eff.kernels.conv import (
@@ -61,7 +62,7 @@ class TiledContainer:
     def __init__(self, module: nn.Module, *, budget_bytes: int | None, min_pixels: int) -> None:
         self.module, self.budget_bytes, self.min_pixels = module, budget_bytes, min_pixels
         self.segments: dict[str, Segment] = {}
-        """The largest of each, by the names of the first and the last child."""
+        """Of the call that held back most, by the names of the first and the last child."""
         self.ends: dict[str, str] = {}
         """Why children ended a segment, by name."""
         self.tiled: dict[str, nn.Module] = {}
@@ -72,17 +73,23 @@ class TiledContainer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the children, in tiles where that holds less."""
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        if not self._may_tile(x):
+        # Tiles are of one size, and have no forward derivative.
+        if not isinstance(x, Tensor) or is_traced() or in_forward_mode():
             return type(self.module).forward(self.module, *args, **kwargs)
-        children = [
-            (name, child, read_module(child, TiledContainer))
-            for name, child in children_of(self.module).items()
-        ]
+        named = list(children_of(self.module).items())
+        while named and not self._may_tile(x):  # it may be upsampled
+            x = named.pop(0)[1](x)
+        children = [(name, child, read_module(child, TiledContainer)) for name, child in named]
         self.ends |= {name: found for name, _, found in children if isinstance(found, str)}
+        segments: dict[str, Segment] = {}
         while children:
             num_children, grid = self._segment(children, x) if self._may_tile(x) else (1, None)
+            if grid is not None:
+                segments |= self._described(grid, x, children[:num_children])
             x = children[0][1](x) if grid is None else apply(grid, x)
             del children[:num_children]
+        if segments and (not self.segments or _not_held(segments) > _not_held(self.segments)):
+            self.segments = segments
         return x
 
     def attach(self) -> None:
@@ -95,11 +102,9 @@ class TiledContainer:
             del self.module.forward
 
     def _may_tile(self, x: Any) -> bool:
-        if (
-            not isinstance(x, Tensor) or is_traced() or in_forward_mode()
-        ):  # tiles are of one size, and backwards
+        if not isinstance(x, Tensor) or not 1 <= x.dim() - 2 <= MAX_AXES:
             return False
-        if not 1 <= x.dim() - 2 <= MAX_AXES or not x.is_floating_point() or x.is_meta:
+        if not x.is_floating_point() or x.is_meta:
             return False
         num_pixels = x.numel() // max(1, x.shape[1])
         self.max_pixels = max(self.max_pixels, num_pixels)
@@ -125,7 +130,6 @@ class TiledContainer:
             return 1, None
         num_children, pieces = cut
         grid = Grid(Chain.of([layer for layers in run[:num_children] for layer in layers], x), pieces)
-        self._note(grid, x, children[:num_children])
         return num_children, grid
 
     def _best(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]] | None:
@@ -142,11 +146,14 @@ class TiledContainer:
                 best, most = (num_children, grid.pieces), saved
         return best
 
-    def _note(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> None:
+    def _described(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> dict[str, Segment]:
+        """Return what is said of a segment, by its name."""
         names = [name for name, _, _ in children]
         self.tiled |= {name: child for name, child, _ in children}
-        not_held = grid.chain.kept_elements() * computed_itemsize(x)
-        segment = Segment(len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held)
+        not_held = grid.chain.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
         name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
-        if name not in self.segments or self.segments[name].not_held_bytes < segment.not_held_bytes:
-            self.segments[name] = segment
+        return {name: Segment(len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held)}
+
+
+def _not_held(segments: dict[str, Segment]) -> int:
+    return sum(each.not_held_bytes for each in segments.values())

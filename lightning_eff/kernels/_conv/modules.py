@@ -13,6 +13,8 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.kernels._conv.layers import LocalLayer, read_layer
 
 FORWARD = "forward"
+COMPUTES = "_conv_forward"
+"""Private method of torch's convolutions (2.13), which some replace to pad in another way."""
 
 
 def is_container(module: nn.Module) -> bool:
@@ -39,7 +41,7 @@ def read_module(module: nn.Module, replaced_by: type = NoneType) -> tuple[LocalL
     """
     if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(module)[kind].values()):
         return f"{type(module).__name__} has hooks, which would not run"
-    if not isinstance(vars(module).get(FORWARD), (replaced_by, NoneType)):
+    if not isinstance(vars(module).get(FORWARD), (replaced_by, NoneType)) or COMPUTES in vars(module):
         return f"the forward of {type(module).__name__} is replaced already"
     if is_container(module):
         layers: list[LocalLayer] = []

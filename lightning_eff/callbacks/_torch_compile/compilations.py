@@ -22,13 +22,16 @@ class Compilations:
     graphs: int = 0
     recompilations: int = 0  # of code that had been compiled before, for other shapes or settings
     graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
+    cached: int = 0  # graphs, forward and backward as one, that were found in the cache
+    not_cached: int = 0
     elapsed_s: float = 0.0  # wall time of tracing and compiling, backward graphs included
     _began_s: float = 0.0
 
     @contextmanager
     def counting(self) -> Generator[None]:
         """Count what is compiled inside."""
-        self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
+        found = Counter(counters["aot_autograd"])
+        self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), found
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
         try:
@@ -50,6 +53,10 @@ class Compilations:
         self._count()
 
     def _count(self) -> None:
-        graphs, breaks = self._before
+        graphs, breaks, found = self._before
+        new = Counter(counters["aot_autograd"])
+        new.subtract(found)
+        self.cached = new["autograd_cache_hit"]
+        self.not_cached = new["autograd_cache_miss"] + new["autograd_cache_bypass"]
         self.graphs = counters["stats"]["unique_graphs"] - graphs
         self.graph_breaks = Counter(counters["graph_break"]) - breaks

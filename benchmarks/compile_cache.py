@@ -1,0 +1,61 @@
+"""Measure how long `fast` compiles when nothing is cached, and in the processes that start after it.
+
+Each start is a process of its own: what counts is the compiler's time in the report of its run, tracing
+included. All of them share one folder, which is empty before the first.
+
+    python benchmarks/compile_cache.py --json benchmarks/compile_cache.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_eff.core.machine import machine_info
+from lightning_eff.core.text import human_bytes, text_table
+
+
+def start(recipe: str, folder: str, more: list[str]) -> dict[str, Any]:
+    """Train two steps in a new process; return what its compiler did."""
+    command = [sys.executable, "-m", "lightning_eff", "train", recipe, f"output_root={folder}"]
+    command += ["trainer.max_steps=2", "trainer.limit_val_batches=0", *more]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+    path = max(Path(folder).rglob("efficiency.json"), key=lambda each: each.stat().st_mtime)
+    ledger: Any = json.loads(path.read_text(encoding="utf-8"))["ledger"]
+    numbers = next(row["numbers"] for row in ledger if row["technique"] == "callbacks/torch_compile")
+    return {key: numbers[key] for key in ("compile_s", "graphs", "cached", "not_cached", "cache_bytes")}
+
+
+def main() -> None:
+    """Start several times, and print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", default="fast")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="of every run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [start(options.recipe, folder, options.overrides) for _ in range(options.starts)]
+    table = [
+        [
+            str(number), f"{row['compile_s']:.1f} s", f"{row['compile_s'] / rows[0]['compile_s']:.2f}",
+            str(row["cached"]), str(row["not_cached"]), human_bytes(row["cache_bytes"]),
+        ]
+        for number, row in enumerate(rows, 1)
+    ]  # fmt: skip
+    names = ["start", "compiling", "x first", "graphs found", "compiled", "folder"]
+    print(text_table(names, table))  # noqa: T201
+    if options.json is not None:
+        content = {"rows": rows, "machine": machine_info(torch.device("cpu"))}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Compare the loss of `lm` in emulated float8 with bfloat16's, step by step, and count what is converted.
+
+Each precision trains the recipe in a process of its own, from the same seed and on the same batches, with
+SGD, whose steps are as large as the gradients are: AdamW's hide a wrong scale. What float32 differs by is
+what rounding alone does to a run.
+
+    python benchmarks/float8.py --steps 50 --json benchmarks/float8.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_eff.core.machine import machine_info
+from lightning_eff.core.text import text_table
+
+PRECISIONS = {
+    "bf16_mixed": ["precision=bf16_mixed"],
+    "fp32": ["precision=fp32"],
+    **{
+        recipe: ["precision=float8", "precision.emulate=true", f"precision.recipe={recipe}"]
+        for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise")
+    },
+}
+
+
+def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[float], str]:
+    """Train in a folder of its own; return the loss of each step, and what the precision did."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "lightning_eff", "train", "lm", *overrides, f"trainer.max_steps={steps}",
+            f"output_root={folder}", "optimizer=sgd",
+            "optimizer.lr=0.05", "scheduler=none", "callbacks=[]", "trainer.limit_val_batches=0", *more,
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+        (path,) = Path(folder).rglob("efficiency.json")
+        report: Any = json.loads(path.read_text(encoding="utf-8"))
+    did = next(row["did"] for row in report["ledger"] if row["technique"].startswith("precision/"))
+    return [loss for _, loss in report["losses"]], did
+
+
+def main() -> None:
+    """Train, and print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="of every run")
+    options = parser.parse_args()
+    runs = {name: losses_of(words, options.steps, options.overrides) for name, words in PRECISIONS.items()}
+    plain, _ = runs["bf16_mixed"]
+    rows: list[dict[str, Any]] = []
+    for name, (losses, did) in runs.items():
+        apart = max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))
+        rows.append(
+            {
+                "precision": name,
+                "first": losses[0],
+                "last": losses[-1],
+                "largest difference": apart,
+                "did": did,
+            }
+        )
+    table = [
+        [row["precision"], f"{row['first']:.4f}", f"{row['last']:.4f}", f"{row['largest difference']:.2%}"]
+        for row in rows
+    ]
+    print(text_table(["precision", "first loss", "last loss", "largest difference"], table))  # noqa: T201
+    if options.json is not None:
+        machine = machine_info(torch.device("cpu")) | {"platform": platform.platform()}
+        content = {
+            "rows": rows,
+            "losses": {name: losses for name, (losses, _) in runs.items()},
+            "machine": machine,
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

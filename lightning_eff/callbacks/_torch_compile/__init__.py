@@ -1,0 +1,1 @@
+"""What `callbacks/torch_compile` alone needs: what it counts, and where compiled graphs are kept."""

@@ -1,0 +1,61 @@
+"""Keep what the compiler has made in a folder of the user's, where the next run finds it.
+
+Inductor and Triton keep compiled graphs and kernels by a hash of what they were made from, so another model,
+torch or GPU finds nothing that does not fit. They write by rename and lock what they build: ranks and runs
+may share a folder. By default it lies in the system's temporary folder, which containers and clusters empty.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._inductor.utils import clear_caches
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+@contextmanager
+def cache_in(folder: Path | None) -> Generator[Path]:
+    """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
+
+    Folders that the environment names stay: a cluster's administrator knows where there is space.
+
+    Args:
+        folder: Made where it is missing; None leaves torch's own.
+    """
+    before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
+    named = before[INDUCTOR]
+    is_named = named is not None and Path(named).absolute() != Path(default_cache_dir())
+    if folder is None or is_named:
+        yield Path(named or default_cache_dir())
+        return
+    path = folder.expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    os.environ[INDUCTOR] = str(path)
+    os.environ[TRITON] = before[TRITON] or str(path / "triton")
+    clear_caches()  # of this process, which know files in the folder before
+    try:
+        yield path
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        clear_caches()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder; a file that another run removes meanwhile counts nothing."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(path) / name).lstat().st_size
+            except OSError:
+                continue
+    return total

@@ -1,0 +1,1 @@
+"""What `precision/float8` alone needs: its layer, and the choice of layers."""

@@ -1,0 +1,156 @@
+"""A linear layer whose products have float8 operands, by torchao's casts; a class that a layer gets in place.
+
+    y [T, N] = x [T, K] @ W.T       dx = dy @ W       dW = dy.T @ x
+
+It differs from torchao 0.18's layer in four places. A frozen weight has no gradient to compute, and its layer
+keeps no input for one; so has an input that needs none. Autocast is that of the input's device, and not
+CUDA's. An input without rows is a product of no size. And an `nn.Linear` becomes one by its class, with its
+hooks, its parameters and whoever refers to it; the name is torchao's, since its FSDP2 functions look for it.
+
+Source: learned from https://github.com/pytorch/ao, torchao/float8/float8_linear.py
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchao.float8 import float8_linear
+from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingType
+from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
+from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import GemmInputRole
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+from typing_extensions import override
+
+INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
+
+
+class Float8Linear(float8_linear.Float8Linear):  # pyright: ignore[reportUntypedBaseClass]
+    """A linear layer in float8; `convert` makes one."""
+
+    num_rows: int
+    """Of the last input; under a compiler not counted."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute `[*batch, K]` to `[*batch, N]`, in the dtype of the input or of autocast."""
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        if not torch.compiler.is_compiling():
+            self.num_rows = input.numel() // self.in_features
+        y: Tensor = Float8Product.apply(input, self.weight.t(), self.linear_mm_config, self.config)  # pyright: ignore[reportAssignmentType]
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # pyright: ignore[reportUnnecessaryComparison]
+
+
+@torch.compiler.allow_in_graph
+class Float8Product(torch.autograd.Function):
+    """`x @ W.T` of an input `[*batch, K]` and a transposed weight `[K, N]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_dw else None, weight_t if needs_dx else None)
+        ctx.mm_config, ctx.config = mm_config, config
+        cast = functools.partial(_cast, mm_config=mm_config, config=config)
+        rows = x.reshape(-1, x.shape[-1])
+        y = _product(
+            cast(rows, config.cast_config_input, INPUT, -1),
+            cast(weight_t, config.cast_config_weight, WEIGHT, 0),
+        )
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight_t = ctx.saved_tensors
+        config: Any = ctx.config
+        cast = functools.partial(_cast, mm_config=ctx.mm_config, config=config)
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dw_t = None
+        if weight_t is not None:
+            dx = _product(
+                cast(rows, config.cast_config_grad_output, GRADIENT, -1),
+                cast(weight_t, config.cast_config_weight_for_grad_input, WEIGHT, -1).t(),
+            ).reshape(*dy.shape[:-1], weight_t.shape[0])
+        if x is not None:
+            dw_t = _product(
+                cast(rows, config.cast_config_grad_output_for_grad_weight, GRADIENT, 0).t(),
+                cast(x.reshape(-1, x.shape[-1]), config.cast_config_input_for_grad_weight, INPUT, 0),
+            ).t()
+        return dx, dw_t, None, None
+
+
+def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: Any, config: Any) -> Tensor:
+    """Return a matrix in float8, scaled as a whole or along an axis; unchanged where the recipe has it so."""
+    is_high = cast.scaling_type is ScalingType.DISABLED
+    if is_high or tensor_already_casted_to_fp8(tensor) or not tensor.numel():
+        return tensor
+    return hp_tensor_to_float8_dynamic(
+        tensor,
+        cast.target_dtype,  # pyright: ignore[reportArgumentType]
+        mm_config,
+        gemm_input_role=role,
+        scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(axis, cast.scaling_granularity),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b`; with an operand that has no elements, zeros in the dtype of the other one."""
+    if a.numel() and b.numel():
+        return torch.mm(a, b)
+    return torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+
+def recipe_config(recipe: str, *, emulate: bool, all_gather: bool = False) -> Any:
+    """Return torchao's config of a recipe."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return replace(config, emulate=emulate, enable_fsdp_float8_all_gather=all_gather)
+
+
+def convert(layer: nn.Linear, config: Any) -> None:
+    """Give a linear layer the class that computes it in float8."""
+    twin = float8_linear.Float8Linear.from_float(layer, config)
+    own = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
+    if twin.weight is not layer.weight:  # a subclass that FSDP2 gathers in float8
+        layer.weight = twin.weight
+        layer.register_state_dict_post_hook(_save_plain)
+    layer.__class__ = Float8Linear
+    vars(layer).update(own)
+    vars(layer)["_float8_attributes"] = tuple(own)
+
+
+def unconvert(layer: nn.Linear) -> None:
+    """Convert a layer back to `nn.Linear`; a second call does nothing.
+
+    A layer whose weight FSDP2 gathers in float8 stays: what it gathers fits this class alone.
+    """
+    if type(layer) is not Float8Linear or _is_gathered(layer.weight):
+        return
+    for name in (*vars(layer).pop("_float8_attributes"), "num_rows"):
+        vars(layer).pop(name, None)
+    layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_gathered(weight: Tensor) -> bool:
+    return isinstance(getattr(weight, "_local_tensor", weight), WeightWithDynamicFloat8CastTensor)
+
+
+def _save_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Put the weight itself into a state dict, in the same memory: checkpoints know nothing of float8."""
+    weight: Any = state.get(f"{prefix}weight")
+    if not _is_gathered(weight):
+        return
+    plain: Any = getattr(weight, "_local_tensor", weight)._tensor  # noqa: SLF001
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        plain = DTensor.from_local(
+            plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+    state[f"{prefix}weight"] = plain

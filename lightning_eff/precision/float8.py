@@ -1,0 +1,320 @@
+"""Compute the linear layers for which it pays in float8, by torchao's casts; everything else in bfloat16.
+
+GPUs from compute capability 8.9 multiply float8 twice as fast as bfloat16, but each operand is cast first,
+with a scale of its own. A layer is converted where that saves time by arithmetic: large ones, whose features
+are multiples of 16. Heads, embeddings, routers, adapters and what lies outside of the repeated blocks stay in
+bfloat16. Each linear layer is in the report, converted or with the reason why not. Weights stay in their
+dtype, and a checkpoint is that of the run without float8.
+
+`rowwise` scales each row and each column (torchtitan's default), `rowwise_with_gw_hp` keeps the product of
+the weight's gradient in bfloat16, `tensorwise` has one scale for a tensor: fastest, and the least exact.
+Frozen weights are `rowwise`. A scale has a floor, so that rows of zeros stay zeros.
+
+Costs: without compiled blocks each cast is several kernels, and slower than what is saved. About 3 bits of
+    precision in the operands; sums are exact to bfloat16.
+Conflicts: `callbacks/triton_gemm`, refused: one of them computes a layer. `all_gather` needs
+    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed, refused: it casts and gathers weights itself.
+Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://github.com/pytorch/ao
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_eff.adapters.module_tree import check_module_names, plain_name
+from lightning_eff.core import rules
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.compiled_call import CompiledCall
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.shards import full_shape
+from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.text import human_count
+from lightning_eff.kernels import devices
+from lightning_eff.precision._float8 import choice
+from lightning_eff.precision.auto import AutoPrecision
+
+Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
+FIRST_STEPS = 10
+"""Optimizer steps whose gradients are checked for NaN and infinity."""
+NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
+EMULATED = "precision.emulate=true"
+PLAIN = "precision=bf16_mixed"
+
+
+@check_arguments
+def to_float8(
+    model: nn.Module,
+    *,
+    recipe: Recipe = "rowwise",
+    skip: Sequence[str] = ("head",),
+    emulate: bool = False,
+    device: str | torch.device = "cuda",
+) -> dict[str, str]:
+    """Convert the linear layers of a model that gain; for Fabric, or a loop of your own.
+
+    Args:
+        model: Before it is compiled or sharded, and with its adapters; converted layers stay as they are.
+        recipe: As in `Float8`.
+        skip: As in `Float8`.
+        emulate: Convert every layer whose features are multiples of 16, and compute with values that are
+            rounded to float8.
+        device: Where it will be trained.
+
+    Returns:
+        Every linear layer of the model by name: empty where it is converted, else why not.
+
+    Raises:
+        ConfigError: A name in `skip` matches nothing.
+        EnvironmentLacksError: torchao is not installed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+        >>> to_float8(model, emulate=True)
+        {'0': '', '2': '64 x 10 features: not multiples of 16'}
+    """
+    found = None if emulate else devices.of(torch.device(device))
+    listed, _ = _convert(model, recipe, skip, all_gather=False, on=found)
+    return {name: why for name, (_, why) in listed.items()}
+
+
+def _convert(
+    model: nn.Module, recipe: Recipe, skip: Iterable[str], *, all_gather: bool, on: devices.Device | None
+) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
+    """Convert what gains on a device, or all that can be without one; return the reasons, and how many."""
+    from lightning_eff.precision._float8.linear import Float8Linear, convert, recipe_config
+
+    names = {plain_name(name) for name, _ in model.named_modules() if name}
+    check_module_names("skip", [name for name in skip if name != "head"], names)
+    present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    gain = None if on is None else functools.partial(choice.speedup, device=on, recipe=recipe)
+    listed = choice.reasons(model, skip, gain) | {name: (layer, "") for name, layer in present.items()}
+    new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
+    for layer in new:
+        is_gathered = all_gather and layer.weight.requires_grad
+        own = recipe if layer.weight.requires_grad else "rowwise"
+        convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
+    return listed, len(new)
+
+
+class Float8(AutoPrecision):
+    """Compute linear layers in float8 where that is faster; `Trainer(plugins=[Float8()])`.
+
+    Args:
+        recipe: `rowwise`, `rowwise_with_gw_hp` or `tensorwise`.
+        skip: Names, or ends of names, of modules that stay in bfloat16, with all modules in them.
+        all_gather: Gather weights in float8 under FSDP2, at half the communication.
+        emulate: Round operands to float8 and multiply them in float32, on any device: slower, to try what
+            float8 does to a loss. Every layer whose features are multiples of 16 is converted.
+        precision: Of everything else: `bf16-mixed`, or `bf16-true`.
+
+    Raises:
+        ConfigError: An argument has another value, or a name in `skip` matches nothing.
+        ConflictError: Something else computes the layers.
+        EnvironmentLacksError: torchao is not installed.
+
+    Warns:
+        NoEffectWarning: The device has no float8 products, or no layer gains.
+        SlowPathWarning: No block is compiled; gradients are not finite.
+
+    Example:
+        >>> trainer = pl.Trainer(plugins=[Float8(emulate=True)], logger=False, accelerator="cpu")
+        >>> Float8(recipe="delayed")
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: recipe='delayed': expected one of rowwise, ...
+    """
+
+    __repr__ = rules.plugin_repr
+    stage = Stage.FLOAT8
+
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        recipe: Recipe = "rowwise",
+        skip: Sequence[str] = ("head",),
+        all_gather: bool = False,
+        emulate: bool = False,
+        precision: Literal["bf16-mixed", "bf16-true"] = "bf16-mixed",
+    ) -> None:
+        if all_gather and recipe != "tensorwise":
+            allowed = "tensorwise with all_gather: only one scale a tensor is known before it is gathered"
+            raise ConfigError(key="recipe", value=recipe, allowed=allowed)
+        if find_spec("torchao") is None:
+            text = "precision/float8 needs the package torchao\n  try: pip install 'lightning-eff[float8]'"
+            raise EnvironmentLacksError(text)
+        super().__init__(precision=precision)
+        self.recipe: Recipe = recipe
+        self.skip = skip
+        self.all_gather = all_gather
+        self.emulate = emulate
+        self.planned: devices.Device | None = None
+        """A GPU to predict for, in place of the Trainer's device."""
+        self._listed: dict[str, tuple[nn.Linear, str]] = {}
+        self._steps = 0
+        self._overflows: Counter[str] = Counter()
+        """Of the first steps: gradients that were not finite, by parameter."""
+
+    @override
+    def facts(self) -> Facts:
+        """Return what float8 needs to be faster, and who else computes linear layers."""
+        triton = Rule(
+            name="callbacks/triton_gemm",
+            reason="both compute linear layers",
+            remedies=("~callbacks.triton_gemm", PLAIN),
+        )
+        needs: list[Rule] = []
+        if not self.emulate:
+            slow = "each cast is then several kernels, slower than what the products save"
+            remedies = ("+callbacks=torch_compile",)
+            needs.append(
+                Rule(name="callbacks/torch_compile", reason=slow, remedies=remedies, verdict=Verdict.WARNED)
+            )
+            reason, remedies = f"float8 products need {NEEDS}", (PLAIN, EMULATED)
+            needs.append(
+                Rule(name="machine/float8", reason=reason, remedies=remedies, verdict=Verdict.WARNED)
+            )
+        if self.all_gather:
+            reason, remedies = "only FSDP2 gathers weights in float8", ("precision.all_gather=false",)
+            needs.append(Rule(name="strategy/fsdp2", reason=reason, remedies=(*remedies, "strategy=fsdp2")))
+        reason, remedies = "gloo, which connects CPUs, cannot send float8", ("precision.all_gather=false",)
+        gathers = [Rule(name="run/cpu", reason=reason, remedies=remedies)] if self.all_gather else []
+        reason = "DeepSpeed casts and gathers weights itself"
+        shards = [
+            Rule(name=rule.name, reason=reason, remedies=("strategy=fsdp2", PLAIN)) for rule in NEEDS_MATRICES
+        ]
+        return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
+
+    def apply(self, model: nn.Module) -> int:
+        """Convert the layers that gain; a second call finds nothing to do."""
+        device = self._device_of(model)
+        missing = "" if self.emulate else _why_no_float8(device)
+        if missing:
+            self._listed = {
+                name: (layer, missing)
+                for name, layer in model.named_modules()
+                if isinstance(layer, nn.Linear)
+            }
+            return 0
+        try:
+            self._listed, count = _convert(
+                model,
+                self.recipe,
+                [self.skip] if isinstance(self.skip, str) else self.skip,
+                all_gather=self.all_gather and self.planned is None,
+                on=None if self.emulate else device,
+            )
+        except ConfigError as error:
+            group = "precision"
+            raise error.under(group) from error
+        return count
+
+    def _device_of(self, model: nn.Module) -> devices.Device:
+        self._settle_device(model)
+        trainer: Any = getattr(model, "_trainer", None)
+        root: Any = torch.device(str(self.device)) if trainer is None else trainer.strategy.root_device
+        return self.planned or devices.of(root)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert what no callback has caused to be converted before; warn where nothing is gained."""
+        trainer: pl.Trainer | None = getattr(module, "_trainer", None)
+        if trainer is not None and self.planned is None:
+            rules.enforce(self, trainer, module)  # pyright: ignore[reportArgumentType]
+        self.apply(module)
+        self._steps, self._overflows = 0, Counter()
+        whys = Counter(why for _, why in self._listed.values())
+        if not whys[""]:
+            most = next((why for why, _ in whys.most_common()), "the model has no linear layer")
+            text = f"precision/float8 has no effect: {most}"
+            remedy = "" if self.emulate else f"\n  try: {EMULATED} (rounds as float8 does, slower)"
+            warnings.warn(text + format_remedies(remedy), NoEffectWarning, stacklevel=2)
+        elif not self.emulate and not any(map(_is_compiled, module.modules())):
+            text = (
+                "precision/float8 is slower than bfloat16 without compiled blocks: a cast is several kernels"
+            )
+            remedy = format_remedies("  try: +callbacks=torch_compile")
+            warnings.warn(f"{text}\n{remedy}", SlowPathWarning, stacklevel=2)
+        return super().convert_module(module)
+
+    @override
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Check the gradients of the first steps; Lightning 2.6 calls this before it clips them."""
+        if self._steps < FIRST_STEPS:
+            self._steps += 1
+            self._check_gradients(model)
+        super()._after_closure(model, optimizer)
+
+    def _check_gradients(self, model: nn.Module) -> None:
+        shards = {
+            name: getattr(p.grad, "_local_tensor", p.grad)
+            for name, p in model.named_parameters()
+            if p.grad is not None and self.scaler is None
+        }
+        found = [name for name, gradient in shards.items() if not torch.isfinite(gradient).all()]
+        if found and not self._overflows:
+            text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
+            remedies = "  try: precision.recipe=rowwise_with_gw_hp\n  try: a lower learning rate"
+            text = f"{text}, first {found[0]}\n{format_remedies(remedies)}"
+            warnings.warn(text, SlowPathWarning, stacklevel=2)
+        self._overflows.update(found)
+
+    @override
+    def teardown(self) -> None:
+        """Convert the layers back."""
+        if any(not why for _, why in self._listed.values()):
+            from lightning_eff.precision._float8.linear import unconvert
+
+            for layer, _ in self._listed.values():
+                unconvert(layer)
+        super().teardown()
+
+    @override
+    def outcome(self) -> Outcome:
+        """Return the layers in float8, their part of all linear layers' products, and overflows."""
+        if not self._listed:
+            return Outcome(did="nothing converted yet", effective=False)
+        whys = {name: why or f"float8, {self.recipe}" for name, (_, why) in self._listed.items()}
+        products = {name: full_shape(layer.weight).numel() for name, (layer, _) in self._listed.items()}
+        converted = [name for name, (_, why) in self._listed.items() if not why]
+        fraction = sum(products[name] for name in converted) / sum(products.values())
+        did = f"{self.recipe} float8 in {len(converted)} of {len(whys)} Linear"
+        did += f", {fraction:.0%} of their products" if converted else ""
+        did += ", emulated" if converted and self.emulate else ""
+        left = Counter(why for _, why in self._listed.values() if why)
+        did += "".join(f"; {human_count(count)}: {why}" for why, count in left.most_common(2))
+        count = sum(self._overflows.values())
+        checked = f"{self._steps} step{'' if self._steps == 1 else 's'}"
+        did += (
+            f"; {count or 'no'} gradients with NaN or infinity in the first {checked}"
+            if converted and self.planned is None
+            else ""
+        )
+        numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
+        numbers["overflows"] = dict(self._overflows)
+        return Outcome(did=did, effective=bool(converted), numbers=numbers)
+
+
+def _why_no_float8(device: devices.Device) -> str:
+    if device.is_cpu:
+        return f"this CPU has no float8 products, which need {NEEDS}"
+    if "machine/float8" not in gpu_facts(device.capability):
+        return f"{device.name} has no float8 products, which need {NEEDS}"
+    return ""
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward: Callable[..., Any] | None = vars(module).get("forward")
+    return isinstance(forward, CompiledCall) or getattr(module, "_compiled_call_impl", None) is not None
