@@ -2,7 +2,7 @@
 
 `float32` and `nearest` use PyTorch's AdamW, on float32 and on bfloat16 weights and states; `stochastic` uses
 `adamw_bf16` on bfloat16 weights, `other seed` the same with other random bits, `states` on float32 weights.
-All train 160 steps from the same weights on the same batches, for each seed of the recipe; the validation loss
+For each seed of the recipe all train 160 steps from the same weights on the same batches; the validation loss
 is that of 20 batches after the last step. A run that is in `--folder` already is read and not repeated.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_rounding.py --json benchmarks/bf16_rounding.json
