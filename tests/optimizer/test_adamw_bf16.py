@@ -1,4 +1,4 @@
-"""AdamWBf16: rounding without bias, 4 bytes of state, equal bits on resume and on all ranks, refusals."""
+"""AdamWBf16: rounding without bias, 4 bytes of state, equal bits on resume, refusals."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def main(folder: str) -> None:
 
 def tenths(value: DTensor) -> Tensor:
     """Return which of this rank's equal values move in a step of a tenth of their last bit."""
-    parameter = nn.Parameter(value)
+    parameter: Any = nn.Parameter(value)
     parameter.grad = torch.full_like(parameter, -0.5)
     AdamWBf16([parameter], lr=2**-7 / 10, weight_decay=0.0).step()
     return parameter.to_local().detach() != 1.0
