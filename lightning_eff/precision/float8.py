@@ -245,7 +245,8 @@ class Float8(AutoPrecision):
             for name, p in model.named_parameters()
             if p.grad is not None
         }
-        found = [name for name, gradient in shards.items() if not torch.isfinite(gradient).all()]
+        values = {name: g.coalesce().values() if g.is_sparse else g for name, g in shards.items()}
+        found = [name for name, gradient in values.items() if not torch.isfinite(gradient).all()]
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
             remedies = "  try: precision.recipe=rowwise_with_gw_hp\n  try: a lower learning rate"
