@@ -27,6 +27,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.core.machine import gpu_facts
 from lightning_eff.kernels import devices
 from lightning_eff.models.gpt import GPT
+from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
 from lightning_eff.precision._float8.conversion import convert, recipe_config, unconvert
@@ -348,6 +349,17 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of(deep: Callable[
     assert plugin.outcome().did.endswith(
         f"{sum(overflows.values())} gradients with NaN or infinity in the first 2 steps"
     )
+
+
+def test_gradients_that_cannot_be_seen_are_not_called_finite() -> None:
+    """An optimizer in the backward pass frees them before; sparse ones are looked into."""
+    plugin, in_backward = Float8(emulate=True), functools.partial(InBackward, lr=0.01)
+    train(Deep(), plugin, OptimizerChoice(optimizer=in_backward), max_steps=1)
+    assert plugin.outcome().did.endswith("; gradients not checked for NaN and infinity")
+    table = nn.Embedding(3, 2, sparse=True)
+    (table(torch.tensor([1, 1])) * torch.tensor([1.0, float("nan")])).sum().backward()
+    with pytest.warns(SlowPathWarning, match="NaN or infinity in 1 gradients"):
+        plugin._check_gradients(table)
 
 
 def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None:
