@@ -136,7 +136,7 @@ class TorchCompile(Managed):
 
     Raises:
         ConfigError: The backend or the mode is unknown, the model has no such part, or `cache_dir` cannot
-            be written to.
+            be written to or has a space.
         ConflictError: A part would be compiled around blocks that are recomputed.
         EnvironmentLacksError: `inductor` finds no compiler.
 

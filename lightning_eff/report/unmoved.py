@@ -4,7 +4,8 @@ A bfloat16 number has 8 bits of precision: an update below half of a weight's la
 rounded to nearest, in every step. Up to `MAX_SAMPLES` values of each trained tensor are read before the first
 step and after the last one counted, and kept by NumPy, so that the memory that is measured does not change.
 A weight without a nonzero gradient in these steps, of an embedding's row that no batch has used for example,
-is not counted, nor is one whose learning rate was 0 in all of them. Where tensors are sharded, this rank's shards are read.
+is not counted, nor is one whose learning rate was 0 in all of them. Where tensors are sharded, this rank's
+shards are read.
 """
 
 from __future__ import annotations

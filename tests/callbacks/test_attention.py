@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -299,107 +298,6 @@ def test_a_model_of_another_attention_is_left_alone_on_cuda(monkeypatch: pytest.
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_nested_tensors_are_left_to_torch_and_a_selection_of_math_is_counted() -> None:
-    x = torch.ones(1, 2, 8, 4)
-    nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 5, 4)])
-    with checked_backends([], 0) as calls:
-        F.scaled_dot_product_attention(nested, nested, nested)
-        with sdpa_kernel(SDPBackend.MATH):
-            F.scaled_dot_product_attention(x, x, x)
-    assert dict(calls) == {"math": 1}
-
-
-def test_positions_of_one_row_are_those_of_batches_of_any_size() -> None:
-    packed, row = PackedAttention(by_document), PACKED[:1]
-    found = [packed.documents_of(row, num_rows) for num_rows in (1, 2)]
-    assert [each.starts[-1].item() for each in found if each is not None] == [10, 20]
-
-
-def attend(packed: PackedAttention, mask: Any, positions: Tensor, value_size: int = 4) -> None:
-    query, value = torch.ones(2, 1, 10, 4), torch.ones(2, 1, 10, value_size)
-    packed(nn.Identity(), query, query, value, mask, position_ids=positions)
-
-
-def test_a_window_of_the_mask_alone_is_found_in_the_first_document_that_is_longer() -> None:
-    masks = pytest.importorskip("transformers.masking_utils")
-    packed = PackedAttention(by_document)
-
-    def mask(positions: Tensor) -> LateMask:
-        documents = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(positions))
-        window = masks.and_masks(masks.sliding_window_causal_mask_function(4), documents)
-        return LateMask(batch_size=2, q_length=10, kv_length=10, mask_function=window)
-
-    short = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 1, 2]).repeat(2, 1)
-    attend(packed, mask(short), short)
-    for row in (0, 1):  # neither the batch nor the row of the longest document is the first
-        longer = short.clone()
-        longer[row] = torch.tensor([*range(8), 0, 1])
-        with pytest.raises(ConflictError, match="a mask of its own"):
-            attend(packed, mask(longer), longer)
-    with pytest.raises(ConflictError, match="heads of 4 and values of 2"):
-        attend(packed, mask(short), short, value_size=2)
-
-
-@pytest.mark.parametrize("kind", ["or_mask_function", "block_sequence_ids"])
-def test_a_mask_that_depends_on_the_batch_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where images are seen whole: in the second row alone, and not in every batch."""
-    model, packed = hf_model("Llama"), PackedAttention(by_document)
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    image = torch.full((2, 10), -1)
-    image[1, :3] = 0
-
-    def is_image(row: Any, _: Any, query: Any, key: Any) -> Any:
-        return (image[row, query] == 0) & (image[row, key] == 0)
-
-    more = {kind: is_image if kind == "or_mask_function" else image}
-    make = llama.create_causal_mask
-    monkeypatch.setattr(llama, "create_causal_mask", lambda **given: make(**given | more))
-    inputs = {"input_ids": torch.arange(20).view(2, 10), "position_ids": PACKED, "use_cache": False}
-    expected = model(**inputs).logits
-    with switched(model, NAME, packed):
-        assert torch.equal(model(**inputs).logits, expected)
-
-
-def test_operands_are_cast_as_autocast_would() -> None:
-    """A norm with weights of float32 leaves queries and keys in float32."""
-    model, dtypes = hf_model("Qwen3", head_dim=8).float(), set[Any]()
-
-    def kernel(*operands: Tensor, **options: Any) -> Tensor:
-        dtypes.update(x.dtype for x in operands[:3])
-        return by_document(*operands, **options)  # pyright: ignore[reportArgumentType]
-
-    with switched(model, NAME, PackedAttention(kernel)), torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=torch.zeros_like(PACKED), position_ids=PACKED, use_cache=False)
-    assert dtypes == {torch.bfloat16}
-
-
-def test_only_what_is_sdpa_is_switched_and_all_is_restored() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = transformers.CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=transformers.LlamaConfig(vocab_size=20, **sizes)
-    )
-    config._attn_implementation = {"": "sdpa", "vision_config": "eager", "text_config": "sdpa"}
-    config = transformers.LlavaForConditionalGeneration(config).config
-
-    def used() -> list[str]:
-        return [each._attn_implementation for each in (config, config.vision_config, config.text_config)]
-
-    model = transformers.LlavaForConditionalGeneration(config)
-    with switched(model, NAME, PackedAttention(by_document)):
-        assert used() == [NAME, "eager", NAME]
-    assert used() == ["sdpa", "eager", "sdpa"]
-
-
-def test_a_model_of_another_attention_is_left_alone_on_cuda() -> None:
-    model = hf_model("Llama", attn_implementation="eager")
-    on_cuda = SimpleNamespace(device=torch.device("cuda"), config=model.config, _supports_flex_attn=True)
-    callback = Attention()
-    callback._pack(on_cuda, torch.float32, is_compiled=False)
-    assert callback._how == "dense"
-
-
 def test_nested_tensors_are_left_to_torch_and_a_selection_of_math_is_counted() -> None:
     x = torch.ones(1, 2, 8, 4)
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 5, 4)])

@@ -239,30 +239,6 @@ def test_sizes_that_change_are_not_compiled_in_by_looking() -> None:
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def test_a_graph_inside_a_checkpoint_is_looked_at_unseen_by_the_checkpoint() -> None:
-    block, x = Block(sdpa()), torch.randn(2, 8, 64, requires_grad=True)
-    block.compile(backend="aot_eager")
-    torch.compiler.reset()
-    count = CompiledAttention()
-    with count.begin(None, block, None), count:
-        checkpoint(block, x, use_reentrant=False).sum().backward()
-    assert [(row.calls, row.score_bytes) for row in count.attention.rows()] == [(1, 0)]
-
-
-def test_sizes_that_change_are_not_compiled_in_by_looking() -> None:
-    block = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
-    block.compile(backend="aot_eager")
-    torch.compiler.reset()
-    block(torch.randn(2, 8, 8))
-    count = CompiledAttention()
-    with count.begin(None, block, None), count:
-        block(torch.randn(3, 9, 8))
-    assert [row.call.query for row in count.attention.rows()] == [(3, 2, 9, 4)]
-    num_graphs = counters["stats"]["unique_graphs"]
-    block(torch.randn(4, 11, 8))
-    assert counters["stats"]["unique_graphs"] == num_graphs
-
-
 def test_what_is_no_attention_is_left_out() -> None:
     x = torch.randn(4, 8, 16, requires_grad=True)
     assert rows_of(lambda: (x @ torch.randn(4, 16, 8)).softmax(-1)) == [], "a classifier of tokens"

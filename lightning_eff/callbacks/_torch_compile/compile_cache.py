@@ -31,7 +31,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         folder: Made where it is missing; None leaves torch's own.
 
     Raises:
-        ConfigError: The folder cannot be made or written to.
+        ConfigError: The folder cannot be made or written to, or its path has a space.
     """
     before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
     named = before[INDUCTOR]
@@ -40,6 +40,9 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         yield Path(named or default_cache_dir())
         return
     path = folder.expanduser().absolute()
+    if len(str(path).split()) > 1:
+        allowed = "a path without spaces, at which inductor (torch 2.13) splits the compiler's command"
+        raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
