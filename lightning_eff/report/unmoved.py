@@ -145,12 +145,12 @@ class UnmovedWeights:
         is_stochastic = getattr(kind, "rounds_stochastically", False)
         self._roundings.append(is_stochastic or getattr(optimizer, "bf16_stochastic_round", False))
         if isinstance(optimizer, FreesGradients):
-            groups: list[dict[str, Any]] = optimizer.param_groups  # pyright: ignore[reportAttributeAccessIssue]
-            numbers = {id(p): n for n, group in enumerate(groups) for p in group["params"]}
+            owner: Any = optimizer
+            numbers = {id(p): n for n, group in enumerate(owner.param_groups) for p in group["params"]}
 
             def see(parameter: Tensor, gradient: Tensor) -> None:
                 # By number: a restore replaces the groups.
-                group: dict[str, Any] = optimizer.param_groups[numbers.get(id(parameter), 0)]
+                group: dict[str, Any] = owner.param_groups[numbers.get(id(parameter), 0)]
                 self._see(parameter, gradient, group)
 
             self._handles.append(optimizer.register_gradient_hook(see))

@@ -266,7 +266,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_refused(
         allowed = rf"callbacks.torch_compile.cache_dir=.*: expected a folder that can be written to: {reason}"
         with pytest.raises(ConfigError, match=allowed):
             fit(Deep(), callback)
-    with pytest.raises(ConfigError, match="cache_dir=.*: expected a path without spaces"):
+    with pytest.raises(ConfigError, match=r"cache_dir=.*: expected a path without spaces"):
         fit(Deep(), TorchCompile(cache_dir=tmp_path / "my cache"))
 
 
