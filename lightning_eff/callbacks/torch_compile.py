@@ -135,7 +135,8 @@ class TorchCompile(Managed):
             `TORCHINDUCTOR_CACHE_DIR` names, is torch's own.
 
     Raises:
-        ConfigError: The backend or the mode is unknown, or the model has no such part.
+        ConfigError: The backend or the mode is unknown, the model has no such part, or `cache_dir` cannot
+            be written to or has a space.
         ConflictError: A part would be compiled around blocks that are recomputed.
         EnvironmentLacksError: `inductor` finds no compiler.
 
@@ -216,7 +217,10 @@ class TorchCompile(Managed):
         self._num_parts, self._cache = 0, None
         if self.backend == "inductor":
             path = Path(self.cache_dir) if self.cache_dir is not None else None
-            self._cache = self.cleanup.enter_context(cache_in(path)), 0
+            try:
+                self._cache = self.cleanup.enter_context(cache_in(path)), 0
+            except ConfigError as error:
+                raise error.under(name_of(self).replace("/", ".")) from error
         self.cleanup.enter_context(self._compilations.counting())
 
     def _apply(self, model: nn.Module) -> int:

@@ -51,7 +51,7 @@ def round_stochastically(value: Tensor, generator: torch.Generator | None = None
     no neighbour to be rounded up to, are rounded to nearest.
 
     Args:
-        value: In float32, of any shape.
+        value: Of any shape; another dtype than float32 is converted first.
         generator: On the device of `value`; None for the global one.
 
     Example:
@@ -59,6 +59,7 @@ def round_stochastically(value: Tensor, generator: torch.Generator | None = None
         >>> rounded.unique().tolist(), rounded.dtype
         ([1.0, 1.0078125], torch.bfloat16)
     """
+    value = value.float()
     # Magnitudes grow with their bits, subnormal ones too: adding up to 0xffff carries into the bits that are
     # kept with the right probability, and away from zero for either sign.
     bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
@@ -116,14 +117,8 @@ class AdamWBf16(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if parameter.requires_grad and parameter.dtype not in DTYPES:
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                raise ConfigError(
-                    key="",
-                    value=f"AdamWBf16 got a parameter in {dtype}",
-                    allowed="float32 or bfloat16",
-                    remedies=["precision=bf16_true", "precision=fp32", "optimizer=adamw"],
-                )
+            if parameter.requires_grad:
+                _check_dtype(parameter)
 
     @override
     @torch.no_grad()
@@ -143,6 +138,7 @@ class AdamWBf16(Optimizer):
         if gradient is None or gradient.layout != torch.strided:
             value, allowed = "AdamWBf16 got a sparse gradient", "dense ones: Embedding(..., sparse=False)"
             raise ConfigError(key="", value=value, allowed=allowed)
+        _check_dtype(parameter)  # again: it may have been frozen or of another dtype when it was added
         if not state:
             for name in AVERAGES:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -175,6 +171,18 @@ class AdamWBf16(Optimizer):
         num_rounded = sum(parameter.dtype == torch.bfloat16 for parameter in trained)
         did = f"{num_rounded} tensors rounded stochastically, {len(trained) - num_rounded} in float32"
         return Outcome(did=did, numbers={"rounded": num_rounded, "float32": len(trained) - num_rounded})
+
+
+def _check_dtype(parameter: Tensor) -> None:
+    if parameter.dtype in DTYPES:
+        return
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    raise ConfigError(
+        key="",
+        value=f"AdamWBf16 got a parameter in {dtype}",
+        allowed="float32 or bfloat16",
+        remedies=["precision=bf16_true", "precision=fp32", "optimizer=adamw"],
+    )
 
 
 def _adamw(

@@ -143,7 +143,7 @@ class Float8(AutoPrecision):
         self.planned: devices.Device | None = None
         """A GPU to predict for, in place of the Trainer's device."""
         self._listed: dict[str, tuple[nn.Linear, str]] = {}
-        self._steps = 0
+        self._steps = self._checked = 0
         self._overflows: Counter[str] = Counter()
         """Of the first steps: gradients that were not finite, by parameter."""
 
@@ -216,7 +216,7 @@ class Float8(AutoPrecision):
         if trainer is not None and self.planned is None:
             rules.enforce(self, trainer, module)  # pyright: ignore[reportArgumentType]
         self.apply(module)
-        self._steps, self._overflows = 0, Counter()
+        self._steps, self._checked, self._overflows = 0, 0, Counter()
         whys = Counter(why for _, why in self._listed.values())
         if not whys[""]:
             most = next((why for why, _ in whys.most_common()), "the model has no linear layer")
@@ -245,7 +245,9 @@ class Float8(AutoPrecision):
             for name, p in model.named_parameters()
             if p.grad is not None
         }
-        found = [name for name, gradient in shards.items() if not torch.isfinite(gradient).all()]
+        self._checked += bool(shards)  # an optimizer in the backward pass has freed them
+        values = {name: g.coalesce().values() if g.is_sparse else g for name, g in shards.items()}
+        found = [name for name, gradient in values.items() if not torch.isfinite(gradient).all()]
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
             remedies = "  try: precision.recipe=rowwise_with_gw_hp\n  try: a lower learning rate"
@@ -278,12 +280,10 @@ class Float8(AutoPrecision):
         left = Counter(why for _, why in self._listed.values() if why)
         did += "".join(f"; {human_count(count)}: {why}" for why, count in left.most_common(2))
         count = sum(self._overflows.values())
-        checked = f"{self._steps} step{'' if self._steps == 1 else 's'}"
-        did += (
-            f"; {count or 'no'} gradients with NaN or infinity in the first {checked}"
-            if converted and self.planned is None
-            else ""
-        )
+        checked = f"in the first {self._checked} step{'' if self._checked == 1 else 's'}"
+        found = f"{count or 'no'} gradients with NaN or infinity {checked}"
+        if converted and self.planned is None:
+            did += f"; {found}" if self._checked else "; gradients not checked for NaN and infinity"
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
         numbers["overflows"] = dict(self._overflows)
         return Outcome(did=did, effective=bool(converted), numbers=numbers)

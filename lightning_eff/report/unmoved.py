@@ -4,7 +4,8 @@ A bfloat16 number has 8 bits of precision: an update below half of a weight's la
 rounded to nearest, in every step. Up to `MAX_SAMPLES` values of each trained tensor are read before the first
 step and after the last one counted, and kept by NumPy, so that the memory that is measured does not change.
 A weight without a nonzero gradient in these steps, of an embedding's row that no batch has used for example,
-is not counted. Where tensors are sharded, this rank's shards are read.
+is not counted, nor is one whose learning rate was 0 in all of them. Where tensors are sharded, this rank's
+shards are read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Unmoved:
         num_unmoved: Of them, those that are as before the first step.
         num_steps: Optimizer steps.
         has_gradients: Whether gradients were seen; without, weights that got none are counted too.
-        is_stochastic: Whether the optimizer rounds stochastically, so that small updates are not lost.
+        is_stochastic: Whether all optimizers round stochastically, so that small updates are not lost.
     """
 
     num_weights: int
@@ -128,7 +129,8 @@ class UnmovedWeights:
         self._samples: dict[int, _Sample] = {}
         self._handles: list[RemovableHandle] = []
         self._has_gradients = False
-        self._is_stochastic = False
+        self._roundings: list[bool] = []
+        """Of each optimizer of bfloat16 weights, whether it rounds stochastically."""
         for optimizer in optimizers:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             rounded = [p for p in trained if p.dtype == BF16 and _local(p).numel()]
@@ -140,22 +142,32 @@ class UnmovedWeights:
         """Look at gradients where they are complete: before they are freed, or after the step."""
         kind: Any = getattr(optimizer, "kind_behind", type(optimizer))
         # Of this package, and of torchao.
-        self._is_stochastic |= getattr(kind, "rounds_stochastically", False)
-        self._is_stochastic |= getattr(optimizer, "bf16_stochastic_round", False)
+        is_stochastic = getattr(kind, "rounds_stochastically", False)
+        self._roundings.append(is_stochastic or getattr(optimizer, "bf16_stochastic_round", False))
         if isinstance(optimizer, FreesGradients):
-            self._handles.append(optimizer.register_gradient_hook(self._see))
+            owner: Any = optimizer
+            numbers = {id(p): n for n, group in enumerate(owner.param_groups) for p in group["params"]}
+
+            def see(parameter: Tensor, gradient: Tensor) -> None:
+                # By number: a restore replaces the groups.
+                group: dict[str, Any] = owner.param_groups[numbers.get(id(parameter), 0)]
+                self._see(parameter, gradient, group)
+
+            self._handles.append(optimizer.register_gradient_hook(see))
         elif isinstance(optimizer, Optimizer):
             self._handles.append(optimizer.register_step_post_hook(self._see_all))
 
     def _see_all(self, optimizer: Optimizer, *_: Any) -> None:
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            if parameter.grad is not None:
-                self._see(parameter, parameter.grad)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._see(parameter, parameter.grad, group)
 
-    def _see(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _see(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if (sample := self._samples.get(id(parameter))) is not None:
             self._has_gradients = True
-            sample.add_gradient(gradient)
+            if group.get("lr") != 0:  # a warm-up may begin with 0: then there is no update to lose
+                sample.add_gradient(gradient)
 
     def finish(self, num_steps: int) -> Unmoved | None:
         """Remove the hooks and count; None if nothing counts. A second call returns None."""
@@ -171,7 +183,7 @@ class UnmovedWeights:
         )
         if not num_weights:
             return None
-        return Unmoved(num_weights, num_unmoved, num_steps, self._has_gradients, self._is_stochastic)
+        return Unmoved(num_weights, num_unmoved, num_steps, self._has_gradients, all(self._roundings))
 
 
 def _local(tensor: Tensor) -> Tensor:

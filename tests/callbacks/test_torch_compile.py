@@ -256,6 +256,20 @@ def test_the_cache_folder_is_the_users_unless_the_environment_names_one(
         assert (str(folder), cache_dir()) == (str(tmp_path / "named"), str(tmp_path / "named"))
 
 
+def test_a_cache_folder_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INDUCTOR, "")  # as if it was not set
+    (tmp_path / "file").touch()
+    for path, reason in (("file", "File exists"), ("file/new", "Not a directory")):
+        callback = TorchCompile(cache_dir=tmp_path / path)
+        allowed = rf"callbacks.torch_compile.cache_dir=.*: expected a folder that can be written to: {reason}"
+        with pytest.raises(ConfigError, match=allowed):
+            fit(Deep(), callback)
+    with pytest.raises(ConfigError, match=r"cache_dir=.*: expected a path without spaces"):
+        fit(Deep(), TorchCompile(cache_dir=tmp_path / "my cache"))
+
+
 def main(folder: str) -> None:
     """Compile without a strategy, and save what was counted."""
     name = os.environ.pop("LOCAL_RANK", "third")

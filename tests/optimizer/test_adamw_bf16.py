@@ -62,6 +62,12 @@ def test_every_value_that_bfloat16_has_stays_as_it_is() -> None:
     assert torch.equal(round_stochastically(finite.float()).view(torch.int16), finite.view(torch.int16))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float64])
+def test_another_dtype_is_rounded_value_by_value(dtype: torch.dtype) -> None:
+    """A view of two bfloat16 values as one integer would mix them."""
+    assert round_stochastically(torch.tensor([1.0, 2.0, -3.0, 4.0], dtype=dtype)).tolist() == [1, 2, -3, 4]
+
+
 def test_what_is_not_finite_passes_and_nothing_else_becomes_infinite() -> None:
     """Adding to CUDA's NaN would make it -0; cutting the bits of one with a low payload, infinity."""
     nan = of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000)
@@ -236,6 +242,11 @@ def test_what_it_cannot_update_is_refused_with_a_remedy() -> None:
         ConfigError, match=r"sparse gradient: expected dense ones: Embedding\(..., sparse=False"
     ):
         optimizer.step()
+    table.zero_grad()
+    frozen.requires_grad_().grad = torch.ones_like(frozen)
+    with pytest.raises(ConfigError, match="parameter in float64"):  # it was unfrozen later
+        optimizer.step()
+    assert frozen.tolist() == [1.0, 1.0]
     with pytest.raises(ConfigError, match="betas="):
         AdamWBf16([nn.Parameter(torch.ones(2))], betas=(0.9, 1.0))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 from torchao.float8 import convert_to_float8_training
 
@@ -25,6 +27,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.core.machine import gpu_facts
 from lightning_eff.kernels import devices
 from lightning_eff.models.gpt import GPT
+from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
 from lightning_eff.precision._float8.conversion import convert, recipe_config, unconvert
@@ -85,6 +88,38 @@ def test_every_linear_is_listed_once_with_the_reason_why_not() -> None:
     double = Model().double()
     whys = {name: why for name, (_, why) in reasons(double, ["blocks.0"], None).items()}
     assert (whys["blocks.0.up"], whys["blocks.1.up"]) == ("listed in skip", "its weight is float64")
+
+
+def test_a_weight_that_is_computed_for_each_call_stays() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        normed: Any = nn.utils.weight_norm(nn.Linear(32, 32))  # pyright: ignore[reportDeprecated]
+    spectral = nn.utils.spectral_norm(nn.Linear(32, 32))
+    pruned = prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5)
+    named = nn.Linear(32, 32)
+    vars(named)["config"] = {}
+    model = nn.Sequential(normed, spectral, pruned, named, nn.Linear(32, 32))
+    own = "Linear computes something of its own"
+    assert to_float8(model, emulate=True) == {"0": own, "1": own, "2": own, "3": own, "4": ""}
+    model(torch.randn(4, 32)).sum().backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused_in_plain_words() -> None:
+    layer, x = nn.Linear(32, 16), torch.randn(4, 32, requires_grad=True)
+    convert(layer, recipe_config("rowwise", emulate=True))
+    with pytest.raises(NotImplementedError, match="no gradient of a gradient"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_computes_the_same_under_autocast(recipe: str) -> None:
+    """Lightning validates in it."""
+    layer, x = nn.Linear(32, 16), torch.randn(4, 32)
+    convert(layer, recipe_config(recipe, emulate=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        with torch.inference_mode():
+            assert torch.equal(layer(x), expected)
 
 
 def test_layers_that_lose_by_arithmetic_stay() -> None:
@@ -314,6 +349,17 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of(deep: Callable[
     assert plugin.outcome().did.endswith(
         f"{sum(overflows.values())} gradients with NaN or infinity in the first 2 steps"
     )
+
+
+def test_gradients_that_cannot_be_seen_are_not_called_finite() -> None:
+    """An optimizer in the backward pass frees them before; sparse ones are looked into."""
+    plugin, in_backward = Float8(emulate=True), functools.partial(InBackward, lr=0.01)
+    train(Deep(), plugin, OptimizerChoice(optimizer=in_backward), max_steps=1)
+    assert plugin.outcome().did.endswith("; gradients not checked for NaN and infinity")
+    table = nn.Embedding(3, 2, sparse=True)
+    (table(torch.tensor([1, 1])) * torch.tensor([1.0, float("nan")])).sum().backward()
+    with pytest.warns(SlowPathWarning, match="NaN or infinity in 1 gradients"):
+        plugin._check_gradients(table)
 
 
 def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None:

@@ -152,6 +152,28 @@ def test_stochastic_rounding_loses_nothing_and_is_not_warned_of() -> None:
     assert counted(inside).is_stochastic
 
 
+def test_one_optimizer_that_rounds_stochastically_does_not_excuse_another() -> None:
+    stochastic, plain = AdamWBf16([of_gradients(LARGE)]), SGD([of_gradients(SMALL, SMALL, SMALL)])
+    watch = UnmovedWeights([stochastic, plain])
+    stochastic.step()
+    plain.step()
+    assert (found := watch.finish(1)) is not None
+    assert (found.num_unmoved, found.is_stochastic) == (3, False)
+    assert "optimizer=adamw_bf16" in found.warning()
+
+
+def test_a_step_with_a_learning_rate_of_zero_loses_no_update() -> None:
+    """As a warm-up begins with; in one group of two, and where gradients are freed."""
+    groups = [{"params": [of_gradients(SMALL)], "lr": 0.0}, {"params": [of_gradients(LARGE, LARGE)]}]
+    assert counted(SGD(groups)) == Unmoved(2, 0, 1, has_gradients=True, is_stochastic=False)
+    weight = nn.Parameter(torch.ones(2, dtype=BF16))
+    optimizer = InBackward([weight], optimizer=torch.optim.SGD, lr=0.0, weight_decay=0.0)
+    watch = UnmovedWeights([optimizer])
+    weight.sum().backward()
+    optimizer.step()
+    assert watch.finish(1) is None
+
+
 class Two(pl.LightningModule):
     """A weight that moves, one that does not, and an embedding of which one row is used."""
 

@@ -11,9 +11,12 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import clear_caches
+
+from lightning_eff.core.errors import ConfigError
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -26,15 +29,27 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
     Args:
         folder: Made where it is missing; None leaves torch's own.
+
+    Raises:
+        ConfigError: The folder cannot be made or written to, or its path has a space.
     """
     before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
     named = before[INDUCTOR]
-    is_named = named is not None and Path(named).absolute() != Path(default_cache_dir())
+    is_named = bool(named) and Path(named).absolute() != Path(default_cache_dir())
     if folder is None or is_named:
         yield Path(named or default_cache_dir())
         return
     path = folder.expanduser().absolute()
-    path.mkdir(parents=True, exist_ok=True)
+    if len(str(path).split()) > 1:
+        allowed = "a path without spaces, at which inductor (torch 2.13) splits the compiler's command"
+        raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        allowed = f"a folder that can be written to: {error.strerror}"
+        raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed) from error
     os.environ[INDUCTOR] = str(path)
     os.environ[TRITON] = before[TRITON] or str(path / "triton")
     clear_caches()  # of this process, which know files in the folder before

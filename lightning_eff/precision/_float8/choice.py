@@ -86,7 +86,9 @@ def reasons(
 
 def _why_not(name: str, layer: nn.Linear, gain: Callable[[nn.Linear], float] | None) -> str:
     """Return why a layer of a block stays as it is, from its class, its size and the arithmetic."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    # A weight that is no parameter is computed for each call, by weight_norm or by pruning for example.
+    own = {"forward", "weight", "config"} & vars(layer).keys()  # torchao's layer has a `config` too
+    if type(layer) is not nn.Linear or own:
         return f"{type(layer).__name__} computes something of its own"
     n, k = full_shape(layer.weight)
     if plain_name(name).rpartition(".")[2] in ROUTERS and n < k:

@@ -64,6 +64,9 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # create_graph=True
+            msg = "float8 has no gradient of a gradient: leave these layers out by skip="
+            raise NotImplementedError(msg)
         x, weight_t = ctx.saved_tensors
         config: Any = ctx.config
         cast = functools.partial(_cast, mm_config=ctx.mm_config, config=config)
@@ -101,5 +104,7 @@ def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b`; with an operand that has no elements, zeros in the dtype of the other one."""
     if a.numel() and b.numel():
-        return torch.mm(a, b)
+        # Both have their dtypes already; autocast's own cast of them fails in inference mode.
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.mm(a, b)
     return torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
