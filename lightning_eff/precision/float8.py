@@ -34,19 +34,20 @@ from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning, SlowPathWarning
-from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.remedies import format_remedies
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
+from lightning_eff.precision._float8.choice import NEEDS, why_no_float8
+from lightning_eff.precision._float8.gradients import not_finite
 from lightning_eff.precision.auto import AutoPrecision
 
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
 FIRST_STEPS = 10
 """Optimizer steps whose gradients are checked for NaN and infinity."""
-NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
+NOT_CALLED = "it was not called: what reads its weight computes in bfloat16"
 EMULATED = "precision.emulate=true"
 PLAIN = "precision=bf16_mixed"
 
@@ -143,6 +144,7 @@ class Float8(AutoPrecision):
         self.planned: devices.Device | None = None
         """A GPU to predict for, in place of the Trainer's device."""
         self._listed: dict[str, tuple[nn.Linear, str]] = {}
+        self._has_compiled = False
         self._steps = self._checked = 0
         self._overflows: Counter[str] = Counter()
         """Of the first steps: gradients that were not finite, by parameter."""
@@ -180,7 +182,7 @@ class Float8(AutoPrecision):
     def apply(self, model: nn.Module) -> int:
         """Convert the layers that gain; a second call finds nothing to do."""
         device = self._device_of(model)
-        missing = "" if self.emulate else _why_no_float8(device)
+        missing = "" if self.emulate else why_no_float8(device)
         if missing:
             self._listed = {
                 name: (layer, missing)
@@ -223,7 +225,8 @@ class Float8(AutoPrecision):
             text = f"precision/float8 has no effect: {most}"
             remedy = "" if self.emulate else f"\n  try: {EMULATED} (rounds as float8 does, slower)"
             warnings.warn(text + format_remedies(remedy), NoEffectWarning, stacklevel=2)
-        elif not self.emulate and not any(map(_is_compiled, module.modules())):
+        self._has_compiled = any(map(_is_compiled, module.modules()))
+        if whys[""] and not self.emulate and not self._has_compiled:
             text = (
                 "precision/float8 is slower than bfloat16 without compiled blocks: a cast is several kernels"
             )
@@ -240,14 +243,8 @@ class Float8(AutoPrecision):
         super()._after_closure(model, optimizer)
 
     def _check_gradients(self, model: nn.Module) -> None:
-        shards = {
-            name: getattr(p.grad, "_local_tensor", p.grad)
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
-        self._checked += bool(shards)  # an optimizer in the backward pass has freed them
-        values = {name: g.coalesce().values() if g.is_sparse else g for name, g in shards.items()}
-        found = [name for name, gradient in values.items() if not torch.isfinite(gradient).all()]
+        count, found = not_finite(model)
+        self._checked += bool(count)  # an optimizer in the backward pass has freed them
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
             remedies = "  try: precision.recipe=rowwise_with_gw_hp\n  try: a lower learning rate"
@@ -258,6 +255,7 @@ class Float8(AutoPrecision):
     @override
     def teardown(self) -> None:
         """Convert the layers back."""
+        self._note_uncalled()
         if any(not why for _, why in self._listed.values()):
             from lightning_eff.precision._float8.conversion import unconvert
 
@@ -265,9 +263,18 @@ class Float8(AutoPrecision):
                 unconvert(layer)
         super().teardown()
 
+    def _note_uncalled(self) -> None:
+        """Note the layers that did not run while others did: something else may read their weights."""
+        ran = [hasattr(layer, "num_rows") for layer, why in self._listed.values() if not why]
+        if any(ran) and not self._has_compiled:  # a compiled layer counts no rows
+            for name, (layer, why) in self._listed.items():
+                if not why and not hasattr(layer, "num_rows"):
+                    self._listed[name] = layer, NOT_CALLED
+
     @override
     def outcome(self) -> Outcome:
         """Return the layers in float8, their part of all linear layers' products, and overflows."""
+        self._note_uncalled()
         if not self._listed:
             return Outcome(did="nothing converted yet", effective=False)
         whys = {name: why or f"float8, {self.recipe}" for name, (_, why) in self._listed.items()}
@@ -287,14 +294,6 @@ class Float8(AutoPrecision):
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
         numbers["overflows"] = dict(self._overflows)
         return Outcome(did=did, effective=bool(converted), numbers=numbers)
-
-
-def _why_no_float8(device: devices.Device) -> str:
-    if device.is_cpu:
-        return f"this CPU has no float8 products, which need {NEEDS}"
-    if "machine/float8" not in gpu_facts(device.capability):
-        return f"{device.name} has no float8 products, which need {NEEDS}"
-    return ""
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -248,6 +248,26 @@ def test_the_report_lists_each_linear_and_the_run_ends_with_the_classes_it_began
     assert plugin.outcome().numbers["layers"]["blocks.0.linear"] == "float8, rowwise"
 
 
+def test_a_layer_whose_weight_something_else_reads_is_not_said_to_be_in_float8(
+    deep: Callable[..., Deep],
+) -> None:
+    class Reads(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+
+    model, plugin = deep(), Float8(emulate=True)
+    model.blocks[1].linear = Reads(model.blocks[1].linear)  # pyright: ignore[reportAttributeAccessIssue]
+    train(model, plugin, max_steps=2)
+    layers = plugin.outcome().numbers["layers"]
+    assert layers["blocks.1.linear.layer"].startswith("it was not called")
+    assert layers["blocks.0.linear"] == "float8, rowwise"
+    assert type(model.blocks[1].linear.layer) is nn.Linear
+
+
 def test_a_failure_leaves_the_classes(deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     monkeypatch.setattr(model, "training_step", lambda *_: 1 / 0)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_eff.adapters.module_tree import is_in_module, plain_name
+from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
 from lightning_eff.core.model_surgery import ADAPTER, repeated_blocks
 from lightning_eff.core.shards import full_shape
 from lightning_eff.kernels.devices import Device
@@ -27,6 +28,14 @@ FROZEN_CASTS = (1, 2, 1)
 ROUTERS = ("router", "gate")
 """Last names of layers that choose experts; an MLP's gate widens its input."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
+
+
+def why_no_float8(device: Device) -> str:
+    """Return why a device has no float8 products; empty where it has."""
+    if "machine/float8" in gpu_facts(device.capability):
+        return ""
+    return f"{'this CPU' if device.is_cpu else device.name} has no float8 products, which need {NEEDS}"
 
 
 def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> float:
