@@ -67,6 +67,7 @@ def offload_frozen(model: nn.Module, *, blocks: BlockSelector = None) -> Offload
         What was offloaded; its `remove()` undoes it.
 
     Example:
+        >>> import torch
         >>> layer = lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
         >>> model = nn.Sequential(layer(), layer())
         >>> offloaded = offload_frozen(model)
