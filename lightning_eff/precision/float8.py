@@ -83,10 +83,15 @@ def to_float8(
         >>> to_float8(model, emulate=True)
         {'0': '', '2': '64 x 10 features: not multiples of 16'}
     """
-    found = None if emulate else devices.of(torch.device(device))
+    where = torch.device(device)
+    is_there = where.type != "cuda" or torch.cuda.is_available()
+    found = devices.of(where) if is_there else devices.this_cpu()
+    if not emulate and (missing := why_no_float8(found)):
+        return {name: missing for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     from lightning_eff.precision._float8.conversion import convert_model
 
-    listed, _ = convert_model(model, recipe, skip, all_gather=False, on=found)
+    names = [skip] if isinstance(skip, str) else skip
+    listed, _ = convert_model(model, recipe, names, all_gather=False, on=None if emulate else found)
     return {name: why for name, (_, why) in listed.items()}
 
 

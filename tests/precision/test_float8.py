@@ -537,4 +537,8 @@ def test_the_function_serves_a_loop_of_ones_own() -> None:
     assert [name for name, why in listed.items() if not why] == [f"blocks.{i}.linear" for i in range(3)]
     assert to_float8(model, emulate=True) == listed
     model(torch.randn(4, 8)).sum().backward()
+    plain = to_float8(Deep(), skip="head")  # for CUDA, which this machine may not have
+    assert set(plain) == LINEARS
+    assert all(plain.values())
+    assert "no float8 products" in to_float8(Deep(), device="cpu")["first"]
     assert model.blocks[0].linear.num_rows == 4
