@@ -207,7 +207,8 @@ class Attention(Managed):
         elif self._how == "flex":
             parts.append("packed rows by FlexAttention")
         elif self._how == "dense":
-            parts.append(f"packed rows keep the dense mask{f': {self._why}' if self._why else ''}")
+            why = f": {self._why}" if self._why and self.packing == "auto" else ""
+            parts.append(f"packed rows are left to transformers (apart with use_cache=False only){why}")
         numbers = {
             "calls": dict(self._calls), "packing": self._how, "packed_batches": packed.num_batches,
             "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,

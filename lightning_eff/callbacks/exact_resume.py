@@ -20,7 +20,6 @@ import warnings
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -32,7 +31,7 @@ from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.callbacks._exact_resume.standalone_loader import StandaloneLoader
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.checkpoint_stamp import KEY
+from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
@@ -201,9 +200,7 @@ class ExactResume(Managed):
             rank_zero_info(self.outcome().did)
 
     def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
-        for saver in trainer.checkpoint_callbacks:
-            if isinstance(saver, ModelCheckpoint):
-                saver.save_on_exception = False  # nothing was trained: it would be newer than the right one
+        save_nothing_on_exception(trainer)  # as nothing was trained
         remedies = ["callbacks.exact_resume.changed_data=continue"]
         raise ConfigError(key="ckpt_path", value=str(trainer.ckpt_path), allowed=allowed, remedies=remedies)
 

@@ -172,8 +172,8 @@ def _judge(
     objects = rules.trainer_components(trainer)
     facts = rules.run_facts(trainer)
     if device in DEVICES:  # what it has, in place of this machine
-        facts = {name: text for name, text in facts.items() if not name.startswith("machine/emulated_")}
-        facts.pop("run/cpu", None)
+        here = ("machine/emulated_", "machine/float8", "run/cpu")
+        facts = {name: text for name, text in facts.items() if not name.startswith(here)}
         facts |= {"run/cuda": f"device {device}"} | gpu_facts(DEVICES[device].capability)
     findings = rules.check_rules(objects, facts)
     rows: dict[str, PlanRow] = {}

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_eff.core.errors import ConfigError
@@ -72,10 +73,21 @@ def check_on_restore(trainer: pl.Trainer) -> None:
     def check_and_load(checkpoint: Mapping[str, Any]) -> None:
         del strategy.load_optimizer_state_dict
         states = checkpoint.get("optimizer_states") or ()
-        check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
-        load_states(checkpoint)
+        try:
+            check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
+            load_states(checkpoint)
+        except Exception:
+            save_nothing_on_exception(trainer)  # nothing was trained: it would be newer than the right one
+            raise
 
     strategy.load_optimizer_state_dict = check_and_load
+
+
+def save_nothing_on_exception(trainer: pl.Trainer) -> None:
+    """Let no callback save the state of a run that fails now."""
+    for saver in trainer.checkpoint_callbacks:
+        if isinstance(saver, ModelCheckpoint):
+            saver.save_on_exception = False
 
 
 def _shorten(name: object) -> str:

@@ -26,10 +26,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import (
     EXIT_SIGUSR1,
     EXIT_TERMINATED,
@@ -155,9 +155,7 @@ class CoordinatedStop(pl.Callback):
         self.on_train_end(trainer, pl_module)
         if self._has_agreed:
             return
-        for saver in trainer.checkpoint_callbacks:
-            if isinstance(saver, ModelCheckpoint):
-                saver.save_on_exception = False  # saving is a collective: the other ranks are not in it
+        save_nothing_on_exception(trainer)  # saving is a collective: the other ranks are not in it
         if exit_code(exception) in STOPPED:
             return
         tell_parent(exception)

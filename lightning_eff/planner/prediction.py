@@ -94,8 +94,8 @@ def predict(
         data: A data module whose hooks change batches.
         num_batches: Batches per epoch; None for an endless loader.
         batch_size: `batch_size` of the loader; None takes the length of the first tensor.
-        capability: Compute capability times ten of a GPU, which need not be present, to predict attention and
-            dropout for; 0 for this CPU.
+        capability: Compute capability times ten of a GPU, which need not be present, to predict attention,
+            dropout and float8 for; 0 for this CPU.
 
     Raises:
         ValueError: The Trainer is not for one CPU.
@@ -116,10 +116,7 @@ def predict(
     """
     with Fakes() as fakes, PlannedAttention(capability), quietly():
         made = trainer() if callable(trainer) else trainer
-        _check_one_cpu(made)
-        plugin = made.precision_plugin
-        if isinstance(plugin, Float8):
-            plugin.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
+        _prepare(made, capability)
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -128,12 +125,16 @@ def predict(
             return module
 
         found = _predicted(run, fakes, capability)
-        if isinstance(plugin, Float8) and found.peak is not None:
-            found.assumed.append(plugin.outcome().did)
+        if isinstance(made.precision_plugin, Float8) and found.peak is not None:
+            found.assumed.append(made.precision_plugin.outcome().did)
         return found
 
 
-def _check_one_cpu(trainer: pl.Trainer) -> None:
+def _prepare(trainer: pl.Trainer, capability: int) -> None:
+    """Check that a Trainer is for one CPU, and tell float8, which depends on the device, which is meant."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, Float8):
+        plugin.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
     device = trainer.strategy.root_device
     if trainer.num_devices != 1 or trainer.world_size != 1 or device.type != "cpu":
         msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"

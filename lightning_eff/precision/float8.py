@@ -40,7 +40,7 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
-from lightning_eff.precision._float8.choice import NEEDS, why_no_float8
+from lightning_eff.precision._float8.choice import NEEDS
 from lightning_eff.precision._float8.gradients import not_finite
 from lightning_eff.precision.auto import AutoPrecision
 
@@ -83,15 +83,12 @@ def to_float8(
         >>> to_float8(model, emulate=True)
         {'0': '', '2': '64 x 10 features: not multiples of 16'}
     """
+    from lightning_eff.precision._float8.conversion import convert_model
+
     where = torch.device(device)
     is_there = where.type != "cuda" or torch.cuda.is_available()
     found = devices.of(where) if is_there else devices.this_cpu()
-    if not emulate and (missing := why_no_float8(found)):
-        return {name: missing for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    from lightning_eff.precision._float8.conversion import convert_model
-
-    names = [skip] if isinstance(skip, str) else skip
-    listed, _ = convert_model(model, recipe, names, all_gather=False, on=None if emulate else found)
+    listed, _ = convert_model(model, recipe, skip, all_gather=False, on=None if emulate else found)
     return {name: why for name, (_, why) in listed.items()}
 
 
@@ -186,24 +183,15 @@ class Float8(AutoPrecision):
 
     def apply(self, model: nn.Module) -> int:
         """Convert the layers that gain; a second call finds nothing to do."""
-        device = self._device_of(model)
-        missing = "" if self.emulate else why_no_float8(device)
-        if missing:
-            self._listed = {
-                name: (layer, missing)
-                for name, layer in model.named_modules()
-                if isinstance(layer, nn.Linear)
-            }
-            return 0
         from lightning_eff.precision._float8.conversion import convert_model
 
         try:
             self._listed, count = convert_model(
                 model,
                 self.recipe,
-                [self.skip] if isinstance(self.skip, str) else self.skip,
+                self.skip,
                 all_gather=self.all_gather and self.planned is None,
-                on=None if self.emulate else device,
+                on=None if self.emulate else self._device_of(model),
             )
         except ConfigError as error:
             group = "precision"
@@ -211,6 +199,7 @@ class Float8(AutoPrecision):
         return count
 
     def _device_of(self, model: nn.Module) -> devices.Device:
+        """Return the GPU of a prediction, or the device of the run."""
         self._settle_device(model)
         trainer: Any = getattr(model, "_trainer", None)
         root: Any = torch.device(str(self.device)) if trainer is None else trainer.strategy.root_device

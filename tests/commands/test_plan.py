@@ -232,6 +232,14 @@ def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Comman
     assert any("cuBLAS" in each for each in found["assumed"])
 
 
+def test_rules_about_the_machine_are_those_of_the_device(command: Command) -> None:
+    words = ["baseline", *SMALL, "device=h200", "precision=float8", "trainer.accelerator=cpu", "--json"]
+    content = json.loads(command("plan", *words, code=0)[1])
+    (row,) = (row for row in content["rows"] if row["technique"] == "precision/float8")
+    assert [why.partition(":")[0] for why in row["why"]] == ["without callbacks/torch_compile"]
+    assert any("rowwise float8 in 0 of " in each for each in content["peak"]["assumed"])
+
+
 def test_blocks_that_the_model_of_the_predicted_peak_lacks_are_rejected(command: Command) -> None:
     words = ["lm", TILED, *SMALL, "trainer.accelerator=cpu"]
     err = command("plan", *words, "callbacks.triton_gemm.blocks=TransformerBlok", code=2)[2]

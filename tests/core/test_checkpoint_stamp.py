@@ -47,6 +47,16 @@ def resumed(model: pl.LightningModule, path: Path, **keywords: Any) -> pl.Traine
     return trainer
 
 
+def test_a_resume_that_is_refused_saves_nothing(net: Maker, tmp_path: Path) -> None:
+    """It would be the newest checkpoint, without an optimizer's state, and the next resume would take it."""
+    path = tmp_path / "a.ckpt"
+    saved(net(), path, callbacks=[OptimizerChoice(optimizer=SGD)])
+    saver = ModelCheckpoint(dirpath=tmp_path / "new", save_on_exception=True)
+    with pytest.raises(ConfigError, match="one optimizer cannot load the state of another"):
+        resumed(net(), path, callbacks=[OptimizerChoice(optimizer=ADAMW), saver], enable_checkpointing=True)
+    assert list(tmp_path.rglob("*.ckpt")) == [path]
+
+
 def test_stock_lightning_loads_it_without_a_warning(net: Maker, tmp_path: Path) -> None:
     """Warnings are errors here: a callback's state among Lightning's would be asked for."""
     callbacks = [MicroBatch(), OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.1))]

@@ -157,12 +157,11 @@ class PackedAttention:
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        batch, _, length, _ = query.shape
         positions = kwargs.get("position_ids")
         is_late = isinstance(attention_mask, LateMask)
         documents = None
         if is_late and not attention_mask.is_padded and positions is not None and positions.dim() == 2:
-            documents = self.documents_of(positions, batch)
+            documents = self.documents_of(positions, len(query))
         if documents is None or not is_late:
             attention_mask = attention_mask.dense if is_late else attention_mask
             sdpa: Any = sdpa_attention_forward
@@ -174,19 +173,24 @@ class PackedAttention:
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
             raise _refusal(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
+        return self._compute(query, key, value, documents, scale=scaling, window_size=window), None
+
+    def _compute(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, **options: Any
+    ) -> Tensor:
+        """Return `[B, T, H, E]`, with all rows as one sequence of documents."""
         if self.kernel is None:
             from torch.nn.attention.varlen import varlen_attn
 
             self.kernel = varlen_attn
+        batch, num_heads, length, _ = query.shape
         q, k, v = (
             _autocast(x).transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value)
         )
         starts, longest = documents
-        out = self.kernel(
-            q, k, v, starts, starts, longest, longest,
-            scale=scaling, enable_gqa=key.shape[1] != query.shape[1], window_size=window,
-        )  # fmt: skip
-        return out.reshape(batch, length, query.shape[1], -1), None
+        is_grouped = key.shape[1] != num_heads
+        out = self.kernel(q, k, v, starts, starts, longest, longest, enable_gqa=is_grouped, **options)
+        return out.reshape(batch, length, num_heads, -1)
 
     def _check(
         self, module: nn.Module, mask: LateMask, documents: Documents, window: tuple[int, int], given: Any

@@ -8,6 +8,7 @@ may share a folder. By default it lies in the system's temporary folder, which c
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from tempfile import TemporaryFile
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import clear_caches
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -31,18 +32,24 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         folder: Made where it is missing; None leaves torch's own.
 
     Raises:
-        ConfigError: The folder cannot be made or written to, or its path has a space.
+        ConfigError: The folder cannot be made or written to.
+
+    Warns:
+        NoEffectWarning: The folder's path has a space, and torch's own is used.
     """
     before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
     named = before[INDUCTOR]
     is_named = bool(named) and Path(named).absolute() != Path(default_cache_dir())
-    if folder is None or is_named:
-        yield Path(named or default_cache_dir())
+    own = Path(named or default_cache_dir())
+    path = own if folder is None or is_named else folder.expanduser().absolute()
+    if path != own and len(str(path).split()) > 1:
+        # torch 2.13's inductor splits the command that calls the C++ compiler there.
+        text = f"cache_dir={path} has a space, with which inductor cannot compile: {own} is used"
+        warnings.warn(text, NoEffectWarning, stacklevel=2)
+        path = own
+    if path == own:
+        yield own
         return
-    path = folder.expanduser().absolute()
-    if len(str(path).split()) > 1:
-        allowed = "a path without spaces, at which inductor (torch 2.13) splits the compiler's command"
-        raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):

@@ -15,19 +15,22 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from lightning_eff.adapters.module_tree import check_module_names, plain_name
 from lightning_eff.kernels.devices import Device
-from lightning_eff.precision._float8.choice import reasons, speedup
+from lightning_eff.precision._float8.choice import reasons, speedup, why_no_float8
 from lightning_eff.precision._float8.linear import Float8Linear
 
 
 def convert_model(
-    model: nn.Module, recipe: str, skip: Iterable[str], *, all_gather: bool, on: Device | None
+    model: nn.Module, recipe: str, skip: str | Iterable[str], *, all_gather: bool, on: Device | None
 ) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
     """Convert what gains on a device, or all that can be without one; return the reasons, and how many."""
+    skip = [skip] if isinstance(skip, str) else skip
     names = {plain_name(name) for name, _ in model.named_modules() if name}
     check_module_names("skip", [name for name in skip if name != "head"], names)
     present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     gain = None if on is None else functools.partial(speedup, device=on, recipe=recipe)
     listed = reasons(model, skip, gain) | {name: (layer, "") for name, layer in present.items()}
+    if on is not None and (missing := why_no_float8(on)):
+        listed = {name: (layer, missing) for name, (layer, _) in listed.items()}
     new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
     for layer in new:
         is_gathered = all_gather and layer.weight.requires_grad
