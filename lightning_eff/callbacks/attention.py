@@ -29,14 +29,21 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
+from lightning_eff.callbacks._attention.isolation import refuse_joined_documents
 from lightning_eff.callbacks._attention.packed import NAME, PackedAttention, switched, why_not_varlen
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.attention_backends import BACKENDS, AttentionCall, choose, remedy, switched_on
+from lightning_eff.core.attention_backends import (
+    ASK_FOR_SDPA,
+    BACKENDS,
+    AttentionCall,
+    choose,
+    remedy,
+    switched_on,
+)
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
@@ -48,6 +55,8 @@ from lightning_eff.kernels import devices
 Packing = Literal["auto", "varlen", "flex", "dense"]
 NO_BACKEND = "callbacks.attention.backend=null"
 ON_CPU = ("flash", "math")
+NO_KERNEL = "No available kernel"
+"""torch's words for a call that no backend accepts: of a later batch, or compiled."""
 SDP = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -80,8 +89,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     def check(
         query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
     ) -> Tensor:
-        # Of a prediction, which may be for another device; nested tensors have rules of their own.
-        if isinstance(query, FakeTensor) or query.is_nested:
+        if query.is_nested:  # which has rules of its own
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
         choice = choose(call, capability, enabled=switched_on())
@@ -139,11 +147,14 @@ class Attention(Managed):
         self._why = ""
         self._calls: Counter[str] = Counter()
         self._first_batch = ExitStack()
+        self._is_checked = False
+        self.planned: devices.Device | None = None
+        """A GPU to predict for, in place of the model's device."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._packed, self._how, self._why, self._calls = PackedAttention(), "", "", Counter()
-        capability = devices.of(pl_module.device).capability
+        capability = (self.planned or devices.of(pl_module.device)).capability
         if self._names and capability == 0 and not {*self._names} & {*ON_CPU}:
             allowed = f"{' or '.join(ON_CPU)} on a CPU, or null"
             raise ConfigError(key="callbacks.attention.backend", value=self.backend, allowed=allowed)
@@ -153,8 +164,13 @@ class Attention(Managed):
         for model in _transformers_models(pl_module):
             dtype = matmul_dtype(str(trainer.precision), pl_module.device.type)
             self._pack(model, dtype, is_compiled=is_compiled(pl_module))
+            # The compiler would trace the hook.
+            for part in [] if is_compiled(pl_module) else _called_by_users(model):
+                hook = part.register_forward_hook(refuse_joined_documents, with_kwargs=True)
+                self.cleanup.callback(hook.remove)
         # The compiler would trace the check, and compile again without it.
-        if not is_compiled(pl_module):
+        self._is_checked = not is_compiled(pl_module)
+        if self._is_checked:
             self.cleanup.callback(self._first_batch.close)
             self._calls = self._first_batch.enter_context(checked_backends(self._names, capability))
 
@@ -163,6 +179,16 @@ class Attention(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._first_batch.close()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if self._names and NO_KERNEL in str(exception):
+            names = ", ".join(self._names)
+            exception.add_note(f"attention may be computed by {names} alone, and no call was refused before")
+            exception.add_note(f"  try: dropout 0.0 and no mask in this call\n  try: {NO_BACKEND}")
+        super().on_exception(trainer, pl_module, exception)
 
     def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
         """Let a model of transformers compute packed rows by what is there."""
@@ -194,10 +220,11 @@ class Attention(Managed):
         """Report the backends of the first batch, and what packed rows did without."""
         packed = self._packed
         calls = ", ".join(f"{count} by {name}" for name, count in self._calls.most_common())
-        parts = [f"calls of the first batch: {calls}"] if calls else []
-        parts = (
-            [f"backends {', '.join(self._names)}", *parts] if self._names else parts or ["no call was seen"]
-        )
+        parts = [f"backends {', '.join(self._names)}"] if self._names else []
+        if calls:
+            parts.append(f"calls of the first batch: {calls}")
+        elif self._is_checked:
+            parts.append(f"no call of scaled_dot_product_attention in the first batch ({ASK_FOR_SDPA})")
         if packed.num_batches:
             mean = packed.num_documents / packed.num_batches
             parts.append(
@@ -208,12 +235,13 @@ class Attention(Managed):
             parts.append("packed rows by FlexAttention")
         elif self._how == "dense":
             why = f": {self._why}" if self._why and self.packing == "auto" else ""
-            parts.append(f"packed rows are left to transformers (apart with use_cache=False only){why}")
+            parts.append(f"packed rows are left to transformers' dense mask{why}")
         numbers = {
             "calls": dict(self._calls), "packing": self._how, "packed_batches": packed.num_batches,
             "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,
         }  # fmt: skip
-        effective = bool(self._names) or packed.num_batches > 0 or self._how == "flex"
+        is_called = bool(self._calls) or not self._is_checked
+        effective = bool(self._names) and is_called or packed.num_batches > 0 or self._how == "flex"
         return Outcome(did="; ".join(parts), effective=effective, numbers=numbers)
 
 
@@ -222,3 +250,10 @@ def _transformers_models(module: nn.Module) -> list[Any]:
     if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
         return [module]
     return [model for child in module.children() for model in _transformers_models(child)]
+
+
+def _called_by_users(model: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers in one of them, with its head and without, that make masks."""
+    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    # The package flash_attn finds documents by their positions, whatever else it gets.
+    return [part for part in parts if not part.config._attn_implementation.startswith("flash")]  # noqa: SLF001

@@ -26,6 +26,8 @@ from torch.backends import cuda
 BACKENDS = ("cudnn", "flash", "efficient", "math")
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
+ASK_FOR_SDPA = "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers"
+"""How modules that compute their scores themselves are told to ask for a fused backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ class _Rule:
 
 
 RULES = {
-    "not 4-D": _Rule(lambda *_: False, "add an axis of heads: x.unsqueeze(1)"),
+    "not 4-D": _Rule(lambda *_: False, "{to_4d}"),
     "strided last axis": _Rule(lambda c, _: c.is_strided, "x.contiguous()"),
     "dropout": _Rule(lambda c, _: c.dropout > 0, "dropout 0.0 in the attention, or a CUDA device"),
     "dropout of one query": _Rule(lambda c, _: c.dropout > 0 and c.query[2] == 1, "dropout 0.0"),
@@ -158,7 +160,7 @@ RULES = {
     "dtype": _Rule(_is_dtype_refused, "precision=bf16_mixed, or torch.autocast"),
     "shape of the mask": _Rule(_is_mask_shape_refused, "an attn_mask of [T, S] or [B, H, T, S]"),
     "mask requires grad": _Rule(
-        lambda c, _: c.mask_requires_grad, "attn_mask.detach(), or FlexAttention with a score_mod"),
+        lambda c, _: c.mask_requires_grad, "attn_mask.detach(), or a CUDA device if it is trained"),
     "mask": _Rule(
         lambda c, _: c.mask in {"bool", "float"}, "is_causal=True, or attn_mask=None if it masks nothing"),
     "causal, T != S": _Rule(
@@ -263,10 +265,13 @@ def remedy(call: AttentionCall, choice: Choice) -> str:
     effort = list(RULES).index
     by_backend = (text.split("; ") for text in choice.refused.values())
     reasons = min(by_backend, key=lambda names: (len(names), max(map(effort, names))))
+    to_4d = "add an axis of heads: x.unsqueeze(1)"
+    if len(call.query) > 4:
+        to_4d = "join the first axes: x.flatten(0, -4)"
     missing = call.query[-1] - call.value[-1]
     pad = (
         f"F.pad(value, (0, {missing}))"
         if missing > 0
         else f"F.pad(query, (0, {-missing})), key too, old scale"
     )
-    return "; ".join(dict.fromkeys(RULES[name].remedy.format(pad=pad) for name in reasons))
+    return "; ".join(dict.fromkeys(RULES[name].remedy.format(pad=pad, to_4d=to_4d) for name in reasons))

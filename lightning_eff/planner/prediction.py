@@ -24,6 +24,8 @@ from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff.callbacks.attention import Attention
+from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.planner.attention import PlannedAttention
@@ -131,10 +133,10 @@ def predict(
 
 
 def _prepare(trainer: pl.Trainer, capability: int) -> None:
-    """Check that a Trainer is for one CPU, and tell float8, which depends on the device, which is meant."""
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, Float8):
-        plugin.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
+    """Check that a Trainer is for one CPU, and tell techniques that depend on the device which is meant."""
+    for technique in (trainer.precision_plugin, *callbacks_of(trainer)):
+        if isinstance(technique, (Float8, Attention)):
+            technique.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
     device = trainer.strategy.root_device
     if trainer.num_devices != 1 or trainer.world_size != 1 or device.type != "cpu":
         msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"

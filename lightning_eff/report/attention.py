@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
+from lightning_eff.core.attention_backends import ASK_FOR_SDPA, AttentionCall, choose, remedy
 from lightning_eff.core.text import human_bytes
 
 BLOCKING = -1e4
@@ -101,8 +101,8 @@ def why_not_fused(
         return "flex_attention is not compiled", "torch.compile(flex_attention)"
     if backend == SOFTMAX:
         return "scores are computed by the model, not by F.scaled_dot_product_attention", (
-            "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers, "
-            "else y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"
+            f"{ASK_FOR_SDPA}, else y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, "
+            "dropout_p=p if self.training else 0.0, scale=scale), keep True where masked_fill has False"
         )
     if backend != MATH:
         return "", ""
@@ -110,7 +110,10 @@ def why_not_fused(
     if choice.backend == MATH:
         return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
     if has_fused:
-        return "shapes or strides that fused backends refuse", "x.contiguous(), and a mask of [B, H, T, S]"
+        return "shapes or strides that fused backends refuse", (
+            "x.contiguous(), a mask of [B, H, T, S], or key and value .repeat_interleave(n, 1) where they have "
+            "fewer heads and there is a mask"
+        )
     return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
 
 

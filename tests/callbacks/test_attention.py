@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ from lightning_eff.callbacks._attention.packed import (
     why_not_varlen,
 )
 from lightning_eff.callbacks.attention import Attention, checked_backends
+from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.planner.prediction import predict
 
 QUIET: dict[str, Any] = {
     "logger": False, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False,
@@ -170,6 +173,58 @@ def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, ba
     assert (packed.num_batches, packed.num_documents) == ((1, 6) if batch == "packed" else (0, 0))
     assert packed.mask_bytes == (2 * 10 * 10 if batch == "packed" else 0)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_call_that_is_not_checked_has_the_remedy_as_a_note(is_compiled: bool) -> None:
+    """Of a later batch, or traced by the compiler."""
+
+    class Later(Net):
+        @override
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.options = {"dropout_p": 0.1 * (is_compiled or len(self.flags) > 0)}
+            return super().training_step(batch, batch_idx)
+
+    net = Later()
+    if is_compiled:
+        net.training_step = CompiledCall(net.training_step, {})
+    with pytest.raises(Exception, match=r"No available kernel") as found:
+        pl.Trainer(callbacks=[Attention(backend="flash")], **QUIET).fit(net)
+    assert "flash alone" in found.value.__notes__[-2]
+    assert "callbacks.attention.backend=null" in found.value.__notes__[-1]
+    assert len(net.flags) == 2 or is_compiled
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "error", "text"),
+    [
+        ("efficient", {"dropout_p": 0.1}, None, ""),
+        ("cudnn", {}, ConflictError, "cudnn refuses it .not half precision"),
+        ("flash", {"attn_mask": torch.ones(8, 8).bool()}, ConflictError, "flash refuses it .mask"),
+    ],
+)
+def test_a_prediction_for_a_gpu_applies_its_rules(
+    backend: str, options: dict[str, Any], error: type[Exception] | None, text: str
+) -> None:
+    trainer = pl.Trainer(callbacks=[Attention(backend=backend)], devices=1, **QUIET)
+    found = predict(Net(**options), torch.zeros(1), trainer=trainer, capability=90)
+    if error is None:
+        assert found.error is None
+        assert [row.backend for row in found.attention] == [backend]
+    else:
+        assert isinstance(found.error, error)
+        assert re.search(text, str(found.error))
+
+
+def test_a_backend_without_a_call_has_no_effect() -> None:
+    class Own(Net):
+        @override
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x = self.layer(torch.ones(1, 2, 8, 4))
+            return ((x @ x.mT).softmax(-1) @ x).mean()
+
+    with pytest.warns(NoEffectWarning, match=r"backends flash; no call of .* \(need_weights=False"):
+        pl.Trainer(callbacks=[Attention(backend="flash")], **QUIET).fit(Own())
 
 
 def test_documents_of_a_recomputed_layer_are_known_and_forgotten_with_the_batch() -> None:
@@ -332,6 +387,51 @@ def test_packed_rows_with_a_cache_are_refused_since_transformers_would_not_isola
         model(input_ids=torch.zeros_like(PACKED), position_ids=PACKED, use_cache=True)
 
 
+LEFT = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
+CALL: dict[str, Any] = {
+    "input_ids": torch.zeros_like(PACKED),
+    "position_ids": PACKED,
+    "use_cache": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, ""),
+        ({"use_cache": True}, r"a cache(.|\n)*model\.config\.use_cache = False"),
+        ({"use_cache": None}, r"a cache(.|\n)*model\.config\.use_cache = False"),
+        (
+            {"attention_mask": torch.ones(2, 10, dtype=torch.long)},
+            "an attention_mask(.|\n)*leave attention_mask out",
+        ),
+        ({"attention_mask": torch.ones(2, 1, 10, 10).bool().tril()}, ""),
+        ({"use_cache": True, "position_ids": torch.arange(10)[None]}, ""),
+        # transformers gives all padding position 1.
+        ({"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).where(LEFT.bool(), 1)}, ""),
+    ],
+)
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_documents_that_transformers_would_join_are_refused(
+    changes: dict[str, Any], refused: str, is_inner: bool
+) -> None:
+    model = hf_model("Llama")
+
+    class Packed(Net):
+        @override
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            called = self.model.model if is_inner else self.model
+            return called(**CALL | changes)[0].mean()
+
+    net = Packed()
+    net.model = model
+    trainer = pl.Trainer(callbacks=[Attention(backend="flash")], **QUIET)
+    with pytest.raises(ConflictError, match=refused) if refused else nullcontext():
+        trainer.fit(net)
+    assert not model._forward_hooks
+    assert not model.model._forward_hooks
+
+
 def test_what_the_kernel_lacks_is_refused_with_the_remedy() -> None:
     model = hf_model("Llama", attention_dropout=0.1).train()
     with (
@@ -349,12 +449,12 @@ def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
     class Packed(Net):
         @override
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return model(input_ids=torch.zeros_like(PACKED), position_ids=PACKED).logits.mean()
+            return model(**CALL).logits.mean()
 
     net = Packed()
     net.model = model
     with pytest.warns(
-        NoEffectWarning, match=f"2 by flash; packed rows are left to transformers .*: {reason}"
+        NoEffectWarning, match=f"2 by flash; packed rows are left to transformers' dense mask: {reason}"
     ):
         pl.Trainer(callbacks=[Attention()], **QUIET).fit(net)
     for packing in ("varlen", "flex"):

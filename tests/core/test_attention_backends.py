@@ -161,10 +161,11 @@ def test_rows_of_the_choice_on_cuda(changes: dict[str, Any], backends: str, why_
 
 FIXES = {
     "dropout 0.0 in the attention, or a CUDA device": {"dropout": 0.0},
-    "attn_mask.detach(), or FlexAttention with a score_mod": {"mask_requires_grad": False},
+    "attn_mask.detach(), or a CUDA device if it is trained": {"mask_requires_grad": False},
     "is_causal=True, or attn_mask=None if it masks nothing": {"mask": "causal"},
     "precision=bf16_mixed, or torch.autocast": {"dtype": torch.bfloat16},
     "add an axis of heads: x.unsqueeze(1)": {"query": SHAPE, "key": SHAPE, "value": SHAPE},
+    "join the first axes: x.flatten(0, -4)": {"query": SHAPE, "key": SHAPE, "value": SHAPE},
     "F.pad(value, (0, 4))": {"value": SHAPE},
     "F.pad(query, (0, 8)), key too, old scale": sized(16),
     "repeat them: key.repeat_interleave(n, 1)": {"key": LARGE, "value": LARGE},
@@ -176,6 +177,7 @@ MATH = [
     (0, {"value": (2, 4, 16, 4)}),
     (0, {"value": (2, 4, 16, 16)}),
     (0, {"query": SHAPE[1:], "key": SHAPE[1:], "value": SHAPE[1:]}),
+    (90, dict.fromkeys(("query", "key", "value"), (1, *SHAPE))),
     (80, GROUPED | {"mask": "bool"}),
     (90, GROUPED | {"dtype": torch.float32}),
     (80, {"query": LARGE, "key": (2, 1, 16, 512), "value": (2, 1, 16, 512)}),
