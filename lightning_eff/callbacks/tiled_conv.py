@@ -217,7 +217,9 @@ class TiledConv(Managed):
         if not self._tiled:
             did = NOT_FOUND
         elif not segments:
-            did = f"{pixels:,} pixels: nothing in tiles (min_pixels={self.min_pixels:,})"
+            why = "no chain of two layers or more exceeds its budget (tile_budget_mib)"
+            why = why if pixels >= self.min_pixels else f"min_pixels={self.min_pixels:,}"
+            did = f"{pixels:,} pixels: nothing in tiles ({why})"
         else:
             did = (
                 f"{len(segments)} segment{'s' * (len(segments) != 1)} in up to {tiles} tiles: "

@@ -317,7 +317,7 @@ def test_gradients_that_are_assigned_are_read_in_the_order_of_their_weights() ->
 def test_lbfgs_is_refused() -> None:
     model = Images()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
-    with pytest.raises(ConflictError, match="LBFGS, which flattens gradients by view"):
+    with pytest.raises(ConflictError, match=r"LBFGS, which flattens gradients by view\n  try: "):
         make_trainer(callbacks=[ChannelsLast()], max_steps=1).fit(model, loader())
 
 

@@ -344,6 +344,8 @@ def test_small_images_are_the_plain_run_to_the_bit_and_said_to_be() -> None:
     with pytest.warns(NoEffectWarning, match=r"1,444 pixels: nothing in tiles \(min_pixels=65,536\)"):
         train(models[1], TiledConv(), num_steps=3)
     assert is_equal(*(list(model.state_dict().values()) for model in models))
+    with pytest.warns(NoEffectWarning, match=r"no chain of two layers or more exceeds its budget \(tile_bud"):
+        train(Images(), TiledConv(min_pixels=1), num_steps=1)
 
 
 class Failing(Images):
@@ -382,6 +384,8 @@ def test_a_model_without_containers_is_said() -> None:
 def test_modules_that_are_named_must_be_containers() -> None:
     with pytest.raises(ConfigError, match=r"modules='out': expected modules of class nn.Sequential with its"):
         tile_convs(Images(), modules="out")
+    with pytest.raises(ConfigError, match=r"modules=\[\]: expected at least one name, or null for"):
+        tile_convs(Images(), modules=[])
     with pytest.raises(ConfigError, match=r"callbacks.tiled_conv.modules='Sequentiel'.*did you mean"):
         train(Images(), TiledConv(modules="Sequentiel"))
     model = Images()

@@ -429,6 +429,7 @@ LAYERS: dict[str, nn.Module] = {
     "InstanceNorm2d needs statistics of all pixels": nn.InstanceNorm2d(4),
     "GroupNorm needs statistics of all pixels": nn.GroupNorm(2, 4),
     "BatchNorm2d needs statistics of all pixels (in evaluation mode it does not)": nn.BatchNorm2d(4),
+    "(in evaluation mode with running statistics": nn.BatchNorm2d(4, track_running_stats=False).eval(),
     "AdaptiveAvgPool2d needs statistics of all pixels": nn.AdaptiveAvgPool2d(1),
     "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
     "Own is not known to be local": Own(4, 4, 3),

@@ -22,7 +22,8 @@ PLAIN = (bool, int, float, str, tuple)
 def batch_norm(module: Any) -> LocalLayer | str:
     """Read batch normalization, which is pointwise in evaluation mode."""
     if module.training or module.running_mean is None:
-        return f"{type(module).__name__} needs statistics of all pixels (in evaluation mode it does not)"
+        unless = "in evaluation mode" + " with running statistics" * (module.running_mean is None)
+        return f"{type(module).__name__} needs statistics of all pixels ({unless} it does not)"
     # Copies: a forward in training changes statistics without a version that the backward pass could check.
     mean, variance, eps = module.running_mean.clone(), module.running_var.clone(), module.eps
 
