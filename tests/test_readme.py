@@ -114,9 +114,10 @@ def test_the_techniques_of_a_page_have_an_effect(page: str, num_effective: int, 
     assert sum(technique.outcome().effective for technique in [*callbacks, *plugins]) >= num_effective
 
 
-def test_the_kernels_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    run_blocks("kernels")
-    assert capsys.readouterr().out in PAGES["kernels"]
+@pytest.mark.parametrize("page", ["kernels", "planning"])
+def test_a_page_shows_what_its_code_prints(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks(page)
+    assert capsys.readouterr().out in PAGES[page]
 
 
 def test_links_lead_somewhere_and_readme_is_short() -> None:

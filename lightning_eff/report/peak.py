@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.report import recording
@@ -56,7 +56,7 @@ class Peak:
     by_phase: dict[str, dict[str, int]]
     passing_bytes: int
     holders: list[Holder]
-    timeline: list[dict[str, Any]]
+    timeline: list[dict[str, Any]] = field(repr=False)
 
     @classmethod
     def of(cls, recorder: Recorder, *, block_bytes: int = 1, on_device: bool = False) -> Peak:
