@@ -241,7 +241,7 @@ class Attention(Managed):
             "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,
         }  # fmt: skip
         is_called = bool(self._calls) or not self._is_checked
-        effective = bool(self._names) and is_called or packed.num_batches > 0 or self._how == "flex"
+        effective = (bool(self._names) and is_called) or packed.num_batches > 0 or self._how == "flex"
         return Outcome(did="; ".join(parts), effective=effective, numbers=numbers)
 
 
@@ -252,8 +252,8 @@ def _transformers_models(module: nn.Module) -> list[Any]:
     return [model for child in module.children() for model in _transformers_models(child)]
 
 
-def _called_by_users(model: nn.Module) -> list[nn.Module]:
+def _called_by_users(model: nn.Module) -> list[Any]:
     """Return the models of transformers in one of them, with its head and without, that make masks."""
-    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
     # The package flash_attn finds documents by their positions, whatever else it gets.
     return [part for part in parts if not part.config._attn_implementation.startswith("flash")]  # noqa: SLF001

@@ -218,8 +218,8 @@ class ChannelsLast(Managed):
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 msg = (
-                    "ChannelsLast cannot be combined with torch.optim.LBFGS, which flattens gradients by view\n"
-                    "  try: optimizer=adamw\n  try: ~callbacks.channels_last"
+                    "ChannelsLast cannot be combined with torch.optim.LBFGS, which flattens gradients by view"
+                    "\n  try: optimizer=adamw\n  try: ~callbacks.channels_last"
                 )
                 raise ConflictError(msg)
             match_strides(optimizer)

@@ -32,6 +32,7 @@ Count = Annotated[int, Is[lambda value: value >= 1]]
 CountOrZero = Annotated[int, Is[lambda value: value >= 0]]
 Fraction = Annotated[float, Is[lambda value: 0.0 <= value <= 1.0]]
 BelowOne = Annotated[float, Is[lambda value: 0.0 <= value < 1.0]]
+NotNegative = Annotated[float, Is[lambda value: 0.0 <= value < math.inf]]
 Positive = Annotated[float, Is[lambda value: 0.0 < value < math.inf]]
 NonEmpty = Annotated[str, Is[lambda text: text != ""]]
 StrPath = str | os.PathLike[str]
@@ -41,6 +42,7 @@ TEXTS: tuple[tuple[Any, str], ...] = (
     (CountOrZero, "a whole number of at least 0"),
     (Fraction, "a number from 0 to 1"),
     (BelowOne, "a fraction from 0 up to 1"),
+    (NotNegative, "a finite number of at least 0"),
     (Positive, "a finite number above 0"),
     (NonEmpty, "at least one character"),
     (int, "a whole number"),
@@ -133,6 +135,8 @@ def describe(hint: Any, *, none: str = "None") -> str:
         "'auto', or a whole number of at least 1"
         >>> describe(Mapping[CountOrZero, Count])
         'a mapping (a whole number of at least 0: a whole number of at least 1)'
+        >>> describe(tuple[BelowOne, BelowOne])
+        'a list of 2 (a fraction from 0 up to 1)'
     """
     known = next((text for known, text in TEXTS if known == hint), "")
     if known:
@@ -147,6 +151,8 @@ def describe(hint: Any, *, none: str = "None") -> str:
         text = describe(args[0], none=none)
     elif origin in (Mapping, dict):
         text = f"a mapping ({describe(args[0])}: {describe(args[1])})"
+    elif origin is tuple and ... not in args:
+        text = f"a list of {len(args)} ({', '.join(dict.fromkeys(map(describe, args)))})"
     elif origin is Callable:
         text = "a function"
     elif isinstance(origin, type) and origin is not tuple and issubclass(origin, Iterable):

@@ -265,13 +265,10 @@ def remedy(call: AttentionCall, choice: Choice) -> str:
     effort = list(RULES).index
     by_backend = (text.split("; ") for text in choice.refused.values())
     reasons = min(by_backend, key=lambda names: (len(names), max(map(effort, names))))
-    to_4d = "add an axis of heads: x.unsqueeze(1)"
-    if len(call.query) > 4:
-        to_4d = "join the first axes: x.flatten(0, -4)"
-    missing = call.query[-1] - call.value[-1]
-    pad = (
-        f"F.pad(value, (0, {missing}))"
-        if missing > 0
-        else f"F.pad(query, (0, {-missing})), key too, old scale"
-    )
+    query, value = list(call.query), list(call.value)
+    has_many = len(query) > 4
+    to_4d = "join the first axes: x.flatten(0, -4)" if has_many else "add an axis of heads: x.unsqueeze(1)"
+    missing = query[-1] - value[-1]
+    pad = f"F.pad(value, (0, {missing}))"
+    pad = pad if missing > 0 else f"F.pad(query, (0, {-missing})), key too, old scale"
     return "; ".join(dict.fromkeys(RULES[name].remedy.format(pad=pad, to_4d=to_4d) for name in reasons))

@@ -104,7 +104,8 @@ def _option_as_python(group: str, name: str) -> str:
         return f"Trainer(strategy={_literal(name)})"
     if group == "optimizer":
         optimizer = short if target.startswith(_OWN) else target
-        return f"OptimizerChoice(optimizer=partial({optimizer}, lr={parameters.get('lr', 1e-3)}))"
+        # The rate is the run's own, not that of a file.
+        return f"OptimizerChoice(optimizer=partial({optimizer}, lr=...))"
     # A preset, which begins with the option that it changes.
     changes = parameters if "defaults" in parameters else {}
     changed = ", ".join(f"{key}={_literal(value)}" for key, value in changes.items() if key != "defaults")

@@ -210,6 +210,7 @@ class EfficiencyReport(pl.Callback):
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
             "first_step": self._first_step,
+            "precision": str(trainer.precision),
             "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
             | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],

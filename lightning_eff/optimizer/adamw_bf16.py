@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.core.arguments import BelowOne, CountOrZero, Positive, check_arguments
+from lightning_eff.core.arguments import BelowOne, CountOrZero, NotNegative, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.technique import Outcome
 
@@ -39,6 +39,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that are updated."""
 CHUNK = 1 << 20
 """Values that are updated at a time, which bounds the temporaries; whole rows, so one row may have more."""
+NOT_COMPUTED = ("maximize", "amsgrad")
+"""Options of torch's AdamW, whose state can be loaded."""
 LARGEST = torch.finfo(torch.bfloat16).max
 LOW_BITS = 16
 """Bits of a float32 that bfloat16 does not have."""
@@ -81,7 +83,8 @@ class AdamWBf16(Optimizer):
         seed: Of the random bits; equal on all ranks.
 
     Raises:
-        ConfigError: A number is outside its range, a parameter has another dtype, or a gradient is sparse.
+        ConfigError: A number is outside its range, a parameter has another dtype, a gradient is sparse, or a
+            loaded state has options of torch's AdamW that are not computed.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
@@ -104,10 +107,10 @@ class AdamWBf16(Optimizer):
         self,
         params: Iterable[Any],
         *,
-        lr: float | Tensor = 3e-3,
+        lr: NotNegative | Tensor = 3e-3,
         betas: tuple[BelowOne, BelowOne] = (0.9, 0.95),
         eps: Positive = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: NotNegative = 0.1,
         seed: CountOrZero = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
@@ -155,7 +158,11 @@ class AdamWBf16(Optimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        for group in self.param_groups:  # torch's AdamW saves none
+        for group in self.param_groups:  # torch's AdamW saves no seed
+            found = [name for name in NOT_COMPUTED if group.get(name)]
+            if found:
+                value, allowed = f"{found[0]}={group[found[0]]} in the loaded state", "AdamW without it"
+                raise ConfigError(key="", value=value, allowed=allowed, remedies=["optimizer=adamw"])
             group.setdefault("seed", self.defaults["seed"])
         self.restore_state_dtype()
 

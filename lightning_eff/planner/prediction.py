@@ -128,7 +128,8 @@ def predict(
 
         found = _predicted(run, fakes, capability)
         if isinstance(made.precision_plugin, Float8) and found.peak is not None:
-            found.assumed.append(made.precision_plugin.outcome().did)
+            outcome = made.precision_plugin.outcome()
+            found.assumed.append(f"{'' if outcome.effective else 'no effect: '}{outcome.did}")
         return found
 
 

@@ -111,8 +111,8 @@ def why_not_fused(
         return "; ".join(dict.fromkeys(choice.refused.values())), remedy(call, choice)
     if has_fused:
         return "shapes or strides that fused backends refuse", (
-            "x.contiguous(), a mask of [B, H, T, S], or key and value .repeat_interleave(n, 1) where they have "
-            "fewer heads and there is a mask"
+            "x.contiguous(), a mask of [B, H, T, S], or where a mask meets fewer heads of keys and values: "
+            "key.repeat_interleave(n, 1)"
         )
     return "math was selected", "no sdpa_kernel(MATH), no enable_math_sdp alone"
 

@@ -113,12 +113,13 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
     """Return the techniques that lower a category of memory, are not applied yet, and can be."""
-    applied = {row["technique"]: row["did"] for row in report["ledger"] if row["status"] == "applied"}
-    if "16-" in applied.get("precision/auto", ""):
-        applied |= {"precision/bf16_mixed": ""}
+    applied = {row["technique"] for row in report["ledger"] if row["status"] == "applied"}
+    precision = report.get("precision", "")
     measured = report["measured"]  # one sample cannot be split, nor can one device share
     useless = ("callbacks/micro_batch",) if measured.get("first_batch_samples") == 1 else ()
     useless += ("strategy/",) if measured.get("world_size") == 1 else ()
+    useless += ("precision/bf16_mixed",) if precision.startswith(("16", "bf16", "transformer")) else ()
+    useless += ("precision/bf16_true",) if precision.endswith("16-true") else ()
     # The state is that small already, of bfloat16 weights for example.
     numbers = [row["numbers"] for row in report["ledger"] if row["technique"] == "callbacks/optimizer_choice"]
     is_small = any(each.get("state_bytes_per_parameter", 8) <= 4 for each in numbers)

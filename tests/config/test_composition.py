@@ -106,7 +106,7 @@ CONFIG_ERRORS = [
     (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
     # Types.
     (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
-    (["optimizer.betas=[0.9]"], "optimizer.betas", "tuple"),
+    (["optimizer.betas=[0.9]"], "optimizer.betas", "a list of 2"),
     (["callbacks.empty_cache.every_n_steps=[1]"], "callbacks.empty_cache.every_n_steps", "of at least 1"),
     (["callbacks.empty_cache.every_n_steps=0"], "callbacks.empty_cache.every_n_steps", "of at least 1"),
     (["seed=-1"], "seed", "from 0 to 2**32 - 1"),

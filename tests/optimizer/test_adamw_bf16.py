@@ -247,8 +247,14 @@ def test_what_it_cannot_update_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match="parameter in float64"):  # it was unfrozen later
         optimizer.step()
     assert frozen.tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigError, match="betas="):
-        AdamWBf16([nn.Parameter(torch.ones(2))], betas=(0.9, 1.0))
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ConfigError, match=r"betas=\(0.9, 1.0\): expected a list of 2 \(a fraction from 0 up"):
+        AdamWBf16(parameters, betas=(0.9, 1.0))
+    for name, value in (("lr", -1.0), ("lr", math.nan), ("weight_decay", -0.1), ("weight_decay", math.inf)):
+        with pytest.raises(ConfigError, match=f"{name}={value}: expected a finite number of at least 0"):
+            AdamWBf16(parameters, **{name: value})
+    with pytest.raises(ConfigError, match="maximize=True in the loaded state: expected AdamW without it"):
+        AdamWBf16(parameters).load_state_dict(torch.optim.AdamW(parameters, maximize=True).state_dict())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")

@@ -313,8 +313,8 @@ def test_a_plan_says_what_is_converted_on_a_device_that_is_not_there() -> None:
         assert prediction.peak is not None, prediction.reason
         found[capability] = prediction.assumed[-1].partition(";")[0]
     assert found == {
-        0: "rowwise float8 in 0 of 5 Linear",
-        80: "rowwise float8 in 0 of 5 Linear",
+        0: "no effect: rowwise float8 in 0 of 5 Linear",
+        80: "no effect: rowwise float8 in 0 of 5 Linear",
         90: "rowwise float8 in 3 of 5 Linear, 100% of their products",
     }
 

@@ -29,7 +29,7 @@ def make_report(**changes: Any) -> dict[str, Any]:
 def test_the_text_of_a_finished_run() -> None:
     by_category = {"parameters": 2**20, "gradients": 0, "activations": 3 * 2**20}
     memory = {"phase": "backward", "by_category": by_category}
-    assert summary.report_text(make_report(memory=memory)).split("\n") == [
+    assert summary.report_text(make_report(memory=memory, precision="bf16-mixed")).split("\n") == [
         "Efficiency report. Finished 100 optimizer steps (96 batches timed)."
         " No effect: callbacks/empty_cache.",
         " time per batch (median) 12.3 ms | samples/s 1300.0 | tokens/s 166.4k"
@@ -54,14 +54,17 @@ def test_half_of_a_state_is_advised_where_it_has_more_than_4_bytes_a_parameter()
 
 
 def test_advice_is_what_can_be_applied() -> None:
-    for category, measured, names in (
-        ("activations", {"first_batch_samples": 1}, "callbacks/gradient_checkpointing"),
-        ("temporaries", {"first_batch_samples": 1}, ""),
-        ("parameters", {"world_size": 1}, "precision/bf16_true, precision/quantized_base"),
-        ("parameters", {"world_size": 2}, "precision/bf16_true, precision/quantized_base, strategy/fsdp2"),
+    checkpointing = "callbacks/gradient_checkpointing"
+    for category, measured, precision, names in (
+        ("activations", {"first_batch_samples": 1}, "bf16-true", checkpointing),
+        ("activations", {"first_batch_samples": 1}, "32-true", f"{checkpointing}, precision/bf16_mixed"),
+        ("temporaries", {"first_batch_samples": 1}, "32-true", ""),
+        ("parameters", {"world_size": 1}, "bf16-mixed", "precision/bf16_true, precision/quantized_base"),
+        ("parameters", {"world_size": 2}, "bf16-true", "precision/quantized_base, strategy/fsdp2"),
     ):
         memory = {"phase": "backward", "by_category": {category: 2**20}}
-        text = summary.report_text(make_report(memory=memory, measured=MEASURED | measured))
+        found = make_report(memory=memory, measured=MEASURED | measured, precision=precision)
+        text = summary.report_text(found)
         assert [line for line in text.split("\n") if line.startswith(" to lower")] == (
             [f" to lower {category}: {names}"] if names else []
         )

@@ -208,7 +208,7 @@ def test_a_run_in_lightnings_own_bf16_true_warns_once_and_reports(tmp_path: Path
     (warning,) = [str(each.message) for each in caught if each.category is ConflictWarning]
     assert warning == (
         "52.0% of the bf16 weights did not move in 10 steps: rounding to nearest loses updates below half"
-        " of a weight's last bit\n  try: OptimizerChoice(optimizer=partial(AdamWBf16, lr=0.003))\n"
+        " of a weight's last bit\n  try: OptimizerChoice(optimizer=partial(AdamWBf16, lr=...))\n"
         '  try: AutoPrecision(precision="bf16-mixed")'
     )
     assert report.report["unmoved"] == {

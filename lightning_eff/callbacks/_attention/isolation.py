@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConflictError
@@ -57,4 +56,5 @@ def refuse_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
         remedies = ["use_cache=False in the model's call", "model.config.use_cache = False"]
         what = "a cache, transformers' default"
     tries = "".join(f"\n  try: {each}" for each in remedies)
-    raise ConflictError(f"{type(module).__name__} does not keep packed documents apart with {what}{tries}")
+    msg = f"{type(module).__name__} does not keep packed documents apart with {what}{tries}"
+    raise ConflictError(msg)
