@@ -28,6 +28,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed
 from typing_extensions import override
 
 from lightning_eff.callbacks._torch_compile.compilations import Compilations
@@ -253,6 +254,15 @@ class TorchCompile(Managed):
         if self._num_parts and not self._compilations.graphs:
             text = "TorchCompile compiled no graph: the compiled parts were not called, or cannot be traced"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if self._cache is not None and isinstance(exception, BackendCompilerFailed):  # inductor's is one
+            text = f"graphs and kernels are kept in {self._cache[0]}; if a file there is damaged"
+            exception.add_note(f"{text}\n  try: rm -r {self._cache[0]}")
+        super().on_exception(trainer, pl_module, exception)
 
     def outcome(self) -> Outcome:
         """Return what was compiled, into how many graphs, and how long it took."""

@@ -295,6 +295,11 @@ def test_two_ranks_at_once_fill_one_cache_and_a_third_process_compiles_nothing(t
     assert (numbers["cached"], numbers["not_cached"], numbers["graphs"]) == (1, 0, 1)
     assert numbers["cache_bytes"] == folder_bytes(tmp_path / "cache") > 0
     assert f"1 of 1 graphs found in {tmp_path / 'cache'}" in third["did"]
+    for path in (tmp_path / "cache").rglob("*.so"):
+        path.write_bytes(b"damaged")
+    damaged = run_alone("tests.callbacks.test_torch_compile", tmp_path)
+    assert damaged.returncode != 0
+    assert f"if a file there is damaged\n  try: rm -r {tmp_path / 'cache'}" in damaged.stderr
 
 
 @pytest.mark.slow
