@@ -22,7 +22,11 @@ TWO = """
 os.environ |= {environment!r}
 os.environ["LOCAL_RANK"] = "1" if (other := os.fork()) == 0 else "0"
 main({folder!r})
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
+if not other:  # what the parent had imported is not torn down in a fork: its threads are not there
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 """The imports are done once for both: they take longer than what most of them do."""
 

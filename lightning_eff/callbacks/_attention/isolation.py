@@ -23,6 +23,7 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
         attention_mask: `[B, T]`, 0 for padding, of which the positions do not matter; None for no padding.
 
     Example:
+        >>> import torch
         >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
         >>> is_packed(positions), is_packed(positions, torch.tensor([[1, 1, 1, 0, 0]]))
         (True, False)
