@@ -70,8 +70,10 @@ def _error_lines(error: BaseException) -> list[str]:
     lines = f"error: {root_cause_line(error)}".splitlines()[: MAX_ERROR_LINES - 1]
     if hasattr(error, "exit_code"):  # an error of this package: its text is complete
         return lines
+    notes = "\n".join(getattr(error, "__notes__", [])).splitlines()
+    lines += notes[: MAX_ERROR_LINES - 2]
     frames = traceback.extract_tb(error.__traceback__)
-    if frames:
+    if frames and not notes:
         lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
     log = error.__dict__.get("error_log")
     lines.append(f"  traceback: {log}" if log else "  --debug prints the traceback")

@@ -36,6 +36,7 @@ from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.launch.job import as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
 log = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     ]
     callbacks = [_optimizer_choice(values), *(callback for callback in listed if callback is not None)]
     strategy = values.get("strategy") or "auto"
-    keywords = {
+    keywords: dict[str, Any] = {
         "plugins": [plugin for plugin in plugins if plugin is not None],
         "callbacks": callbacks,
         "logger": make("logger", values.get("logger")) or False,
@@ -224,7 +225,7 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        return pl.Trainer(**(keywords | values["trainer"]))
+        return pl.Trainer(**(keywords | as_started(values["trainer"])))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -87,20 +86,6 @@ def test_the_python_of_a_page_prints(
 ) -> None:
     run_blocks(page)
     assert shown in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (143, False), (0, False)])
-def test_a_job_is_requeued_when_slurm_has_stopped_it(
-    code: int, is_requeued: bool, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, body in {"srun": f"exit {code}", "scontrol": "echo $* > requeued"}.items():
-        Path(name).write_text(f"#!/bin/bash\n{body}\n")
-        Path(name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{empty_folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    (script,) = blocks("bash", "checkpoints")
-    subprocess.run(["bash", "-c", script], check=True)
-    assert [path.read_text() for path in Path().glob("requeued")] == ["requeue 7\n"] * is_requeued
 
 
 @pytest.mark.parametrize(("page", "num_effective"), [("batch_size", 2), ("optimizers", 1), ("adapters", 2)])

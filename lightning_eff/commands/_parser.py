@@ -18,6 +18,8 @@ from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 
 RECIPE, OPTIONAL_RECIPE = "RECIPE [overrides]", "[RECIPE] [overrides]"
+CLUSTERS = ("slurm", "k8s")
+ON_CLUSTER = f"{'|'.join(CLUSTERS)} {RECIPE}"
 ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
@@ -91,6 +93,26 @@ def _export(add: Add) -> None:
     add("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
 
 
+def _doctor(add: Add) -> None:
+    about = (
+        "what the ranks of a job see; started as the run would be: torchrun ... -m lightning_eff doctor ..."
+    )
+    add("--cluster", action="store_true", help=about)
+    about = "with --cluster: folder of the runs, which all ranks share (outputs)"
+    add("--output-root", type=Path, default=Path("outputs"), metavar="DIR", help=about)
+
+
+def _launch(add: Add) -> None:
+    add("--nodes", type=_at_least(1), default=1, metavar="N", help="machines (1)")
+    add("--gpus", type=_at_least(0), default=0, metavar="N", help="GPUs of each, one rank on each (none)")
+    kinds, about = ["trainjob", "jobset", "rayjob"], "k8s: for Kubeflow Trainer, JobSet or KubeRay (trainjob)"
+    add("--kind", choices=kinds, default="trainjob", dest="kind_of_job", help=about)
+    about = "k8s: image that has the package, as the repository's Dockerfile builds it"
+    add("--image", default="lightning-eff:latest", metavar="NAME", help=about)
+    about = "k8s: PersistentVolumeClaim that all pods mount for the runs (outputs)"
+    add("--claim", default="outputs", metavar="NAME", help=about)
+
+
 EXAMPLES = {
     "train": """
   lightning-eff train lm trainer.max_steps=50 precision=fp32     a recipe with overrides
@@ -125,6 +147,13 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
                                         all that is claimed about a GPU; another call with --resume continues
   lightning-eff bench --suite gpu --quick --only ceilings,attention
 """,
+    "launch": """
+  lightning-eff launch slurm lm --nodes 2 --gpus 8 > job.sbatch     sbatch --time=8:00:00 job.sbatch
+  lightning-eff launch k8s lm --nodes 2 --gpus 8 > job.yaml         kubectl apply -f job.yaml
+  lightning-eff launch k8s lm --nodes 2 --gpus 8 --kind jobset
+
+A restarted job goes on from its newest checkpoint: the output root must be shared by all machines.
+""",
     "ls": """
   lightning-eff ls memory        what has this word in its name or summary
   lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
@@ -136,11 +165,15 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
 """,
 }
 TAKES = {
+    "launch": ON_CLUSTER,
     **dict.fromkeys(("train", "plan", "compare"), RECIPE),
     "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN",
 }  # fmt: skip
 """Words besides options; any other verb takes none."""
-OPTIONS = {"train": _train, "plan": _plan, "compare": _compare, "bench": _bench, "export": _export}
+OPTIONS = {
+    "train": _train, "plan": _plan, "compare": _compare, "bench": _bench, "export": _export,
+    "launch": _launch, "doctor": _doctor,
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -180,7 +213,7 @@ def build() -> tuple[_Parser, dict[str, _Parser]]:
         parsers[name] = branches.add_parser(name, prog=prog, usage=usage, **texts, **style)
         if name in OPTIONS:
             OPTIONS[name](parsers[name].add_argument)
-        if takes in (RECIPE, OPTIONAL_RECIPE):
+        if takes in (RECIPE, OPTIONAL_RECIPE, ON_CLUSTER):
             about = "a folder of your own with groups and recipes; may be repeated"
             keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
             parsers[name].add_argument("--config-dir", "-cd", **keywords)
@@ -218,7 +251,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options.arguments = list(words)
     options.arguments.remove(options.verb)
     takes = TAKES.get(options.verb)
-    if takes not in (RECIPE, OPTIONAL_RECIPE):
+    if takes == ON_CLUSTER:
+        options.kind = rest.pop(0) if rest else ""
+        if options.kind not in CLUSTERS:
+            parser.error(f"expected {' or '.join(CLUSTERS)} first, not {options.kind!r}")
+    elif takes not in (RECIPE, OPTIONAL_RECIPE):
         for word in rest[1 if takes else 0 :]:
             parser.error(f"unknown argument {word!r}")
         options.word = rest[0] if rest else ""

@@ -12,10 +12,18 @@ from lightning_eff.core.text import print_json, text_table
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from lightning_eff.report.installation import inspect_machine
+    if options.cluster:
+        from lightning_eff.launch.cluster_check import inspect_cluster
+        from lightning_eff.launch.job import Launch
 
-    findings = inspect_machine()
-    if options.json:
+        findings, is_first = inspect_cluster(options.output_root), not Launch.of().rank
+    else:
+        from lightning_eff.report import installation
+
+        findings, is_first = installation.inspect_machine(), True
+    if not is_first:
+        pass  # rank 0 prints what all have found
+    elif options.json:
         print_json({"rows": [asdict(finding) for finding in findings]})
     else:
         rows = [[finding.what, finding.found, finding.status, finding.fix] for finding in findings]

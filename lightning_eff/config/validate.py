@@ -107,7 +107,8 @@ def _check_trainer(trainer: Any) -> None:
         group = "precision" if key == "plugins" else key
         allowed = f"nothing here: a recipe sets it through the group {group!r}"
         raise ConfigError(key=f"trainer.{key}", value=trainer[key], allowed=allowed)
-    _check_parameters("trainer", trainer, Trainer, partial=False)
+    own = ("num_nodes",) if trainer.get("num_nodes") == "auto" else ()  # Lightning has no such value
+    _check_parameters("trainer", {k: v for k, v in trainer.items() if k not in own}, Trainer, partial=False)
     clip = trainer.get("gradient_clip_val")
     if clip is not None and clip < 0:
         allowed = "a number of at least 0, or null for no clipping"

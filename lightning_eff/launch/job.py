@@ -80,16 +80,68 @@ def num_devices(trainer: Mapping[str, Any]) -> int:
     return next((kind.auto_device_count() for kind in kinds if kind.is_available()), 1)
 
 
+def num_nodes(trainer: Mapping[str, Any]) -> int:
+    """Return the number of machines in a Trainer's settings; 1 for `auto`, as without a launcher."""
+    found = trainer.get("num_nodes") or 1
+    return 1 if found == "auto" else int(found)
+
+
 def num_ranks(trainer: Mapping[str, Any]) -> int:
     """Return the number of processes that a run with these settings has on all machines."""
-    return num_devices(trainer) * int(trainer.get("num_nodes") or 1)
+    return num_devices(trainer) * num_nodes(trainer)
+
+
+def as_started(trainer: Mapping[str, Any], launch: Launch | None = None) -> dict[str, Any]:
+    """Return a Trainer's settings with `auto` as the devices and machines on which a launcher started ranks.
+
+    Example:
+        >>> as_started({"devices": "auto", "num_nodes": "auto"}, Launch("slurm", 0, 16, 8))
+        {'devices': 8, 'num_nodes': 2}
+        >>> as_started({"devices": "auto", "num_nodes": "auto"}, Launch())
+        {'devices': 'auto', 'num_nodes': 1}
+    """
+    launch, settings = Launch.of() if launch is None else launch, dict(trainer)
+    tasks = launch.num_tasks or 0
+    local = launch.num_local_tasks or (tasks if tasks == 1 else 0)
+    if local and settings.get("devices", "auto") == "auto":
+        settings["devices"] = local
+    if settings.get("num_nodes") == "auto":
+        settings["num_nodes"] = max(tasks // local, 1) if local else 1
+    return settings
+
+
+def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
+    """Reject a process that would train alone although its machine is one of several.
+
+    Raises:
+        ConfigError: Kubeflow started several machines, without torchrun, or `NODE_RANK` is set and
+            `trainer.num_nodes` is not.
+
+    Example:
+        >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: PET_NNODES='2': expected torchrun, which reads it: ...
+    """
+    if environment.get("PET_NNODES", "1") != "1":
+        raise ConfigError(
+            key="PET_NNODES",
+            value=environment["PET_NNODES"],
+            allowed="torchrun, which reads it: each machine would train alone",
+            remedies=["torchrun -m lightning_eff train ..."],
+        )
+    if trainer.get("num_nodes") == "auto" and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys():
+        rank = environment["NODE_RANK"]
+        allowed = f"the number of machines, of which NODE_RANK={rank} says that this is one"
+        remedies = ["trainer.num_nodes=2"]
+        raise ConfigError(key="trainer.num_nodes", value="auto", allowed=allowed, remedies=remedies)
 
 
 def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     """Reject a number of started processes that differs from the number of devices.
 
     Raises:
-        ConfigError: `trainer.devices` or `trainer.num_nodes` differs, or SLURM does not set tasks per node.
+        ConfigError: `trainer.devices` or `trainer.num_nodes` differs, SLURM does not set tasks per node, or
+            as in `check_machines`.
 
     Example:
         >>> check_tasks({"devices": 2}, Launch("torchrun", num_tasks=2, num_local_tasks=2))
@@ -98,9 +150,12 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
         lightning_eff.core.errors.ConfigError: trainer.devices=1: expected 2: torchrun started 2 ...
     """
     tasks, local = launch.num_tasks, launch.num_local_tasks
+    if not launch.by:
+        check_machines(trainer)
     if tasks is None:
         return
-    devices, nodes = num_devices(trainer), int(trainer.get("num_nodes") or 1)
+    trainer = as_started(trainer, launch)
+    devices, nodes = num_devices(trainer), num_nodes(trainer)
     if launch.by == "slurm" and local is None and tasks > 1:
         allowed = "--ntasks-per-node as well: --ntasks alone does not say which ranks share a machine"
         remedies = [f"srun --ntasks-per-node={devices} lightning-eff train ..."]
@@ -113,7 +168,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     expected = {"devices": (devices, local), "num_nodes": (nodes, max(tasks // local, 1))}
     for name, (found, needed) in expected.items():
         if found != needed:
-            remedies = [f"trainer.{name}={needed}", restart]
+            remedies = [f"trainer.{name}=auto", restart]
             if launch.by == "slurm" and tasks == 1:
                 remedies.append("SLURM_JOB_NAME=bash lightning-eff train ...  # which starts the ranks")
             allowed = f"{needed}: {launch.by} started {tasks} processes, {local} of them on this machine"

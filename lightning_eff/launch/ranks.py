@@ -30,7 +30,7 @@ from lightning_eff.core.errors import (
     EXIT_TERMINATED,
     RankError,
 )
-from lightning_eff.launch.job import RUN_DIR, num_devices, num_ranks
+from lightning_eff.launch.job import RUN_DIR, check_machines, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
@@ -51,6 +51,7 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
     """
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+    check_machines(trainer)
     command = [sys.executable, "-m", "lightning_eff", "train", *words]
     num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
     first = num_local * int(node)

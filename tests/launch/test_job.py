@@ -67,13 +67,17 @@ def test_devices_that_are_no_number_are_named() -> None:
         ({"devices": 2}, Launch("torchrun", 0, 4, 4), "trainer.devices=2: expected 4: torchrun started 4"),
         ({"devices": 2}, Launch("torchrun", 0, 4, 4), "try: torchrun --nnodes 1 --nproc-per-node 2 -m"),
         ({"devices": 2}, Launch("torchrun", 0, 4, 2), "trainer.num_nodes=1: expected 2: torchrun started 4"),
-        ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "try: trainer.num_nodes=2"),
+        ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "try: trainer.num_nodes=auto"),
         ({"devices": 1}, Launch("slurm", 0, 2), "SLURM_NTASKS=2: expected --ntasks-per-node as well"),
         ({"devices": 2}, Launch("slurm", 0, 1), "try: SLURM_JOB_NAME=bash lightning-eff train"),
         ({"devices": 2}, Launch(), ""),
         ({"devices": 2, "num_nodes": 2}, Launch("slurm", 3, 4, 2), ""),
         ({"devices": 1}, Launch("slurm", 0, 1), ""),
         ({"devices": [0, 1]}, Launch("torchrun", 0, 2, 2), ""),
+        ({"num_nodes": "auto"}, Launch("torchrun", 0, 6, 3), ""),
+        ({"devices": "auto", "num_nodes": "auto"}, Launch("slurm", 0, 6, 3), ""),
+        ({"devices": "auto", "num_nodes": 1}, Launch("slurm", 0, 6, 3), "trainer.num_nodes=1: expected 2"),
+        ({"devices": "auto"}, Launch("slurm", 0, 2), "SLURM_NTASKS=2: expected --ntasks-per-node as well"),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused_with_what_does(
@@ -91,10 +95,10 @@ def test_train_refuses_before_anything_is_built(
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
     monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
-    code, _, err = command("train", "baseline", *tiny)
+    code, _, err = command("train", "baseline", *tiny, "trainer.devices=3")
     assert code == 2
-    assert "trainer.devices='auto': expected 2: torchrun started 2" in err
-    assert "try: trainer.devices=2" in err
+    assert "trainer.devices=3: expected 2: torchrun started 2" in err
+    assert "try: trainer.devices=auto" in err
     assert not Path("outputs").exists()
 
 

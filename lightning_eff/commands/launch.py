@@ -1,0 +1,58 @@
+"""Print the file that starts a run on a cluster: `slurm` for sbatch, `k8s` for kubectl; nothing starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from lightning_eff.config.composition import compose_recipe
+from lightning_eff.config.recipes import RecipePath
+from lightning_eff.core.errors import EXIT_OK, ConfigError
+from lightning_eff.core.text import print_json
+from lightning_eff.launch.job import num_devices
+from lightning_eff.launch.job_files import ClusterJob
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    path = RecipePath.of(options.config_dir)
+    # As `train` would: what cannot be trained is refused here, not by the cluster an hour later.
+    values = compose_recipe(options.recipe, options.overrides, path).values
+    job = _job(options, values["trainer"], path)
+    if options.kind == "slurm":
+        sys.stdout.write(job.sbatch())
+        return EXIT_OK
+    found = {"trainjob": job.train_job, "jobset": job.job_set, "rayjob": job.ray_job}[options.kind_of_job]()
+    if options.json:
+        print_json(found)
+    else:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(found, sort_keys=False))
+    return EXIT_OK
+
+
+def _job(options: argparse.Namespace, trainer: dict[str, Any], path: RecipePath) -> ClusterJob:
+    """Return the job that is asked for; a recipe's own number of devices gives way to the cluster's."""
+    words = list(options.overrides)
+    for key, asked in (("devices", options.gpus), ("num_nodes", options.nodes)):
+        found = trainer.get(key, "auto")
+        by_user = next((word for word in words if word.startswith(f"trainer.{key}=")), "")
+        if by_user and found != "auto" and (key == "num_nodes" or asked):
+            option = "--gpus" if key == "devices" else "--nodes"
+            allowed = f"auto: {option} {asked} says how many are started"
+            remedies = [f"leave {by_user} out"]
+            raise ConfigError(key=f"trainer.{key}", value=found, allowed=allowed, remedies=remedies)
+        if found != "auto":
+            words = [word for word in words if word != by_user] + [f"trainer.{key}=auto"]
+    on_cpu = {"accelerator": "cpu", "devices": trainer.get("devices", "auto")}
+    return ClusterJob(
+        recipe=options.recipe,
+        words=[*words, *path.options()],
+        nodes=options.nodes,
+        gpus=options.gpus,
+        tasks=options.gpus or num_devices(on_cpu),
+        image=options.image,
+        claim=options.claim,
+    )
