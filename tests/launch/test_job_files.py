@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_eff.launch.job_files import PORT, SHARED, ClusterJob
+from lightning_eff.launch.job_files import SHARED, ClusterJob
 from tests.support.command_line import Command
 
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "kubernetes.yaml").read_text())
@@ -140,6 +141,12 @@ class Signalled(pl.Callback):
 """
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def last_weights(folder: Path) -> dict[str, Any]:
     newest = max(folder.rglob("*step-6.ckpt"), key=lambda path: path.stat().st_mtime)
     return torch.load(newest, weights_only=True)["state_dict"]
@@ -191,7 +198,7 @@ def test_the_command_of_a_pod_trains_on_two_machines(kind: str, tmp_path: Path) 
         variables = {item["name"]: item["value"] for item in container["env"] if "value" in item}
         assert variables["PET_MASTER_ADDR"] == "lm-node-0-0.lm"
     command = [word.replace(SHARED, str(tmp_path)) for word in command]
-    own = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
+    own = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     env = os.environ | variables | own | {"PATH": f"{BIN}:{os.environ['PATH']}"}
     pods = [
         subprocess.Popen(
@@ -209,13 +216,14 @@ def test_the_command_of_a_pod_trains_on_two_machines(kind: str, tmp_path: Path) 
 def test_the_workers_of_an_elastic_job_go_on_with_the_machines_that_are_left(tmp_path: Path) -> None:
     words = [word for word in TINY if not word.startswith("trainer.max_steps")]
     words += ["trainer.max_steps=2000", "monitors.model_checkpoint.every_n_train_steps=200", "ckpt_path=auto"]
-    command = [
+    torchrun = [
         BIN / "torchrun", "--nnodes=1:2", "--max-restarts=3", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{PORT + 1}", "--rdzv-conf=last_call_timeout=5",
-        "-m", "lightning_eff", "train", "lm", *words,
+        "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{free_port()}",
     ]  # fmt: skip
 
     def agent(name: str) -> subprocess.Popen[bytes]:
+        host = f"--rdzv-conf=last_call_timeout=5,is_host={name == 'first'}"  # whose loss ends the job
+        command = [*torchrun, host, "-m", "lightning_eff", "train", "lm", *words]
         with (tmp_path / name).open("w") as screen:
             streams: dict[str, Any] = {"stdout": screen, "stderr": subprocess.STDOUT}
             env = os.environ | {"OMP_NUM_THREADS": "1"}
