@@ -1,0 +1,405 @@
+"""Fabric's twins of FSDP2 and ZeRO on two ranks (gloo): the steps of a plain loop, and its checkpoints.
+
+One start of two processes for each strategy; `main` runs in both of them, and the tests read what they have
+saved. The plain loop sees the samples of both ranks and of a window as one batch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_eff import ExactGradient, FSDP2Fabric
+from lightning_eff.core.errors import CheckpointError, ConfigError, ConflictError
+from lightning_eff.core.shards import full_tensor
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import make_trainer
+from tests.support.ranks import run_two_ranks
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+CLIP = 0.2
+DTYPES = {"fsdp2": torch.float64}
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
+    torch.float32: {"rtol": 2e-5, "atol": 2e-6},
+}
+
+
+class Block(nn.Module):
+    """Adds what two linear layers say of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(pl.LightningModule):
+    """Blocks of odd sizes, a head of three rows, something frozen, and a buffer; SGD with momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 3, bias=False)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(x) * self.scale)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}]
+        groups += [{"params": [p for p in self.parameters() if p.dim() == 1]}]
+        return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+
+
+def tower(dtype: torch.dtype, seed: int = 1) -> Tower:
+    torch.manual_seed(seed)
+    return Tower().to(dtype)
+
+
+def data(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return a batch of eight samples for each step."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = (NUM_STEPS, 8, 5), (NUM_STEPS, 8, 3)
+    x, y = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    return list(zip(x.to(dtype), y.to(dtype), strict=True))
+
+
+def plain(
+    dtype: torch.dtype, last: int = NUM_STEPS, *, resume: Any = None, value: float | None = None
+) -> SimpleNamespace:
+    """Train without Lightning, from the beginning or from a checkpoint after `SAVED_AFTER` steps."""
+    model = tower(dtype)
+    optimizer, norms = model.configure_optimizers(), list[float]()
+    if resume is not None:
+        model.load_state_dict(resume["model"])
+        optimizer.load_state_dict(resume["optimizer"])
+    for batch in data(dtype)[SAVED_AFTER if resume else 0 : last]:
+        optimizer.zero_grad()
+        model.training_step(batch, 0).backward()
+        if value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), value)
+        else:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    return SimpleNamespace(model=model, optimizer=optimizer, state=model.state_dict(), norms=norms)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that communicate gradients: all but all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("c10d.").partition(".")[0]
+        if str(func).startswith("c10d.") and "gather" not in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Loop:
+    """A hand-written loop under Fabric; only rank 0 begins with what counts."""
+
+    def __init__(self, strategy: Any, dtype: torch.dtype, *, separate: bool = False) -> None:
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric.launch()
+        self.own = tower(dtype, seed=1 + self.fabric.global_rank)
+        self.dtype = dtype
+        self.norms: list[Any] = []
+        self.synced: list[tuple[int, int]] = []
+        if separate:
+            self.model = self.fabric.setup_module(self.own)
+            self.optimizer: Any = self.fabric.setup_optimizers(self.own.configure_optimizers())
+        else:
+            self.model, self.optimizer = self.fabric.setup(self.own, self.own.configure_optimizers())
+
+    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        x, y = data(self.dtype)[step]
+        rank = self.fabric.global_rank
+        return [(x[start : start + 2], y[start : start + 2]) for start in (2 * rank, 4 + 2 * rank)]
+
+    def train(self, first: int, last: int, *, value: float | None = None) -> Loop:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            counts: list[int] = []
+            for index, (x, y) in enumerate(self.micro_batches(step)):
+                with self.fabric.no_backward_sync(self.model, enabled=index == 0), Collectives() as seen:
+                    self.fabric.backward(F.mse_loss(self.model(x), y) / 2)
+                counts.append(seen.counts.total())
+            self.synced.append((counts[0], counts[1]))
+            self.clip_and_step(value)
+        return self
+
+    def clip_and_step(self, value: float | None = None) -> None:
+        if value is not None:
+            self.fabric.clip_gradients(self.model, self.optimizer, clip_val=value)
+        else:
+            norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
+            self.norms.append(norm if norm is None else float(norm))
+        self.optimizer.step()
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": step}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Return the model's tensors, put together without a checkpoint."""
+        tensors = dict(self.own.named_parameters()) | dict(self.own.named_buffers())
+        return {name: full_tensor(value).detach().clone() for name, value in tensors.items()}
+
+
+def main(folder: str) -> None:
+    path = Path(folder)
+    results = {"fsdp2": fsdp2}[path.name](path)
+    torch.save(results, path / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+def fsdp2(path: Path) -> dict[str, Any]:
+    dtype, found = DTYPES["fsdp2"], dict[str, Any]()
+    loop = Loop(FSDP2Fabric(), dtype).train(0, SAVED_AFTER)
+    loop.fabric.save(path / "ours.ckpt", loop.state(SAVED_AFTER))
+    found |= {"norms": loop.norms, "synced": loop.synced, "saved": loop.gathered()}
+    found["full_disk"] = full_disk(loop, path / "ours.ckpt")
+    names = {"state_dict": loop.model, "optimizer_states": [loop.optimizer], "lr_schedulers": []}
+    versions = {"pytorch-lightning_version": pl.__version__, "global_step": SAVED_AFTER, "epoch": 0}
+    loop.fabric.save(path / "named.ckpt", names | versions)
+    # The reduction that `enabled=False` leaves on.
+    with loop.fabric.no_backward_sync(loop.model, enabled=False):
+        pass
+    found["ended"] = loop.train(SAVED_AFTER, NUM_STEPS).gathered()
+
+    offloaded = Loop(FSDP2Fabric(checkpoints="sharded", cpu_offload=True), dtype, separate=True)
+    state = offloaded.state(0)
+    found["rest"] = offloaded.fabric.load(path / "plain.ckpt", state)
+    found["step"] = state["step"]
+    offloaded.fabric.save(path / "folder.ckpt", offloaded.state(SAVED_AFTER))
+    found["resumed"] = offloaded.train(SAVED_AFTER, NUM_STEPS).gathered()
+    again = Loop(FSDP2Fabric(reshard_after_forward=False), dtype)
+    again.fabric.load(path / "folder.ckpt", again.state(0))
+    found["from_folder"] = again.train(SAVED_AFTER, NUM_STEPS).gathered()
+    found["by_value"] = Loop(FSDP2Fabric(), dtype).train(0, NUM_STEPS, value=0.01).gathered()
+    found |= with_the_trainer(path, dtype) | {"exact": exact(FSDP2Fabric(), dtype)}
+    return found | {"refused": [refused(act) for act in (auto_size, wrapped, foreign, lacking(path))]}
+
+
+def full_disk(loop: Loop, path: Path) -> list[Any]:
+    """Return what is said when rank 0 cannot write, and whether the checkpoint before is as it was."""
+    write, before = os.write, path.read_bytes()
+
+    def full(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.write = full if loop.fabric.global_rank == 0 else write
+    try:
+        loop.fabric.save(path, loop.state(9))
+    except CheckpointError as error:
+        return [str(error), path.read_bytes() == before, sorted(file.name for file in path.parent.iterdir())]
+    finally:
+        os.write = write
+        loop.fabric.barrier()
+    return []
+
+
+class Batches(torch.utils.data.IterableDataset[Any]):
+    """The samples of a rank, a batch for each step after the checkpoint."""
+
+    def __init__(self, dtype: torch.dtype, rank: int) -> None:
+        super().__init__()
+        self.batches = [(x[[0, 1, 4, 5]], y[[0, 1, 4, 5]]) for x, y in data(dtype)[SAVED_AFTER:]]
+        if rank:
+            self.batches = [(x[[2, 3, 6, 7]], y[[2, 3, 6, 7]]) for x, y in data(dtype)[SAVED_AFTER:]]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def with_the_trainer(path: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Go on under the Trainer's FSDP2, save there, and load that under Fabric again."""
+    keywords = {"devices": 2, "use_distributed_sampler": False, "gradient_clip_val": CLIP}
+    trainer = make_trainer(strategy=FSDP2(), max_steps=NUM_STEPS - SAVED_AFTER, **keywords)
+    loader = torch.utils.data.DataLoader(Batches(dtype, trainer.global_rank), batch_size=None)
+    trainer.fit(tower(dtype, seed=7), loader, ckpt_path=path / "named.ckpt", weights_only=True)
+    trainer.save_checkpoint(path / "trainer.ckpt")
+    loop = Loop(FSDP2Fabric(), dtype)
+    state = {"state_dict": loop.model, "optimizer_states": [loop.optimizer]}
+    rest = loop.fabric.load(path / "trainer.ckpt", state)
+    loop.fabric.save(path / "back.ckpt", loop.state(NUM_STEPS))
+    is_kept = state["optimizer_states"][0] is loop.optimizer
+    return {"trained": loop.gathered(), "trainer_rest": sorted(rest), "is_kept": is_kept}
+
+
+def exact(strategy: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Step by the exact gradient of micro-batches of one sample, which count by weights."""
+    loop = Loop(strategy, dtype)
+    gradient = ExactGradient(loop.model, fabric=loop.fabric, micro_batch_size=1)
+
+    def step(batch: Any) -> dict[str, Any]:
+        x, y, weight = batch
+        return {"loss": F.mse_loss(loop.model(x), y), "weight": weight.sum()}
+
+    for number in range(NUM_STEPS):
+        x, y = data(dtype)[number]
+        batch = tuple(tensor[loop.fabric.global_rank :: 2] for tensor in (x, y, WEIGHTS))
+        gradient.backward(step, *[tuple(t[half : half + 2] for t in batch) for half in (0, 2)])
+        loop.clip_and_step()
+    return loop.gathered()
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 2.0, 3.0, 7.0, 1.0, 1.0, 4.0], dtype=torch.float64)
+
+
+def exact_plain(dtype: torch.dtype) -> dict[str, Tensor]:
+    model = tower(dtype)
+    optimizer = model.configure_optimizers()
+    for x, y in data(dtype):
+        optimizer.zero_grad()
+        (((model(x) - y) ** 2).mean(1) @ WEIGHTS.to(dtype) / WEIGHTS.sum()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return model.state_dict()
+
+
+def refused(act: Any) -> str:
+    try:
+        act()
+    except (ConflictError, ConfigError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def auto_size() -> None:
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    ExactGradient(loop.model, fabric=loop.fabric, micro_batch_size="auto")
+
+
+def wrapped() -> None:
+    from lightning_eff import CpuOffload
+
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    model = tower(torch.float64)
+    loop.fabric.setup(model, CpuOffload(model.parameters(), lr=0.1))
+
+
+def foreign() -> None:
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    loop.fabric.setup(tower(torch.float64), torch.optim.SGD(tower(torch.float64).parameters(), lr=0.1))
+
+
+def lacking(path: Path) -> Any:
+    def load() -> None:
+        loop = Loop(FSDP2Fabric(), torch.float64)
+        loop.fabric.load(path / "ours.ckpt", {"net": loop.model})
+
+    return load
+
+
+@pytest.fixture(scope="module", params=["fsdp2"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return where two ranks have left their checkpoints, and their results."""
+    folder, dtype = tmp_path_factory.mktemp(request.param, numbered=False), DTYPES[request.param]
+    saved = plain(dtype, SAVED_AFTER)
+    content = {"model": saved.state, "optimizer": saved.optimizer.state_dict(), "step": SAVED_AFTER}
+    torch.save(content | {"more": [1]}, folder / "plain.ckpt")
+    done = run_two_ranks("tests.test_fabric_strategies", folder)
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-6000:]
+    results, other = [torch.load(file, weights_only=False) for file in files]
+    return SimpleNamespace(folder=folder, dtype=dtype, results=results, other=other, saved=saved)
+
+
+def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **TOLERANCES[dtype], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_steps_are_those_of_a_plain_loop(run: Any) -> None:
+    """Windows of two micro-batches on two ranks, clipped by the norm of the whole gradient."""
+    ended = plain(run.dtype)
+    assert_weights(run.results["saved"], run.saved.state, run.dtype)
+    assert_weights(run.results["ended"], ended.state, run.dtype)
+    assert_weights(run.other["ended"], ended.state, run.dtype)
+    assert_weights(run.results["by_value"], plain(run.dtype, value=0.01).state, run.dtype)
+    assert run.results["norms"] == pytest.approx(ended.norms, rel=1e-12)
+    assert min(ended.norms) > CLIP, "each step is clipped"
+    assert_weights(run.results["exact"], exact_plain(run.dtype), run.dtype)
+
+
+def test_nothing_is_reduced_within_a_window(run: Any) -> None:
+    """Once a window: for three blocks and for what is outside of them."""
+    assert run.results["synced"] == [(0, 4)] * NUM_STEPS
+
+
+def test_a_checkpoint_is_that_of_a_plain_loop(run: Any) -> None:
+    """Saved on two ranks and loaded on one, and the other way round; also as a folder."""
+    ours = torch.load(run.folder / "ours.ckpt", weights_only=True)
+    assert ours["step"] == SAVED_AFTER
+    ended = plain(run.dtype).state
+    assert_weights(plain(run.dtype, resume=ours).state, ended, run.dtype)
+    assert_weights(run.results["resumed"], ended, run.dtype)
+    assert run.results["rest"] == {"more": [1]}
+    assert run.results["step"] == SAVED_AFTER
+    assert_weights(run.results["from_folder"], ended, run.dtype)
+    assert (run.folder / "folder.ckpt" / "index.ckpt").is_file()
+
+
+def test_a_checkpoint_goes_to_the_trainer_and_back(run: Any) -> None:
+    ended = plain(run.dtype)
+    assert_weights(run.results["trained"], ended.state, run.dtype)
+    assert "loops" in run.results["trainer_rest"]
+    assert "state_dict" not in run.results["trainer_rest"]
+    assert run.results["is_kept"], "the caller's list still has what Fabric has wrapped"
+    back = torch.load(run.folder / "back.ckpt", weights_only=True)["optimizer"]["state"]
+    for number, entry in ended.optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(
+            back[number]["momentum_buffer"], entry["momentum_buffer"], **TOLERANCES[run.dtype]
+        )
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_and_all_ranks_say_so(run: Any) -> None:
+    for results, begin in ((run.results, "checkpoint "), (run.other, "rank 0: checkpoint ")):
+        said, is_unchanged, files = results["full_disk"]
+        assert said.startswith(begin)
+        assert "ours.ckpt was not saved: No space left on device" in said
+        assert is_unchanged
+        assert not [name for name in files if name.startswith(".durable")]
+
+
+def test_what_does_not_fit_is_refused(run: Any) -> None:
+    auto, wrapped, foreign, lacking = run.results["refused"]
+    assert auto.startswith("micro_batch_size='auto': expected ")
+    assert "try: model = fabric.setup_module(model)" in wrapped
+    assert "is no parameter of the sharded model" in foreign
+    assert 'try: Fabric(strategy="ddp")' in foreign
+    assert "ours.ckpt has no 'net'; it has 'model', 'optimizer', 'step'" in lacking
+
+
+def test_one_device_and_wrong_values_are_refused() -> None:
+    with pytest.raises(ConflictError, match=r"one device nothing is sharded\n  try: Fabric\(devices=2\)"):
+        Fabric(accelerator="cpu", devices=1, strategy=FSDP2Fabric()).launch()
+    with pytest.raises(ConfigError, match="param_dtype='int8': expected one of bf16"):
+        FSDP2Fabric(param_dtype="int8")  # pyright: ignore[reportArgumentType]
