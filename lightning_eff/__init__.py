@@ -31,6 +31,7 @@ PUBLIC = {
     "FSDP2Fabric": "lightning_eff.strategy._fsdp2.fabric",
     "Stage": "lightning_eff.core.model_surgery",
     "TritonLinear": "lightning_eff.kernels.linear",
+    "ZeroFabric": "lightning_eff.strategy._zero.fabric",
     "adapt": "lightning_eff.callbacks.peft_adapter",
     "apply": "lightning_eff.core.model_surgery",
     "compare": "lightning_eff.comparison.modules",

@@ -91,8 +91,10 @@ class ExactGradient:
                 remedies=["micro_batch_size=4", 'Fabric(strategy="ddp")'],
             )
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
-        # ZeRO's strategy scales gradients itself: they are not in `.grad`.
-        scale_gradients = getattr(fabric.strategy, "scale_gradients", None) if fabric else None
+        # ZeRO's strategy does these itself: its gradients are not in `.grad`.
+        strategy: Any = fabric.strategy if fabric else None
+        scale_gradients = getattr(strategy, "scale_gradients", None)
+        self._discard_gradients = getattr(strategy, "discard_gradients", None)
         self._window = Window(model.parameters, num_ranks=num_ranks, scale_gradients=scale_gradients)
         self._snapshot = StepSnapshot(original, self._device)
         self._retry = OomRetry(self.size, self._window, self._snapshot, self._wrapped, self._device)
@@ -117,6 +119,8 @@ class ExactGradient:
             raise ValueError(text)
         for parameter in self._model.parameters():
             parameter.grad = None
+        if self._discard_gradients is not None:
+            self._discard_gradients()
         self._window.begin(len(batches))
         self._retry.begin()
         last = len(batches) - 1

@@ -27,6 +27,7 @@ from lightning_eff.strategy._fsdp2 import shard
 from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, load_folder, save_folder
 from lightning_eff.strategy._shared import checks, fabric_checkpoint
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
+from lightning_eff.strategy.fsdp2 import FSDP2
 
 _LATER = "model = fabric.setup_module(model), then build the optimizer and fabric.setup_optimizers(optimizer)"
 
@@ -142,13 +143,10 @@ class FSDP2Fabric(ModelParallelStrategy):
         return optimizer
 
     def _check_optimizer(self, optimizer: Optimizer, module: nn.Module | None = None) -> None:
-        from lightning_eff.strategy.fsdp2 import FSDP2
-
         with for_fabric():
             if module is not None:
                 checks.check_optimizer(optimizer, module, "an optimizer of the model's own parameters")
-            twin = FSDP2(cpu_offload=True)  # states the rules, but that of one device
-            rules.raise_rejected(rules.check_rules([twin, type(optimizer)], {}))
+            rules.raise_rejected(rules.check_rules([FSDP2(), type(optimizer)], {}))
 
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
