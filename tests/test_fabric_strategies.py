@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,7 @@ from lightning_eff.core.errors import CheckpointError, ConfigError, ConflictErro
 from lightning_eff.core.shards import full_tensor
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import make_trainer
+from tests.support.processes import ROOT
 from tests.support.ranks import run_two_ranks
 
 NUM_STEPS = 4
@@ -247,12 +251,18 @@ def zero(path: Path) -> dict[str, Any]:
         loop.fabric.backward(loop.model(data(dtype)[3][0]).sum())
         found[f"discarded_{stage}"] = loop.train(0, NUM_STEPS).gathered()
     found["exact_3"] = exact(ZeroFabric(stage=3), dtype)
-    evaluated = Fabric(accelerator="cpu", devices=2, strategy=ZeroFabric())
-    evaluated.launch()
-    model = evaluated.setup_module(tower(dtype, seed=9))
-    evaluated.load(path / "ours.ckpt", {"model": model})
-    found["evaluated"] = model(data(dtype)[0][0]).detach()
+    found["evaluated"] = [evaluated(stage, path, dtype) for stage in (2, 3)]
     return found | {"refused": [refused(act) for act in REFUSED_BY_ZERO]}
+
+
+def evaluated(stage: Any, path: Path, dtype: torch.dtype) -> Tensor:
+    """Return what a model says that was loaded without an optimizer."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroFabric(stage=stage))
+    fabric.launch()
+    model = fabric.setup_module(tower(dtype, seed=9))
+    fabric.load(path / "ours.ckpt", {"model": model})
+    with torch.no_grad():
+        return model(data(dtype)[0][0])
 
 
 def clip(**keywords: Any) -> Any:
@@ -265,7 +275,7 @@ def clip(**keywords: Any) -> Any:
 
 def second_model() -> None:
     loop = Loop(ZeroFabric(), torch.float32)
-    loop.fabric.setup_module(tower(torch.float32))
+    loop.fabric.setup(tower(torch.float32), tower(torch.float32).optimizer())
 
 
 def changed() -> None:
@@ -465,7 +475,8 @@ def test_a_checkpoint_is_that_of_a_plain_loop(run: Any) -> None:
         model = tower(run.dtype)
         model.load_state_dict(ours["model"])
         expected = model(data(run.dtype)[0][0])
-        torch.testing.assert_close(run.results["evaluated"], expected, **TOLERANCES[run.dtype])
+        for outputs in run.results["evaluated"]:
+            torch.testing.assert_close(outputs, expected, **TOLERANCES[run.dtype])
 
 
 def test_a_checkpoint_goes_to_the_trainer_and_back(run: Any) -> None:
@@ -513,3 +524,29 @@ def test_one_device_and_wrong_values_are_refused() -> None:
         Fabric(accelerator="cpu", devices=1, strategy=FSDP2Fabric()).launch()
     with pytest.raises(ConfigError, match="param_dtype='int8': expected one of bf16"):
         FSDP2Fabric(param_dtype="int8")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero"])
+def test_the_script_of_the_page_runs_and_its_checkpoint_loads_on_one_device(
+    strategy: str, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "fabric.md").read_text()
+    script = re.search(r"```python\n(# two_ranks\.py\n.*?)```", page, re.DOTALL)
+    assert script is not None
+    (tmp_path / "two_ranks.py").write_text(script[1])
+    command = [sys.executable, "-W", "ignore", "two_ranks.py", strategy]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"^step 4, loss \d\.\d{4}$", done.stdout, re.MULTILINE), done.stdout[-2000:]
+    saved = torch.load(tmp_path / "two_ranks.ckpt", weights_only=True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert {int(entry["step"]) for entry in optimizer.state.values()} == {2}

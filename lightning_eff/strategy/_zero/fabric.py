@@ -162,8 +162,10 @@ class ZeroFabric(DeepSpeedStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
+        """Set up a model that is not trained: stage 3 shards it, other stages have nothing to shard."""
         self._check_module(module, is_trained=False)
-        return super().setup_module(module)
+        broadcast_from_rank0([*module.parameters(), *module.buffers()], self.root_device)
+        return super().setup_module(module) if self.stage == 3 else module
 
     @override
     def setup_module_and_optimizers(
@@ -192,7 +194,7 @@ class ZeroFabric(DeepSpeedStrategy):
         return engine, [EngineOptimizer(engine.optimizer)], scheduler
 
     def _check_module(self, module: nn.Module, *, is_trained: bool) -> None:
-        if self._deepspeed_engine is not None:
+        if self._deepspeed_engine is not None and (is_trained or self.stage == 3):
             problem = "it shards one model, and another was set up before"
             raise checks.conflict(
                 checks.ZERO, problem, "fabric.to_device(model) for a frozen one", "FSDP2Fabric()"
