@@ -95,7 +95,8 @@ def shard_for(strategy: Any, model: nn.Module) -> int:
         reshard_after_forward=strategy.reshard_after_forward,
     )
     for step in STEPS:  # which gather the weights outside of blocks, as `forward` does
-        register_fsdp_forward_method(model, step)
+        if hasattr(model, step):  # not of a plain module, under Fabric
+            register_fsdp_forward_method(model, step)
     return num_sharded
 
 
