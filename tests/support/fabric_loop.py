@@ -188,9 +188,9 @@ def usual(path: Path, strategy: Any, dtype: torch.dtype) -> dict[str, Any]:
     states = {"optimizer_states": [loop.optimizer], "lr_schedulers": [loop.schedule]}
     versions = {"pytorch-lightning_version": pl.__version__, "global_step": SAVED_AFTER, "epoch": 0}
     loop.fabric.save(path / "named.ckpt", {"state_dict": loop.model} | states | versions)
-    with loop.fabric.no_backward_sync(loop.model, enabled=False):
-        pass  # reduction stays on afterwards
     discarded = Loop(strategy(), dtype)
+    with discarded.fabric.no_backward_sync(discarded.model, enabled=False):
+        pass  # reduction stays on afterwards: else zero_grad would not see the gradients
     discarded.fabric.backward(discarded.model(data(dtype)[3][0]).sum())
     found = {"saved": saved, "full_disk": disk, "discarded": discarded.train(0, NUM_STEPS).gathered()}
     found |= {"ended": loop.train(SAVED_AFTER, NUM_STEPS).gathered(), "exact": exact(strategy(), dtype)}

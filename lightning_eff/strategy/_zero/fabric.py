@@ -214,7 +214,8 @@ class ZeroFabric(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
         del optimizer
-        zero: Any = self.model.optimizer
+        engine: Any = self.model
+        zero = engine.optimizer
         with for_fabric():
             if self._guard is not None:
                 self._guard.check()
@@ -222,7 +223,7 @@ class ZeroFabric(DeepSpeedStrategy):
                 self._divergence.read()  # before the next forward, in which one rank alone would fail
         try:
             # The engine: Lightning 2.6 passes it only if it looks like an optimizer, which 0.19's does not.
-            result = super().optimizer_step(self.model, **keywords)
+            result = super().optimizer_step(engine, **keywords)
         finally:
             zero.custom_loss_scaler, zero.clip_grad = False, 0.0
             rejects, self._rejects_nonfinite = self._rejects_nonfinite, False
