@@ -20,6 +20,8 @@ LOOPS = "lightning.pytorch.loops"
 EPOCH_LOOP = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
 AUTOMATIC = f"{LOOPS}.optimization.automatic:_AutomaticOptimization"
 DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
+FABRICS_DEEPSPEED = "lightning.fabric.strategies:DeepSpeedStrategy"
+FABRICS_FSDP2 = "lightning.fabric.strategies:ModelParallelStrategy"
 # module:attribute, and what its source has
 SOURCES = [
     ("lightning.pytorch.plugins.precision:Precision._after_closure", "on_before_optimizer_step"),
@@ -46,6 +48,16 @@ SOURCES = [
     (DEEPSPEED, "_init_deepspeed_distributed"),
     (DEEPSPEED, "self._format_batch_size_and_grad_accum_config()"),
     ("lightning.pytorch.strategies:ModelParallelStrategy.setup_environment", "self._data_parallel_size"),
+    (f"{FABRICS_FSDP2}.setup_environment", "self._data_parallel_size"),
+    (f"{FABRICS_FSDP2}.setup_module", "self._parallelize_fn(module, self.device_mesh)"),
+    (f"{FABRICS_DEEPSPEED}._setup_distributed", "self._format_config()"),
+    (f"{FABRICS_DEEPSPEED}._setup_distributed", "self._config_initialized = True"),
+    (f"{FABRICS_DEEPSPEED}._setup_distributed", "self._set_world_ranks()"),
+    (f"{FABRICS_DEEPSPEED}._init_deepspeed_distributed", "deepspeed.init_distributed"),
+    (f"{FABRICS_DEEPSPEED}.setup_module_and_optimizers", "self._deepspeed_engine, optimizer, scheduler ="),
+    ("lightning.fabric:Fabric.no_backward_sync", "self._strategy._backward_sync_control.no_backward_sync("),
+    ("lightning.fabric.strategies.strategy:Strategy.checkpoint_io.fget", "self._checkpoint_io"),
+    ("lightning.fabric.strategies.strategy:Strategy.precision.fget", "self._precision"),
 ]
 # module:attribute, and the names of its first parameters
 PARAMETERS = [
@@ -97,11 +109,14 @@ NAMES = {
 DEEPSPEED_FILES = {
     "runtime/zero/stage_1_and_2.py": (
         "self.bit16_groups =", "self.single_partition_of_fp32_groups =", "external_loss_scale",
+        "self.all_grad_tensors = {}", "INITIAL_MICRO_STEP_ID = -1", "self.clip_grad =", "_global_grad_norm =",
     ),
     "runtime/zero/stage3.py": (
         "self.fp32_partitioned_groups_flat",
         "self.grad_position[param_id] = [int(i), int(current_offset)",
         "def get_param_id",
+        "self.clip_grad =",
+        "self._global_grad_norm =",
     ),
     "runtime/zero/parameter_offload.py": (
         "class PreBackwardFunctionForModule(", "class PostBackwardFunctionModule(",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
@@ -30,10 +30,15 @@ COUNTS = ("step",)
 class ShardedState(Protocol):
     """Read and write full tensors of a sharded model; all ranks call every method."""
 
-    groups: Sequence[Sequence[Tensor]]
-    """Parameters of the optimizer's groups, as the optimizer was built with them."""
-    options: Sequence[dict[str, Any]]
-    """Live options of each group; changed in place when they are loaded."""
+    @property
+    def groups(self) -> Sequence[Sequence[Tensor]]:
+        """Parameters of the optimizer's groups, as the optimizer was built with them."""
+        ...
+
+    @property
+    def options(self) -> Sequence[dict[str, Any]]:
+        """Live options of each group; changed in place when they are loaded."""
+        ...
 
     full_tensor: Callable[[Tensor], Tensor]
     """Return a parameter or a buffer unsharded, in the dtype that is trained."""
@@ -45,35 +50,45 @@ class ShardedState(Protocol):
     """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
 
 
-@torch.no_grad()
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
-    """Return the module's unsharded state dict; tied tensors stay tied.
-
-    The module's `state_dict` defines which tensors are saved. Ranks other than 0 return names and shapes, on
-    `meta`.
-    """
-    sharded: ShardedState = self.sharded_state()
-    known: dict[int, Tensor] = {}  # tied tensors are gathered once
-    state: dict[str, Any] = {}
-    for name, value in self.lightning_module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in known:
-            known[id(value)] = _kept(sharded.full_tensor(value), keep=self.is_global_zero)
-        state[name] = known.get(id(value), value)
-    return state
+    """Return the LightningModule's unsharded state dict, as `module_state` does."""
+    return module_state(self.lightning_module, self.sharded_state(), keep=self.is_global_zero)
 
 
-@torch.no_grad()
 def load_model_state_dict(
     self: Any,
     checkpoint: Mapping[str, Any],
     strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
 ) -> None:
-    """Set the sharded module's state from full tensors.
+    """Set the sharded LightningModule's state from full tensors, as `load_module_state` does."""
+    load_module_state(self.lightning_module, self.sharded_state(), checkpoint["state_dict"], strict=strict)
+
+
+@torch.no_grad()
+def module_state(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[str, Any]:
+    """Return a module's unsharded state dict; tied tensors stay tied.
+
+    The module's `state_dict` defines which tensors are saved. Ranks that do not `keep` them return names and
+    shapes, on `meta`.
+    """
+    known: dict[int, Tensor] = {}  # tied tensors are gathered once
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in known:
+            known[id(value)] = _kept(sharded.full_tensor(value), keep=keep)
+        state[name] = known.get(id(value), value)
+    return state
+
+
+@torch.no_grad()
+def load_module_state(
+    module: nn.Module, sharded: ShardedState, state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Set a sharded module's state from full tensors.
 
     Raises:
         CheckpointError: A name or a shape does not fit; nothing was assigned then.
     """
-    module, state, sharded = self.lightning_module, checkpoint["state_dict"], self.sharded_state()
     everything = module.state_dict(keep_vars=True)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
@@ -114,7 +129,6 @@ def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": param_groups}
 
 
-@torch.no_grad()
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
     """Set each optimizer's state and its groups' options from torch's layout.
 
@@ -122,19 +136,28 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         CheckpointError: The numbers of parameters per group differ.
     """
     for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-        sharded: ShardedState = self.sharded_state(optimizer)
-        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
-        sizes = [len(group) for group in sharded.groups]
-        if saved_sizes != sizes:
-            text = f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
-            raise CheckpointError(text)
-        for group, option, saved_group in zip(
-            sharded.groups, sharded.options, saved["param_groups"], strict=True
-        ):
-            option.update({key: value for key, value in saved_group.items() if key != "params"})
-            for parameter, index in zip(group, saved_group["params"], strict=True):
-                if parameter.requires_grad:
-                    sharded.load_state(parameter, saved["state"].get(index, {}))
+        load_optimizer(self.sharded_state(optimizer), saved)
+
+
+@torch.no_grad()
+def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
+    """Set an optimizer's state and its groups' options from torch's layout.
+
+    Raises:
+        CheckpointError: The numbers of parameters per group differ.
+    """
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    sizes = [len(group) for group in sharded.groups]
+    if saved_sizes != sizes:
+        text = f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
+        raise CheckpointError(text)
+    for group, option, saved_group in zip(
+        sharded.groups, sharded.options, saved["param_groups"], strict=True
+    ):
+        option.update({key: value for key, value in saved_group.items() if key != "params"})
+        for parameter, index in zip(group, saved_group["params"], strict=True):
+            if parameter.requires_grad:
+                sharded.load_state(parameter, saved["state"].get(index, {}))
 
 
 def _kept(tensor: Tensor, *, keep: bool) -> Tensor:

@@ -21,6 +21,9 @@ import yaml
 from lightning_eff.core import catalog
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
+_in_fabric: ContextVar[bool] = ContextVar("_in_fabric", default=False)
+_FABRIC_NAMES = (("Trainer(", "Fabric("), ("FSDP2(", "FSDP2Fabric("), ("DeepSpeedZero(", "ZeroFabric("))
+"""What is used in a loop without a Trainer in place of what a remedy names."""
 _GROUPS = "callbacks|monitors|checkpoint_io|data|model|optimizer|precision|scheduler|strategy|trainer"
 _TOKEN = re.compile(
     rf"(?<![^\s'])(?:~(?P<removed>(?:{_GROUPS})(?:\.\w+)+)"
@@ -41,6 +44,16 @@ def keep_overrides() -> Generator[None]:
         yield
     finally:
         _in_recipe.reset(token)
+
+
+@contextmanager
+def for_fabric() -> Generator[None]:
+    """Show remedies with Lightning Fabric's names, in texts that are created inside of this context."""
+    token = _in_fabric.set(True)
+    try:
+        yield
+    finally:
+        _in_fabric.reset(token)
 
 
 def format_remedies(text: str) -> str:
@@ -66,7 +79,10 @@ def override_as_python(remedy: str) -> str:
         ('remove MicroBatch', 'DeepSpeedZero()')
     """
     text = _TOKEN.sub(lambda match: _as_python(**match.groupdict()), remedy)
-    return _NEXT_CALL.sub(") and ", _ONE_CALL.sub(r"\1(\2, ", text))
+    text = _NEXT_CALL.sub(") and ", _ONE_CALL.sub(r"\1(\2, ", text))
+    for name, fabrics in _FABRIC_NAMES if _in_fabric.get() else ():
+        text = text.replace(name, fabrics)
+    return text
 
 
 def _as_python(removed: str | None, key: str, value: str) -> str:

@@ -44,7 +44,7 @@ class ExactGradient:
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
 
     Raises:
-        ConfigError: A size below 1, or a model without parameters.
+        ConfigError: A size below 1, a model without parameters, or `auto` where a model is sharded.
 
     Example:
         >>> import torch
@@ -82,8 +82,20 @@ class ExactGradient:
             splitter=splitter,
         )
         num_ranks = dist.get_world_size() if replicas else 1
+        num_ranks = fabric.world_size if fabric else num_ranks
+        if self.size.is_auto and num_ranks > 1 and not replicas:
+            raise ConfigError(
+                key="micro_batch_size",
+                value="auto",
+                allowed="a number on several ranks without DDP: a rank that halves leaves the others waiting",
+                remedies=["micro_batch_size=4", 'Fabric(strategy="ddp")'],
+            )
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
-        self._window = Window(model.parameters, num_ranks=fabric.world_size if fabric else num_ranks)
+        # ZeRO's strategy does these itself: its gradients are not in `.grad`.
+        strategy: Any = fabric.strategy if fabric else None
+        scale_gradients = getattr(strategy, "scale_gradients", None)
+        self._discard_gradients = getattr(strategy, "discard_gradients", None)
+        self._window = Window(model.parameters, num_ranks=num_ranks, scale_gradients=scale_gradients)
         self._snapshot = StepSnapshot(original, self._device)
         self._retry = OomRetry(self.size, self._window, self._snapshot, self._wrapped, self._device)
         self._num_updates = 0
@@ -107,6 +119,8 @@ class ExactGradient:
             raise ValueError(text)
         for parameter in self._model.parameters():
             parameter.grad = None
+        if self._discard_gradients is not None:
+            self._discard_gradients()
         self._window.begin(len(batches))
         self._retry.begin()
         last = len(batches) - 1

@@ -47,7 +47,7 @@ from lightning_eff.core.text import human_count
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
 from lightning_eff.strategy._zero import checks, parameters, zero_config
 from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
-from lightning_eff.strategy._zero.optimizer import single_optimizer
+from lightning_eff.strategy._zero.optimizer import scale_gradients, single_optimizer
 from lightning_eff.strategy._zero.partitions import PartitionedState
 from lightning_eff.strategy._zero.precision import ZeroPrecision
 
@@ -193,10 +193,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of the next step by `factor`, before they are clipped."""
-        zero: Any = self.optimizers[0]
-        # DeepSpeed divides gradients by external_loss_scale: loss_scale / factor leaves factor * gradient.
-        zero.external_loss_scale = zero.loss_scale / factor if factor else float("inf")
-        zero.custom_loss_scaler = True
+        scale_gradients(self.optimizers[0], factor)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -45,12 +44,9 @@ from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Ru
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.report.sharding import FSDP2Memory
 from lightning_eff.strategy._fsdp2 import shard
-from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, save_folder
+from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, load_folder, save_folder
 from lightning_eff.strategy._shared import checks
-from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks, broadcast_from_rank0
-
-DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Dtype = Literal["bf16", "fp16", "fp32"]
+from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
 
 _AVERAGES = tuple(
     Rule(
@@ -102,8 +98,8 @@ class FSDP2(ModelParallelStrategy):
         self,
         *,
         blocks: BlockSelector = None,
-        param_dtype: Dtype | None = None,
-        reduce_dtype: Dtype | None = None,
+        param_dtype: shard.Dtype | None = None,
+        reduce_dtype: shard.Dtype | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool = True,
         sync_every_micro_batch: bool = False,
@@ -134,25 +130,9 @@ class FSDP2(ModelParallelStrategy):
     def _shard(self, model: nn.Module) -> int:
         if isinstance(model, FSDPModule):
             return 0
-        if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
-            problem = "the model is on the meta device, and materializing it would re-initialize the adapters"
-            raise checks.conflict(checks.FSDP2, problem, "build the model with values")
-        # Before sharding, while every rank still has full tensors; a collective of all ranks.
-        broadcast_from_rank0([*model.parameters(), *model.buffers()], self.root_device)
         self._attributes = shard.parameter_attributes(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
-        self._num_sharded = shard.shard(
-            model,
-            self.device_mesh["data_parallel"],
-            blocks=self.blocks,
-            policy=MixedPrecisionPolicy(
-                param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype]
-            ),
-            offload=self.cpu_offload,
-            reshard_after_forward=self.reshard_after_forward,
-        )
-        for step in shard.STEPS:  # which gather the weights outside of blocks, as `forward` does
-            register_fsdp_forward_method(model, step)
+        self._num_sharded = shard.shard_for(self, model)
         self._local_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         return self._num_sharded
 
@@ -242,13 +222,7 @@ class FSDP2(ModelParallelStrategy):
         if weights_only is False:
             text = f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
             raise CheckpointError(text)
-        ranks = Ranks(self.root_device)
-        with ranks.all_or_none():  # each rank verifies a share of the files; ranks may be more or fewer
-            index = sharded.verified_index(path, ranks.rank, ranks.size)
-        checkpoint = sharded.lazy_checkpoint(index)
-        if isinstance(io := self.checkpoint_io, sharded.CheckpointListener):
-            io.folder_loaded(path)
-        return checkpoint
+        return load_folder(path, Ranks(self.root_device), self.checkpoint_io)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -267,7 +241,7 @@ class FSDP2(ModelParallelStrategy):
 
     def scheme(self) -> FSDP2Memory:
         """Return the memory arithmetic, for any number of devices."""
-        param_dtype, reduce_dtype = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
+        param_dtype, reduce_dtype = shard.DTYPES[self.param_dtype], shard.DTYPES[self.reduce_dtype]
         return FSDP2Memory(
             compute_itemsize=param_dtype.itemsize if param_dtype is not None else None,
             reduce_itemsize=reduce_dtype.itemsize if reduce_dtype is not None else None,

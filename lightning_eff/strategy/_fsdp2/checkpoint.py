@@ -130,6 +130,22 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
         io.folder_saved(path, num_bytes, time.perf_counter() - start)
 
 
+def load_folder(path: Path, ranks: Ranks, io: CheckpointIO) -> dict[str, Any]:
+    """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
+
+    A collective of all ranks: each verifies a share of the files. They may be more or fewer than have saved.
+
+    Raises:
+        CheckpointError: A file is damaged or missing; all ranks raise it.
+    """
+    with ranks.all_or_none():
+        index = sharded.verified_index(path, ranks.rank, ranks.size)
+    checkpoint = sharded.lazy_checkpoint(index)
+    if isinstance(io, sharded.CheckpointListener):
+        io.folder_loaded(path)
+    return checkpoint
+
+
 def _local_shard(tensor: Tensor) -> RowShard | Tensor:
     """Return this rank's rows; a tensor that is not sharded by rows in full, which all ranks gather."""
     if not isinstance(tensor, DTensor):

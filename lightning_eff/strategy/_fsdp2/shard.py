@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -14,11 +14,15 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from lightning_eff.core.model_surgery import BlockSelector, select_blocks
 from lightning_eff.strategy._shared import checks
+from lightning_eff.strategy._shared.collectives import broadcast_from_rank0
 
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Dtype = Literal["bf16", "fp16", "fp32"]
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MIXED = "got mixed torch.Tensor and DTensor"
 """Part of torch 2.13's error about an operation on a sharded and a plain tensor."""
@@ -65,6 +69,35 @@ def shard(
     fully_shard(model, mesh=mesh, **policies)
     restore_attributes(model, attributes)
     return len(selected) + 1
+
+
+def shard_for(strategy: Any, model: nn.Module) -> int:
+    """Shard rank 0's values of a model as an FSDP2 strategy's arguments say; a collective of all ranks.
+
+    Returns:
+        Number of sharded modules; 0 for a model that is sharded already.
+    """
+    if isinstance(model, FSDPModule):
+        return 0
+    if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
+        problem = "the model is on the meta device, and materializing it would re-initialize the adapters"
+        raise checks.conflict(checks.FSDP2, problem, "build the model with values")
+    # Before sharding, while every rank still has full tensors.
+    broadcast_from_rank0([*model.parameters(), *model.buffers()], strategy.root_device)
+    num_sharded = shard(
+        model,
+        strategy.device_mesh["data_parallel"],
+        blocks=strategy.blocks,
+        policy=MixedPrecisionPolicy(
+            param_dtype=DTYPES[strategy.param_dtype], reduce_dtype=DTYPES[strategy.reduce_dtype]
+        ),
+        offload=strategy.cpu_offload,
+        reshard_after_forward=strategy.reshard_after_forward,
+    )
+    for step in STEPS:  # which gather the weights outside of blocks, as `forward` does
+        if hasattr(model, step):  # not of a plain module, under Fabric
+            register_fsdp_forward_method(model, step)
+    return num_sharded
 
 
 def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -78,7 +78,11 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 raise conflict(FSDP2, problem, "strategy=deepspeed_zero", "strategy=ddp")
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+def check_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    remedy: str = "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
+) -> None:
     """Reject an optimizer with parameters from before sharding: it would train no shard of them."""
     known = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
@@ -89,6 +93,6 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                     f"{type(optimizer).__name__} holds a tensor {tuple(parameter.shape)} (group {index}, "
                     f"position {position}) that is no parameter of the sharded model: it was taken before "
                     "sharding and would not be trained",
-                    "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
+                    remedy,
                     "strategy=ddp",
                 )

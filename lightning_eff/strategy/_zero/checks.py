@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
@@ -104,14 +106,8 @@ def check_run(trainer: pl.Trainer) -> None:
     """
     module = trainer.lightning_module
     strategy: Any = trainer.strategy
-    checks.check_parameters(ZERO, module)
-    if trainer.state.fn == TrainerFn.FITTING and not any(p.requires_grad for p in module.parameters()):
-        problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
-        raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
-    compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
-    if strategy.zero_stage_3 and compiled is not None:
-        problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
-        raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")
+    precision = strategy.precision_plugin.precision
+    check_module(module, strategy.config, precision, is_trained=trainer.state.fn == TrainerFn.FITTING)
     algorithm = trainer.gradient_clip_algorithm
     if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
         allowed = "norm: under ZeRO no rank has all values of a gradient"
@@ -122,16 +118,37 @@ def check_run(trainer: pl.Trainer) -> None:
     if is_overridden("configure_gradient_clipping", module):
         problem = f"{hook}configure_gradient_clipping would not be called"
         raise conflict(ZERO, problem, "trainer.gradient_clip_val=1.0 and no method of that name")
+    if is_overridden("backward", module):
+        raise conflict(ZERO, f"{hook}backward would not be called: DeepSpeed's is", "strategy=auto")
+
+
+def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
+    """Reject models that DeepSpeed would silently change, or fail on without saying why.
+
+    Args:
+        module: The model.
+        config: DeepSpeed's configuration.
+        precision: Lightning's name.
+        is_trained: Whether there is an optimizer.
+
+    Raises:
+        ConflictError: The model does not work with DeepSpeed.
+    """
+    checks.check_parameters(ZERO, module)
+    if is_trained and not any(p.requires_grad for p in module.parameters()):
+        problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
+        raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
+    compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
+    if config["zero_optimization"]["stage"] == 3 and compiled is not None:
+        problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
+        raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")
     # Batch norm needs weights and running statistics of one dtype; DeepSpeed casts only the weights.
-    precision = strategy.precision_plugin.precision
     norms = (name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm))
     found = "" if precision == "32-true" else next(norms, "")
-    if found and "buffer_dtype" not in strategy.config.get("data_types", {}):
+    if found and "buffer_dtype" not in config.get("data_types", {}):
         problem = (
             f"under {precision} DeepSpeed casts the weights of {found}, but keeps its running statistics "
         )
         problem += "in float32, which batch norm cannot compute with"
         buffer_dtype = "strategy.config.data_types.buffer_dtype=bf16"
         raise conflict(ZERO, problem, "precision=fp32", "strategy=fsdp2", buffer_dtype)
-    if is_overridden("backward", module):
-        raise conflict(ZERO, f"{hook}backward would not be called: DeepSpeed's is", "strategy=auto")

@@ -45,11 +45,38 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
         counts = f"optimizers: {len(optimizers)}, schedules: {len(schedules)}"
         problem = f"{name} returned several ({counts}), but DeepSpeed steps one of each"
         raise conflict(ZERO, problem, "parameter groups of one optimizer", "strategy=fsdp2", "strategy=ddp")
-    (optimizer,) = optimizers
+    check_elementwise(optimizers[0])
+    return optimizers[0], schedules[0] if schedules else None
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Reject an optimizer whose steps may differ on slices of flat vectors.
+
+    Raises:
+        ConflictError: The optimizer is not known to be elementwise.
+    """
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
     if kind.__name__ not in ELEMENTWISE.get(package, ()) and not getattr(optimizer, "elementwise", False):
         problem = f"{kind.__name__} is not known to be elementwise, but ZeRO flattens and cuts tensors"
         own = f"{kind.__name__}.elementwise = True, if it updates each element by itself"
         raise conflict(ZERO, problem, "optimizer=adamw", "strategy=ddp", own)
-    return optimizer, schedules[0] if schedules else None
+
+
+def scale_gradients(zero: Any, factor: float) -> None:
+    """Have DeepSpeed's optimizer multiply the gradients of its next step, before it clips them."""
+    # DeepSpeed divides gradients by external_loss_scale: loss_scale / factor leaves factor * gradient.
+    zero.external_loss_scale = zero.loss_scale / factor if factor else float("inf")
+    zero.custom_loss_scaler = True
+
+
+def discard_gradients(zero: Any) -> None:
+    """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
+
+    Its own `zero_grad` leaves those that stage 2 has reduced, and stages 2 and 3 then add to them.
+    """
+    zero.zero_grad()
+    zero.custom_loss_scaler = False
+    if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
+        zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+        zero.micro_step_id = -1  # the next backward replaces what is offloaded

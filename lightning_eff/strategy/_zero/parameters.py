@@ -30,14 +30,16 @@ class ParameterGuard:
 
     Args:
         module: As DeepSpeed has sharded it.
+        calls_hooks: Whether Lightning calls the module's hooks, as the Trainer does.
 
     Warns:
         ConflictWarning: The module overrides a hook that reads gradients, which DeepSpeed does not keep in
             `.grad`.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        hook = next((name for name in HOOKS if is_overridden(name, module)), None)
+    def __init__(self, module: nn.Module, *, calls_hooks: bool = True) -> None:
+        watched = [module] if calls_hooks and isinstance(module, pl.LightningModule) else []
+        hook = next((name for name in HOOKS for each in watched if is_overridden(name, each)), None)
         if hook is not None:
             text = (
                 f"{ZERO}: {type(module).__name__}.{hook} finds no gradients: under DeepSpeed every `.grad` "

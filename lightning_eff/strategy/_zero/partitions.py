@@ -28,12 +28,12 @@ class PartitionedState:
     """Full tensors of an engine's model; implements `full_state.ShardedState`.
 
     Args:
-        engine: DeepSpeed's, with an optimizer or, for evaluation, without.
+        engine: DeepSpeed's, with an optimizer or, for evaluation, without; None where nothing is sharded.
         groups: Parameters of each group, before DeepSpeed replaced them by flat vectors.
     """
 
     def __init__(self, engine: Any, groups: Sequence[Sequence[Tensor]]) -> None:
-        zero = engine.optimizer
+        zero = getattr(engine, "optimizer", None)
         self._zero = zero if getattr(zero, "optimizer", None) is not None else None
         self.groups = groups
         self.options = self._zero.optimizer.param_groups if self._zero is not None else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import precision as fabric
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from torch import Tensor, nn
 from typing_extensions import override
@@ -39,12 +40,25 @@ class ZeroPrecision(DeepSpeedPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        if not self.precision.endswith("16-true"):
-            return module
-        dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float16
+        return cast_module(module, self.precision)
 
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        apply: Any = module._apply  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        return apply(cast)  # as `to` does, but for complex numbers
+class FabricZeroPrecision(fabric.DeepSpeedPrecision):
+    """The same for Fabric, whose own plugin casts what Lightning's does."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return cast_module(module, self.precision)
+
+
+def cast_module(module: nn.Module, precision: str) -> nn.Module:
+    """Cast a module to the 16-bit dtype of a precision; others change nothing."""
+    if not precision.endswith("16-true"):
+        return module
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    apply: Any = module._apply  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return apply(cast)  # as `to` does, but for complex numbers

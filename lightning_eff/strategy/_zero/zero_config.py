@@ -34,6 +34,20 @@ OWNED = {
     "zero_optimization.offload_param.device": "strategy.offload_parameters",
 }
 """DeepSpeed's keys that are set elsewhere, and where."""
+_IN_A_LOOP = {
+    BATCH: "the loop",
+    WINDOW: "the loop",
+    PRECISION: "Fabric(precision=...)",
+    "trainer.gradient_clip_val": "fabric.clip_gradients",
+    "optimizer=": "fabric.setup",
+    "scheduler=": "the loop",
+    "callbacks.gradient_checkpointing": "lightning_eff.recompute",
+    "strategy.stage": "stage",
+    "strategy.offload_optimizer": "offload_optimizer",
+    "strategy.offload_parameters": "offload_parameters",
+}
+FABRICS = {key: _IN_A_LOOP.get(setting, setting) for key, setting in OWNED.items()}
+"""The same keys, and where they are set in a loop under Fabric."""
 FREE = (
     *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
     *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
@@ -52,8 +66,8 @@ _NOT_COUNTED = (
 """Options whose effect on memory and communication `memory_arithmetic.ZeroMemory` does not count."""
 
 
-def check(config: Mapping[str, Any], path: str = "") -> None:
-    """Reject keys that are set elsewhere, and unknown keys.
+def check(config: Mapping[str, Any], path: str = "", owned: Mapping[str, str] = OWNED) -> None:
+    """Reject keys that are set elsewhere (`owned` says where), and unknown keys.
 
     Raises:
         ConfigError: The text names the setting to use instead, or the nearest key.
@@ -65,11 +79,11 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
     """
     for key, value in config.items():
         full = f"{path}{key}"
-        if full in OWNED:
+        if full in owned:
             raise ConfigError(
                 key=f"config.{full}",
                 value=value,
-                allowed=f"no such key, since it is set by {OWNED[full]}",
+                allowed=f"no such key, since it is set by {owned[full]}",
                 remedies=[f"~strategy.config.{full}"],
             )
         if not path and key not in FREE:
@@ -80,7 +94,7 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
             )
         if isinstance(value, Mapping) and full in _NESTED:
             nested: Mapping[str, Any] = value
-            check(nested, f"{full}.")
+            check(nested, f"{full}.", owned)
 
 
 def deepspeed_config(

@@ -34,7 +34,8 @@ def tied_copy(deep: Any) -> nn.Linear:
 
 def fit_of(deep: Any, precision: str = "32-true", clip: GradClipAlgorithmType | None = None) -> Any:
     plugin = SimpleNamespace(precision=precision)
-    strategy = SimpleNamespace(zero_stage_3=True, precision_plugin=plugin, config={})
+    config = {"zero_optimization": {"stage": 3}}
+    strategy = SimpleNamespace(precision_plugin=plugin, config=config)
     state = SimpleNamespace(fn=TrainerFn.FITTING)
     return SimpleNamespace(
         lightning_module=deep,

@@ -1,0 +1,144 @@
+"""`fabric.save` and `fabric.load` of a sharded model, in the layout of a single device.
+
+A strategy takes these functions as its methods. Modules and optimizers in the state are saved by their
+unsharded tensors (checkpoint/full_state.py), also inside of lists and dictionaries: with the Trainer's names,
+`{"state_dict": model, "optimizer_states": [optimizer]}`, a loop reads the Trainer's checkpoints, and the
+Trainer reads the loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.fabric.plugins.io import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_eff.checkpoint import full_state
+from lightning_eff.checkpoint.atomic_io import AtomicFiles
+from lightning_eff.core.errors import CheckpointError
+from lightning_eff.strategy._shared.collectives import Ranks
+
+Keep = Callable[[str, Any], bool]
+"""Returns whether an entry of a state, by its name and value, is saved."""
+
+
+def _checkpoint_io(self: Any) -> CheckpointIO:
+    return self._checkpoint_io or AtomicFiles()
+
+
+def _set_checkpoint_io(self: Any, io: CheckpointIO) -> None:
+    self._checkpoint_io = io
+
+
+checkpoint_io = property(_checkpoint_io, _set_checkpoint_io)
+"""Fabric's plugin, or what writes a file in one step."""
+
+
+def save_checkpoint(
+    self: Any,
+    path: Any,
+    state: Mapping[str, Any],
+    storage_options: Any | None = None,
+    filter: Mapping[str, Keep] | None = None,
+) -> None:
+    """Save a state, or raise on all ranks and leave the previous checkpoint unchanged.
+
+    Raises:
+        CheckpointError: A rank cannot write.
+    """
+    content: dict[str, Any] = {}
+    for key, value in state.items():
+        plain, keep = _plain(self, value), (filter or {}).get(key)
+        if keep is not None and isinstance(plain, dict):
+            entries: dict[str, Any] = plain
+            plain = {name: entry for name, entry in entries.items() if keep(name, entry)}
+        content[key] = plain
+    self.write_checkpoint(content, self.broadcast(str(path)), storage_options)
+
+
+def write_checkpoint(self: Any, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
+    """Have rank 0 write a checkpoint of full tensors; if it cannot, all ranks raise its error."""
+    with Ranks(self.root_device).all_or_none():
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(content, path, storage_options)
+
+
+def load_checkpoint(
+    self: Any,
+    path: Any,
+    state: Any = None,
+    strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
+    weights_only: bool | None = None,  # noqa: FBT001
+) -> dict[str, Any]:
+    """Load what `state` names into its modules and optimizers, and return the rest.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, lacks a name of `state`, or does not fit.
+    """
+    path = self.broadcast(str(path))
+    checkpoint = self.read_checkpoint(path, weights_only=weights_only)
+    if isinstance(state, nn.Module | Optimizer):
+        _load(self, state, checkpoint, strict=strict)
+        return {}
+    missing = [key for key in state or {} if key not in checkpoint]
+    if missing and strict:
+        names = ", ".join(f"{key[:100]!a}" for key in list(checkpoint)[:20])
+        text = (
+            f"checkpoint {path} has no {missing[0]!r}; it has {names}\n  try: fabric.load(..., strict=False)"
+        )
+        raise CheckpointError(text)
+    for key, value in list((state or {}).items()):
+        if key not in missing:
+            state[key] = _load(self, value, checkpoint.pop(key), strict=strict)
+            if type(value) in (list, dict) and _is_live(value):
+                del state[key]  # Fabric 2.6 would replace the caller's list by this one, without its wrappers
+    return checkpoint
+
+
+def read_checkpoint(self: Any, path: str, *, weights_only: bool | None) -> dict[str, Any]:
+    """Return a checkpoint, which all ranks read; if one cannot, all raise."""
+    with Ranks(self.root_device).all_or_none():
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+
+def _is_live(value: Any) -> bool:
+    """Return whether a value has a state to load, or holds something that has."""
+    if type(value) in (list, dict):
+        return any(map(_is_live, value.values() if isinstance(value, dict) else value))
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _plain(self: Any, value: Any) -> Any:
+    """Return what is saved of a value; a collective of all ranks where it is sharded."""
+    if isinstance(value, nn.Module):
+        return self.get_module_state_dict(value)
+    if isinstance(value, Optimizer):
+        return self.get_optimizer_state(value)
+    if type(value) is list:
+        return [_plain(self, item) for item in value]
+    if type(value) is dict:
+        return {key: _plain(self, item) for key, item in value.items()}
+    return value.state_dict() if _is_live(value) else value
+
+
+def _load(self: Any, value: Any, saved: Any, *, strict: bool) -> Any:
+    """Load a saved value into what it was saved from, and return that."""
+    if not _is_live(value):
+        return saved
+    if isinstance(value, nn.Module):
+        self.load_module_state_dict(value, saved, strict)
+    elif isinstance(value, Optimizer):
+        full_state.load_optimizer(self.sharded_state(value), saved)
+    elif type(value) is list:
+        if len(value) != len(saved):
+            text = f"the checkpoint has a list of {len(saved)}, the state to load one of {len(value)}"
+            raise CheckpointError(text)
+        return [_load(self, one, item, strict=strict) for one, item in zip(value, saved, strict=True)]
+    elif type(value) is dict:
+        return saved | {k: _load(self, v, saved[k], strict=strict) for k, v in value.items() if k in saved}
+    else:
+        stateful: Any = value
+        stateful.load_state_dict(saved)
+    return value

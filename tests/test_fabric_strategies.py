@@ -1,0 +1,297 @@
+"""Fabric's twins of FSDP2 and ZeRO on two ranks (gloo): the steps of a plain loop, and its checkpoints.
+
+One start of two processes for each strategy; `main` runs in both of them, and the tests read what they have
+saved. The plain loop sees the samples of both ranks and of a window as one batch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_eff import DeepSpeedZero, ExactGradient, FSDP2Fabric, ZeroFabric
+from lightning_eff.checkpoint.atomic_io import AtomicFiles
+from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.fabric_loop import (
+    CLIP,
+    NUM_STEPS,
+    SAVED_AFTER,
+    TOLERANCES,
+    Loop,
+    assert_weights,
+    data,
+    exact,
+    exact_plain,
+    plain,
+    refused,
+    tower,
+    usual,
+    with_the_trainer,
+)
+from tests.support.processes import ROOT
+from tests.support.ranks import run_two_ranks
+
+DTYPES = {"fsdp2": torch.float64, "zero": torch.float32}
+
+
+def main(folder: str) -> None:
+    path = Path(folder)
+    results = {"fsdp2": fsdp2, "zero": zero}[path.name](path)
+    torch.save(results, path / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+def fsdp2(path: Path) -> dict[str, Any]:
+    dtype = DTYPES["fsdp2"]
+    found = usual(path, FSDP2Fabric, dtype)
+    offloaded = Loop(FSDP2Fabric(checkpoints="sharded", cpu_offload=True), dtype, separate=True)
+    state = offloaded.state(0)
+    found["rest"] = offloaded.fabric.load(path / "plain.ckpt", state)
+    found["step"] = state["step"]
+    offloaded.fabric.save(path / "folder.ckpt", offloaded.state(SAVED_AFTER))
+    found["resumed"] = offloaded.train(SAVED_AFTER, NUM_STEPS).gathered()
+    again = Loop(FSDP2Fabric(reshard_after_forward=False), dtype)
+    again.fabric.load(path / "folder.ckpt", again.state(0))
+    again.fabric.setup_module(nn.Linear(2, 2))  # a module without Lightning's steps
+    found["from_folder"] = again.train(SAVED_AFTER, NUM_STEPS).gathered()
+    found["by_value"] = Loop(FSDP2Fabric(), dtype).train(0, NUM_STEPS, value=0.01).gathered()
+    found |= with_the_trainer(path, FSDP2Fabric, FSDP2(), dtype)
+    return found | {"refused": [refused(act) for act in (auto_size, wrapped, foreign, lacking(path))]}
+
+
+def zero(path: Path) -> dict[str, Any]:
+    dtype = DTYPES["zero"]
+    found = usual(path, ZeroFabric, dtype)
+    found |= with_the_trainer(path, ZeroFabric, DeepSpeedZero(stage=1), dtype)
+    first = Loop(ZeroFabric(stage=1), dtype)
+    state = first.state(0)
+    found["rest"] = first.fabric.load(path / "plain.ckpt", state)
+    found["step"] = state["step"]
+    first.fabric.save(path / "stage1.ckpt", first.state(SAVED_AFTER))
+    found["resumed"] = first.train(SAVED_AFTER, NUM_STEPS).gathered()
+    found["synced"] = first.synced
+    third = Loop(ZeroFabric(stage=3), dtype)
+    third.fabric.load(path / "stage1.ckpt", third.state(0))
+    found["from_stage_1"] = third.train(SAVED_AFTER, NUM_STEPS).gathered()
+    for stage in (1, 3):
+        loop = Loop(ZeroFabric(stage=stage, offload_optimizer="cpu"), dtype)
+        loop.fabric.backward(loop.model(data(dtype)[3][0]).sum())
+        found[f"discarded_{stage}"] = loop.train(0, NUM_STEPS).gathered()
+    found["exact_3"] = exact(ZeroFabric(stage=3), dtype)
+    found["evaluated"] = [evaluated(stage, path, dtype) for stage in (2, 3)]
+    return found | {"refused": [refused(act) for act in REFUSED_BY_ZERO]}
+
+
+def evaluated(stage: Any, path: Path, dtype: torch.dtype) -> Tensor:
+    """Return what a model says that was loaded without an optimizer."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroFabric(stage=stage))
+    fabric.launch()
+    model = fabric.setup_module(tower(dtype, seed=9))
+    fabric.load(path / "ours.ckpt", {"model": model})
+    with torch.no_grad():
+        return model(data(dtype)[0][0])
+
+
+def clip(**keywords: Any) -> Any:
+    def act() -> None:
+        loop = Loop(ZeroFabric(), torch.float32)
+        loop.fabric.clip_gradients(loop.model, loop.optimizer, **keywords)
+
+    return act
+
+
+def second_model() -> None:
+    loop = Loop(ZeroFabric(), torch.float32)
+    loop.fabric.setup(tower(torch.float32), tower(torch.float32).optimizer())
+
+
+def changed() -> None:
+    loop = Loop(ZeroFabric(), torch.float32)
+    with torch.no_grad():
+        loop.own.head.weight.clamp_(-0.01, 0.01)
+    loop.train(0, 1)
+
+
+def not_finite() -> None:
+    loop = Loop(ZeroFabric(), torch.float32)
+    loop.fabric.backward(loop.model(data(torch.float32)[0][0]).sum() * torch.inf)
+    loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=1.0)
+    loop.optimizer.step()
+
+
+REFUSED_BY_ZERO = (clip(clip_val=0.1), clip(max_norm=0.1, norm_type=1), second_model, changed, not_finite)
+
+
+def auto_size() -> None:
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    ExactGradient(loop.model, fabric=loop.fabric, micro_batch_size="auto")
+
+
+def wrapped() -> None:
+    from lightning_eff import CpuOffload
+
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    model = tower(torch.float64)
+    loop.fabric.setup(model, CpuOffload(model.parameters(), lr=0.1))
+
+
+def foreign() -> None:
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    loop.fabric.setup(tower(torch.float64), torch.optim.SGD(tower(torch.float64).parameters(), lr=0.1))
+
+
+def lacking(path: Path) -> Any:
+    def load() -> None:
+        loop = Loop(FSDP2Fabric(), torch.float64)
+        loop.fabric.load(path / "ours.ckpt", {"net": loop.model})
+
+    return load
+
+
+@pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero", marks=pytest.mark.slow)])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return where two ranks have left their checkpoints, and their results."""
+    folder, dtype = tmp_path_factory.mktemp(request.param, numbered=False), DTYPES[request.param]
+    saved = plain(dtype, SAVED_AFTER)
+    content = {"model": saved.state, "optimizer": saved.optimizer, "schedule": saved.schedule}
+    torch.save(content | {"step": SAVED_AFTER, "more": [1]}, folder / "plain.ckpt")
+    done = run_two_ranks("tests.test_fabric_strategies", folder)
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-6000:]
+    results, other = [torch.load(file, weights_only=False) for file in files]
+    return SimpleNamespace(
+        name=request.param, folder=folder, dtype=dtype, results=results, other=other, saved=saved
+    )
+
+
+def test_steps_are_those_of_a_plain_loop(run: Any) -> None:
+    """Windows of two micro-batches on two ranks, clipped by the norm of the whole gradient."""
+    ended = plain(run.dtype)
+    assert_weights(run.results["saved"], run.saved.state, run.dtype)
+    assert_weights(run.results["ended"], ended.state, run.dtype)
+    assert_weights(run.other["ended"], ended.state, run.dtype)
+    assert min(ended.norms) > CLIP, "each step is clipped"
+    if run.name == "fsdp2":
+        assert run.results["norms"] == pytest.approx(ended.norms, rel=1e-12)
+        assert_weights(run.results["by_value"], plain(run.dtype, value=0.01).state, run.dtype)
+    for key in [key for key in run.results if key.startswith("exact")]:
+        assert_weights(run.results[key], exact_plain(run.dtype), run.dtype)
+
+
+def test_discarded_gradients_do_not_come_back(run: Any) -> None:
+    """Those of a backward pass before `zero_grad`: in all stages of ZeRO, also offloaded."""
+    keys = [key for key in run.results if key.startswith("discarded")]
+    assert len(keys) == {"fsdp2": 1, "zero": 3}[run.name]
+    for key in keys:
+        assert_weights(run.results[key], plain(run.dtype).state, run.dtype)
+
+
+def test_nothing_is_reduced_within_a_window(run: Any) -> None:
+    """FSDP2: once a window, for three blocks and for what is outside of them. ZeRO 1: in the step."""
+    expected = [(0, 4)] * NUM_STEPS if run.name == "fsdp2" else [(0, 0)] * (NUM_STEPS - SAVED_AFTER)
+    assert run.results["synced"] == expected
+
+
+def test_a_checkpoint_is_that_of_a_plain_loop(run: Any) -> None:
+    """Saved on two ranks and loaded on one, and the other way round; also as a folder."""
+    ours = torch.load(run.folder / "ours.ckpt", weights_only=True)
+    assert ours["step"] == SAVED_AFTER
+    ended = plain(run.dtype).state
+    assert_weights(plain(run.dtype, resume=ours).state, ended, run.dtype)
+    assert_weights(run.results["resumed"], ended, run.dtype)
+    assert run.results["rest"] == {"more": [1]}
+    assert run.results["step"] == SAVED_AFTER
+    if run.name == "fsdp2":
+        assert_weights(run.results["from_folder"], ended, run.dtype)
+        folder = AtomicFiles().load_checkpoint(run.folder / "folder.ckpt")  # as ZeroFabric would
+        assert_weights(plain(run.dtype, resume=folder).state, ended, run.dtype)
+    else:
+        assert_weights(run.results["from_stage_1"], ended, run.dtype)
+        model = tower(run.dtype)
+        model.load_state_dict(ours["model"])
+        expected = model(data(run.dtype)[0][0])
+        for outputs in run.results["evaluated"]:
+            torch.testing.assert_close(outputs, expected, **TOLERANCES[run.dtype])
+
+
+def test_a_checkpoint_goes_to_the_trainer_and_back(run: Any) -> None:
+    ended = plain(run.dtype)
+    assert_weights(run.results["trained"], ended.state, run.dtype)
+    assert "loops" in run.results["trainer_rest"]
+    assert "state_dict" not in run.results["trainer_rest"]
+    assert run.results["is_kept"], "the caller's list still has what Fabric has wrapped"
+    back = torch.load(run.folder / "back.ckpt", weights_only=True)["optimizer"]["state"]
+    for number, entry in ended.optimizer["state"].items():
+        torch.testing.assert_close(
+            back[number]["momentum_buffer"], entry["momentum_buffer"], **TOLERANCES[run.dtype]
+        )
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_and_all_ranks_say_so(run: Any) -> None:
+    for results, begin in ((run.results, "checkpoint "), (run.other, "rank 0: checkpoint ")):
+        said, is_unchanged, files = results["full_disk"]
+        assert said.startswith(begin)
+        assert "ours.ckpt was not saved: No space left on device" in said
+        assert is_unchanged
+        assert not [name for name in files if name.startswith(".durable")]
+
+
+def test_what_does_not_fit_is_refused(run: Any) -> None:
+    if run.name == "zero":
+        by_value, norm, second, changed, not_finite = run.results["refused"]
+        assert by_value.startswith("clip_val=0.1: expected max_norm instead")
+        assert norm.startswith("norm_type=1: expected 2")
+        assert "it shards one model, and another was set up before" in second
+        assert "head.weight was changed in place" in changed
+        assert "try: FSDP2Fabric()" in changed
+        assert "the norm of the gradients is not finite" in not_finite
+        return
+    auto, wrapped, foreign, lacking = run.results["refused"]
+    assert auto.startswith("micro_batch_size='auto': expected ")
+    assert "try: model = fabric.setup_module(model)" in wrapped
+    assert "is no parameter of the sharded model" in foreign
+    assert 'try: Fabric(strategy="ddp")' in foreign
+    assert "ours.ckpt has no 'net'; it has 'model', 'optimizer', 'schedule', 'step'" in lacking
+
+
+def test_one_device_and_wrong_values_are_refused() -> None:
+    with pytest.raises(ConflictError, match=r"one device nothing is sharded\n  try: Fabric\(devices=2\)"):
+        Fabric(accelerator="cpu", devices=1, strategy=FSDP2Fabric()).launch()
+    with pytest.raises(ConfigError, match="param_dtype='int8': expected one of bf16"):
+        FSDP2Fabric(param_dtype="int8")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero"])
+def test_the_script_of_the_page_runs_and_its_checkpoint_loads_on_one_device(
+    strategy: str, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "fabric.md").read_text()
+    script = re.search(r"```python\n(# two_ranks\.py\n.*?)```", page, re.DOTALL)
+    assert script is not None
+    (tmp_path / "two_ranks.py").write_text(script[1])
+    command = [sys.executable, "-W", "ignore", "two_ranks.py", strategy]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"^step 4, loss \d\.\d{4}$", done.stdout, re.MULTILINE), done.stdout[-2000:]
+    saved = torch.load(tmp_path / "two_ranks.ckpt", weights_only=True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert {int(entry["step"]) for entry in optimizer.state.values()} == {2}
