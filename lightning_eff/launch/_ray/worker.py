@@ -70,7 +70,10 @@ def work(config: dict[str, Any]) -> None:
         for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
             file = output_file(folder, rank, stream).open("a", buffering=1, encoding="utf-8")
             stack.enter_context(redirect(stack.enter_context(file)))
-        logging.getLogger().handlers.clear()  # Ray's: the command sets its own
+        # The command sets a handler of the root. Lightning, imported before, has found none and so has its own.
+        for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
+            logging.getLogger(name).handlers.clear()
+            logging.getLogger(name).propagate = True
         code = _run(config["train"], config["words"], folder, rank)
     if not rank:
         code_file(folder).write_text(str(code))
