@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import signal
 import sys
@@ -16,14 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, RankError
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.launch import stop
 from lightning_eff.launch._ray import driver, processes, report, worker
 from lightning_eff.launch.job import RAY, Launch, check_not_started, check_tasks
 from lightning_eff.launch.ray import NOTHING, Ray, check_installed, joined, reported_checkpoint
 from tests.support.command_line import TINY, Command
 
-WORKER = {RAY: "1", "RANK": "3", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+WORKER = {
+    RAY: "1",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "NODE_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+}
 CONTEXT = SimpleNamespace(
     get_world_size=lambda: 4,
     get_world_rank=lambda: 3,
@@ -31,6 +36,10 @@ CONTEXT = SimpleNamespace(
     get_local_world_size=lambda: 2,
     get_node_rank=lambda: 1,
 )
+
+
+class DiedError(Exception):
+    """Ray's error of an actor that is gone."""
 
 
 class FakeTrain(ModuleType):
@@ -52,7 +61,9 @@ class FakeTrain(ModuleType):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
-    train = FakeTrain()
+    train, exceptions = FakeTrain(), ModuleType("ray.exceptions")
+    vars(exceptions)["RayError"] = DiedError
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setitem(sys.modules, "ray.train", train)
     return train
@@ -98,7 +109,11 @@ def test_settings_that_cannot_be_used_are_rejected(options: dict[str, Any], text
         ({"gpu": True}, {"trainer": {"accelerator": "cpu"}}, "auto or gpu or cuda with launch.gpu=true"),
         ({}, {"trainer": {"accelerator": "gpu"}}, "try: launch.gpu=true"),
         ({}, {"monitors": {"model_checkpoint": {"dirpath": "out/checkpoints"}}}, ""),
-        ({}, {"monitors": {"model_checkpoint": {"dirpath": "out/other"}}}, "where a restarted run looks for them"),
+        (
+            {},
+            {"monitors": {"model_checkpoint": {"dirpath": "out/other"}}},
+            "where a restarted run looks for them",
+        ),
     ],
 )
 def test_what_contradicts_the_run_is_rejected_before_ray_starts(
@@ -147,12 +162,17 @@ def test_an_old_ray_is_named(fake: FakeTrain, monkeypatch: pytest.MonkeyPatch) -
     [
         (["launch.workers=2"], "try: launch=ray"),
         (["launch=rey"], "did you mean 'ray'?"),
-        (["launch=ray", "launch.worker=2"], "launch.worker=2: expected a parameter of Ray; did you mean 'workers'?"),
+        (
+            ["launch=ray", "launch.worker=2"],
+            "launch.worker=2: expected a parameter of Ray; did you mean 'workers'?",
+        ),
         (["launch=ray", "launch.workers=two"], "launch.workers='two': expected"),
         (["launch=ray", "launch.workers=2", "trainer.devices=4"], "try: launch.workers=4"),
     ],
 )
-def test_the_command_names_what_is_wrong(words: list[str], text: str, command: Command, tmp_path: Path) -> None:
+def test_the_command_names_what_is_wrong(
+    words: list[str], text: str, command: Command, tmp_path: Path
+) -> None:
     code, _, log = command("train", "lm", *words, *TINY, f"output_root={tmp_path}")
     assert code == 2
     assert text in log
@@ -193,3 +213,145 @@ def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
     processes.check_device(torch.device("cpu"), 1)
     with pytest.raises(EnvironmentLacksError, match="local rank 0 has cuda:2: Lightning would use cuda:0"):
         processes.check_device(torch.device("cuda:2"), 0)
+
+
+class Saver(SimpleNamespace):
+    """What `RayReport` reads of a Trainer, whose `ModelCheckpoint` has saved at `step`."""
+
+    @classmethod
+    def at(cls, step: int, path: Path, rank: int) -> Any:
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        saver = ModelCheckpoint()
+        saver._last_global_step_saved, saver._last_checkpoint_saved = step, str(path) if step else ""
+        return cls(checkpoint_callbacks=[saver], current_epoch=0, is_global_zero=rank == 0)
+
+
+@pytest.mark.parametrize(("rank", "is_folder"), [(0, False), (1, False), (0, True), (1, True)])
+def test_each_save_is_reported_once_by_all_ranks(
+    rank: int, is_folder: bool, fake: FakeTrain, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoints" / "step-2.ckpt"
+    path.mkdir(parents=True) if is_folder else path.parent.mkdir()
+    reporter, module = report.RayReport(), Any
+    reporter.on_train_batch_end(Saver.at(0, path, rank), module, None, None, 0)
+    assert fake.reported == []
+    for _ in range(2):
+        reporter.on_train_batch_end(Saver.at(2, path, rank), module, None, None, 0)
+    named = str(path.parent) if rank == 0 or is_folder else None
+    assert fake.reported == [({"step": 2, "epoch": 0, "checkpoint": "step-2.ckpt"}, named)]
+    for hook in (reporter.on_validation_end, reporter.on_train_epoch_end, reporter.on_train_end):
+        hook(Saver.at(2, path, rank), module)
+    reporter.on_train_end(Saver.at(3, path, rank), module)
+    assert [metrics["step"] for metrics, _ in fake.reported] == [2, 3]
+
+
+def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTrain, tmp_path: Path) -> None:
+    from lightning_eff.checkpoint_io.durable import Durable
+
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        Durable().save_checkpoint({"step": step}, folder / f"step-{step}.ckpt")
+        os.utime(folder / f"step-{step}.ckpt", (step, step))
+    (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-1])
+    assert reported_checkpoint(tmp_path) is None  # the first start, in a folder of another run
+    in_worker.get_checkpoint = lambda: SimpleNamespace(path=str(folder))
+    assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
+
+
+def run_worker(train: Callable[[Any], None], folder: Path) -> None:
+    (folder / "ray").mkdir(exist_ok=True)
+    worker.stop_file(folder).touch()
+    worker.work({"train": train, "words": ["lm"], "folder": str(folder), "cwd": str(folder)})
+
+
+@pytest.fixture
+def rank_0(in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a run, in the worker with rank 0 of one."""
+    one = SimpleNamespace(get_world_size=lambda: 1, get_world_rank=lambda: 0)
+    monkeypatch.setattr(in_worker, "get_context", lambda: one)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_a_worker_prints_and_how_it_ended_is_in_files(rank_0: Path) -> None:
+    def train(words: list[str]) -> None:
+        assert words == ["lm"]
+        assert Launch.of().by == "ray"
+        assert sys.path[0] == str(rank_0)
+        sys.stdout.write("a line\n")
+        sys.stderr.write("another\n")
+
+    run_worker(train, rank_0)
+    assert worker.output_file(rank_0, 0, "stdout").read_text() == "a line\n"
+    assert worker.output_file(rank_0, 0, "stderr").read_text() == "another\n"
+    assert worker.code_file(rank_0).read_text() == "0"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "expected"),
+    [
+        (SystemExit(143), None, None),
+        (ConfigError("x", 1, allowed="2", remedies=["x=2"]), None, ("x=1: expected 2\n  try: x=2", 2)),
+        (ValueError("bad\nmore"), "ValueError: bad", ("rank 0: ValueError: bad", 1)),
+        (MemoryError("none"), "MemoryError: none", ("rank 0: MemoryError: none", 4)),
+    ],
+)
+def test_a_worker_that_cannot_be_helped_by_a_restart_ends_without_an_error(
+    error: BaseException, raised: str | None, expected: tuple[str, int] | None, rank_0: Path, fake: FakeTrain
+) -> None:
+    def train(_: Any) -> None:
+        raise error
+
+    (rank_0 / "ray").mkdir()
+    for stale in (0, 1):  # of the workers before
+        worker.error_file(rank_0, stale).write_text("stale")
+    if raised is None:
+        run_worker(train, rank_0)
+    else:
+        with pytest.raises(RuntimeError, match=raised):
+            run_worker(train, rank_0)
+    failure = driver._failure(None, rank_0, 3)
+    found = (str(failure), failure.exit_code) if failure else None
+    assert found == expected
+
+
+def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
+    with pytest.raises(RuntimeError, match="output_root must be shared by all machines"):
+        worker.work({"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": "."})
+
+
+def test_a_lost_worker_is_named(fake: FakeTrain, tmp_path: Path) -> None:
+    error: Any = RuntimeError("Training failed")
+    error.worker_failures = {0: RuntimeError("connection closed"), 1: DiedError()}
+    failure = driver._failure(error, tmp_path, 3)
+    assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
+    assert str(driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
+    assert driver._failure(None, tmp_path, 3) is None
+
+
+def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, received = tmp_path / "stop", list[int]()
+    file.touch()
+    monkeypatch.setenv(stop.STOP_FILE, str(file))
+    with stop._told_by_file(lambda number, _: received.append(number)):
+        time.sleep(0.3)
+        assert received == []
+        file.write_text(str(int(signal.SIGTERM)))
+        deadline = time.monotonic() + 60
+        while not received and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert received == [signal.SIGTERM]
+
+
+def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    printed: dict[Path, int] = {}
+    for text in ("one\n", "two\n"):
+        with worker.output_file(tmp_path, 0, "stdout").open("a") as file:
+            file.write(text)
+        worker.output_file(tmp_path, 1, "stderr").write_text("rank 1: three\n")
+        driver._print_new(tmp_path, printed)
+    assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from lightning_eff.core.errors import PRE_RUN_ERRORS, exit_code, root_cause_line
 from lightning_eff.launch._ray.processes import context
 from lightning_eff.launch.job import RAY, RUN_DIR
-from lightning_eff.launch.ranks import ERROR_FILE, STOPPED, error_log
+from lightning_eff.launch.ranks import ERROR_FILE, STOPPED, error_log, tell_parent
 from lightning_eff.launch.stop import STOP_FILE
 
 FOLDER = "ray"
@@ -70,7 +69,7 @@ def work(config: dict[str, Any]) -> None:
         for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
             file = output_file(folder, rank, stream).open("a", buffering=1, encoding="utf-8")
             stack.enter_context(redirect(stack.enter_context(file)))
-        # The command sets a handler of the root. Lightning, imported before, has found none and so has its own.
+        # The command sets a handler of the root. Lightning, imported before, found none and has its own.
         for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
             logging.getLogger(name).handlers.clear()
             logging.getLogger(name).propagate = True
@@ -108,14 +107,10 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
         code = exit_code(error)
         if code in STOPPED:
             return code
+        tell_parent(error)
         file = error_file(folder, rank)
-        found = (
-            json.loads(file.read_text())
-            if file.exists()
-            else {"message": {"message": root_cause_line(error)}}
-        )
-        failed_s = file.stat().st_mtime if file.exists() else time.time()  # which rank was the first
-        file.write_text(json.dumps(found | {"exit_code": code}))
+        failed_s = file.stat().st_mtime  # by which the driver finds the rank that was the first
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_code": code}))
         os.utime(file, (failed_s, failed_s))
         if isinstance(error, PRE_RUN_ERRORS):
             return code  # all ranks alike: none of them has trained
