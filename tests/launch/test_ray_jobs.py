@@ -108,13 +108,23 @@ def test_a_stopped_run_goes_on_with_one_worker() -> None:
     assert saved("out", 8)["global_step"] == 8
 
 
-def test_a_worker_that_fails_is_named_in_one_line() -> None:
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (
+            "raise RuntimeError('a fault of the test')",
+            "rank 1: RuntimeError: a fault of the test (traceback: ",
+        ),
+        ("os.kill(os.getpid(), 9)", "rank 1 was lost, perhaps because memory ran out"),
+    ],
+)
+def test_a_worker_that_fails_is_named_in_one_line(fault: str, named: str) -> None:
     Path("faulty.py").write_text(
         "import os\nfrom lightning_eff.models.gpt import GPT\n"
         "class Net(GPT):\n"
         "    def on_train_batch_start(self, batch, batch_idx):\n"
         "        if batch_idx == 3 and self.global_rank == 1:\n"
-        "            raise RuntimeError('a fault of the test')\n"
+        f"            {fault}\n"
     )
     err = end_of(start("out", *RAY, "model._target_=faulty.Net", "launch.max_failures=0"), code=1)
-    assert "error: rank 1: RuntimeError: a fault of the test (traceback: " in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith(f"error: {named}")

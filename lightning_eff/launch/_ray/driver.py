@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 OBJECT_STORE_BYTES = 128 * 2**20
 """Memory of a Ray of our own for objects that are sent; its default is 30 % of the machine's."""
+LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
+"""Ray's errors for a worker that is gone; by name, since Ray Train does not export its own."""
 SETTINGS = {
     # The root logger of a worker is the command's, and `print` writes to our file.
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
@@ -182,9 +184,9 @@ def _print_new(folder: Path, printed: dict[Path, int]) -> None:
 
 def _failure(error: BaseException | None, folder: Path, max_failures: int) -> RankError | None:
     """Return why the run failed: a worker that was lost, or the rank that failed first."""
-    ray_error: Any = importlib.import_module("ray.exceptions").RayError
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    lost = [rank for rank, failure in failures.items() if isinstance(failure, ray_error)]
+    names = {rank: {kind.__name__ for kind in type(failure).__mro__} for rank, failure in failures.items()}
+    lost = [rank for rank, kinds in names.items() if kinds & LOST]
     if lost:
         restarts = (
             f"the workers were restarted {max_failures} times" if max_failures else "none was restarted"
