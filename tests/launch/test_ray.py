@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,63 +12,21 @@ import pytest
 import torch
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from lightning_eff.launch import stop
-from lightning_eff.launch._ray import driver, processes, report, worker
-from lightning_eff.launch.job import RAY, Launch, check_not_started, check_tasks
+from lightning_eff.launch._ray import processes, report
+from lightning_eff.launch.job import Launch, check_not_started, check_tasks
 from lightning_eff.launch.ray import NOTHING, Ray, check_installed, joined, reported_checkpoint
 from tests.support.command_line import TINY, Command
-
-WORKER = {
-    RAY: "1",
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "NODE_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-}
-CONTEXT = SimpleNamespace(
-    get_world_size=lambda: 4,
-    get_world_rank=lambda: 3,
-    get_local_rank=lambda: 1,
-    get_local_world_size=lambda: 2,
-    get_node_rank=lambda: 1,
-)
-
-
-class WorkerHealthCheckFailedError(Exception):
-    """Ray's error for a worker that is gone, which is known by its name."""
-
-
-class FakeTrain(ModuleType):
-    """`ray.train` in a worker: keeps what is reported."""
-
-    CheckpointUploadMode = SimpleNamespace(NO_UPLOAD="no upload")
-
-    def __init__(self, context: Any = CONTEXT, checkpoint: Any = None) -> None:
-        super().__init__("ray.train")
-        self.reported: list[tuple[dict[str, Any], Any]] = []
-        self.get_context = lambda: context
-        self.get_checkpoint = lambda: checkpoint
-        self.Checkpoint = lambda path: SimpleNamespace(path=path)
-
-    def report(self, metrics: dict[str, Any], *, checkpoint: Any, checkpoint_upload_mode: str) -> None:
-        assert checkpoint_upload_mode == "no upload"
-        self.reported.append((metrics, checkpoint and checkpoint.path))
+from tests.support.fake_ray import WORKER, FakeTrain, install
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
-    train = FakeTrain()
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    monkeypatch.setitem(sys.modules, "ray.train", train)
-    return train
+    return install(monkeypatch)
 
 
 @pytest.fixture
-def in_worker(fake: FakeTrain, monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
-    for name, value in WORKER.items():
-        monkeypatch.setenv(name, value)
-    return fake
+def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
+    return install(monkeypatch, in_worker=True)
 
 
 def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
@@ -255,101 +210,3 @@ def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTr
     assert reported_checkpoint(tmp_path) is None  # the first start, in a folder of another run
     in_worker.get_checkpoint = lambda: SimpleNamespace(path=str(folder))
     assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
-
-
-def run_worker(train: Callable[[Any], None], folder: Path) -> None:
-    (folder / "ray").mkdir(exist_ok=True)
-    worker.stop_file(folder).touch()
-    worker.work({"train": train, "words": ["lm"], "folder": str(folder), "cwd": str(folder)})
-
-
-@pytest.fixture
-def rank_0(in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of a run, in the worker with rank 0 of one."""
-    one = SimpleNamespace(get_world_size=lambda: 1, get_world_rank=lambda: 0)
-    monkeypatch.setattr(in_worker, "get_context", lambda: one)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_what_a_worker_prints_and_how_it_ended_is_in_files(rank_0: Path) -> None:
-    def train(words: list[str]) -> None:
-        assert words == ["lm"]
-        assert Launch.of().by == "ray"
-        assert sys.path[0] == str(rank_0)
-        sys.stdout.write("a line\n")
-        sys.stderr.write("another\n")
-
-    run_worker(train, rank_0)
-    assert worker.output_file(rank_0, 0, "stdout").read_text() == "a line\n"
-    assert worker.output_file(rank_0, 0, "stderr").read_text() == "another\n"
-    assert worker.code_file(rank_0).read_text() == "0"
-
-
-@pytest.mark.parametrize(
-    ("error", "raised", "expected"),
-    [
-        (SystemExit(143), None, None),
-        (ConfigError("x", 1, allowed="2", remedies=["x=2"]), None, ("x=1: expected 2\n  try: x=2", 2)),
-        (ValueError("bad\nmore"), "ValueError: bad", ("rank 0: ValueError: bad", 1)),
-        (MemoryError("none"), "MemoryError: none", ("rank 0: MemoryError: none", 4)),
-    ],
-)
-def test_a_worker_that_cannot_be_helped_by_a_restart_ends_without_an_error(
-    error: BaseException, raised: str | None, expected: tuple[str, int] | None, rank_0: Path, fake: FakeTrain
-) -> None:
-    def train(_: Any) -> None:
-        raise error
-
-    (rank_0 / "ray").mkdir()
-    for stale in (0, 1):  # of the workers before
-        worker.error_file(rank_0, stale).write_text("stale")
-    if raised is None:
-        run_worker(train, rank_0)
-    else:
-        with pytest.raises(RuntimeError, match=raised):
-            run_worker(train, rank_0)
-    failure = driver._failure(None, rank_0, 3)
-    found = (str(failure), failure.exit_code) if failure else None
-    assert found == expected
-
-
-def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
-    with pytest.raises(RuntimeError, match="output_root must be shared by all machines"):
-        worker.work({"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": "."})
-
-
-def test_a_lost_worker_is_named(tmp_path: Path) -> None:
-    error: Any = RuntimeError("Training failed")
-    error.worker_failures = {0: RuntimeError("connection closed"), 1: WorkerHealthCheckFailedError()}
-    failure = driver._failure(error, tmp_path, 3)
-    assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
-    assert str(driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
-    assert driver._failure(None, tmp_path, 3) is None
-
-
-def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, received = tmp_path / "stop", list[int]()
-    file.touch()
-    monkeypatch.setenv(stop.STOP_FILE, str(file))
-    with stop._told_by_file(lambda number, _: received.append(number)):
-        time.sleep(0.3)
-        assert received == []
-        file.write_text(str(int(signal.SIGTERM)))
-        deadline = time.monotonic() + 60
-        while not received and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert received == [signal.SIGTERM]
-
-
-def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "ray").mkdir()
-    printed: dict[Path, int] = {}
-    for text in ("one\n", "two\n"):
-        with worker.output_file(tmp_path, 0, "stdout").open("a") as file:
-            file.write(text)
-        worker.output_file(tmp_path, 1, "stderr").write_text("rank 1: three\n")
-        driver._print_new(tmp_path, printed)
-    assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")
