@@ -11,7 +11,7 @@ run: setup  ## train the main recipe and print the efficiency report
 test: setup  ## the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow"
 
-test-full: setup .venv/triton-3.6  ## all tests, and more generated examples of each property
+test-full: setup .venv/triton-3.6 .venv/ray.stamp  ## all tests, and more generated examples of each property
 	$(BIN)/python -m pytest --hypothesis-profile=full
 
 test-random: setup  ## the tests in another order each time: none depends on what another left
@@ -39,6 +39,11 @@ setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when t
 # The Triton of the torch before: the kernels are compiled with it too.
 .venv/triton-3.6: | .venv/setup.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
+
+# Half a gigabyte with what it needs: only for the tests that start jobs of Ray.
+.venv/ray.stamp: .venv/setup.stamp
+	$(PIP) --editable '.[test,ray]'
+	@touch $@
 
 .venv/check.stamp: .venv/setup.stamp
 	$(PIP) --editable '.[test,check]'

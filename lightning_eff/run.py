@@ -36,6 +36,7 @@ from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.launch import ray
 from lightning_eff.launch.job import as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
@@ -105,10 +106,11 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
     """
-    ckpt_path = find_checkpoint(values, Path(values["output_root"]) / recipe)
+    restart = ray.reported_checkpoint(run_dir)
+    ckpt_path = restart or find_checkpoint(values, Path(values["output_root"]) / recipe)
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = build_trainer(values)
+    trainer = build_trainer(values, ray.joined(values))
     rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
     data = make("data", values["data"])
     # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.
@@ -126,7 +128,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         try:
             check_something_left(ckpt_path, trainer)
         except FinishedRunError:
-            if values["ckpt_path"] != "auto":
+            if values["ckpt_path"] != "auto" and restart is None:
                 raise
             run.is_finished = True
             log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains anew")
@@ -196,8 +198,12 @@ def _optimizer_choice(values: Mapping[str, Any]) -> OptimizerChoice:
 
 
 @keep_overrides()
-def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
+def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -> pl.Trainer:
     """Instantiate the techniques and a Trainer with them, but neither model nor data.
+
+    Args:
+        values: A checked config.
+        joined: What a worker of Ray adds.
 
     Raises:
         ConfigError: A technique rejects a value.
@@ -212,10 +218,14 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
         for group in ("callbacks", "monitors")
         for name, node in (values.get(group) or {}).items()
     ]
-    callbacks = [_optimizer_choice(values), *(callback for callback in listed if callback is not None)]
+    callbacks = [
+        _optimizer_choice(values),
+        *(callback for callback in listed if callback is not None),
+        *joined.callbacks,
+    ]
     strategy = values.get("strategy") or "auto"
     keywords: dict[str, Any] = {
-        "plugins": [plugin for plugin in plugins if plugin is not None],
+        "plugins": [*(plugin for plugin in plugins if plugin is not None), *joined.plugins],
         "callbacks": callbacks,
         "logger": make("logger", values.get("logger")) or False,
         "strategy": strategy if isinstance(strategy, str) else make("strategy", strategy),
@@ -225,7 +235,7 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        return pl.Trainer(**(keywords | as_started(values["trainer"])))
+        return pl.Trainer(**(keywords | as_started(values["trainer"]) | joined.keywords))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"

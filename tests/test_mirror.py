@@ -21,7 +21,7 @@ def test_there_are_techniques() -> None:
     assert {"callbacks/empty_cache", "precision/auto", "monitors/efficiency_report"} <= set(TECHNIQUES)
 
 
-@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED])
+@pytest.mark.parametrize("name", [*TECHNIQUES, *TRAINED, "launch/ray"])
 def test_yaml_is_the_signature_which_is_keyword_only_typed_and_small(name: str) -> None:
     folder, _, stem = name.partition("/")
     assert (ROOT / "tests" / folder / f"test_{stem}.py").is_file()

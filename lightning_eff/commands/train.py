@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lightning_eff.commands import _parser
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
@@ -31,7 +32,15 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import print_json
-from lightning_eff.launch.job import RUN_DIR, Launch, check_sweep, check_tasks, num_ranks, shared_run_dir
+from lightning_eff.launch.job import (
+    RUN_DIR,
+    Launch,
+    check_not_started,
+    check_sweep,
+    check_tasks,
+    num_ranks,
+    shared_run_dir,
+)
 from lightning_eff.launch.ranks import STOPPED, end_with_parent, error_log, run_ranks, tell_parent
 
 
@@ -98,8 +107,17 @@ def _configure_logging(launch: Launch) -> None:
 
 
 def _starts_ranks(values: Mapping[str, Any]) -> bool:
-    """Return whether a run has several ranks, and no launcher has started them."""
-    return not Launch.of().by and num_ranks(values["trainer"]) > 1
+    """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
+    launch = Launch.of()
+    if values.get("launch") and launch.by != "ray":
+        check_not_started(launch)
+        return True
+    return not launch.by and num_ranks(values["trainer"]) > 1
+
+
+def train_in_worker(words: Sequence[str]) -> None:
+    """Train in a worker of Ray: recipe and overrides, as on the command line."""
+    main(_parser.parse(["train", *words]))
 
 
 class _Job:
@@ -121,6 +139,12 @@ class _Job:
     def run_ranks(self, values: Mapping[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         """Run each rank in a process of its own, which composes its config once more; return the report."""
         words = [self.recipe, *overrides, *self.path.options()]
+        if values.get("launch"):
+            from lightning_eff import run
+
+            ray = run.make("launch", values["launch"])
+            ray.check(values)
+            return ray.run(train_in_worker, words, folder)
         return run_ranks(words, folder, values["trainer"])
 
     def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:

@@ -36,7 +36,7 @@ from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides, sweep
 from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 from lightning_eff.core.remedies import keep_overrides
 
@@ -134,7 +134,9 @@ class RecipeApp:
         self.chain = chain
         self._parsed = parsed
         chosen = {item.key_or_group for item in parsed} | {g for g in LOGGING_GROUPS if chain.options(g)}
-        listed = [group for group in MULTI_CHOICE_GROUPS if chain.options(group) is not None]
+        listed = [
+            group for group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) if chain.options(group) is not None
+        ]
         self._lines = allow_new_keys(parsed, listed=listed)
         self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
         self._hydra: Any = GlobalHydra.instance().hydra

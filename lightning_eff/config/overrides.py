@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
 from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
@@ -47,7 +47,8 @@ def allow_new_keys(
     """Return overrides that may set keys missing from a group's YAML, and options where a recipe has none.
 
     Hydra takes a new key only with `++`. Whether the key is a parameter of the group's class is checked
-    after composing. Groups of several options that the recipe does not list (`listed`) get `+`.
+    after composing. Groups of several options, and optional ones, that the recipe does not list (`listed`)
+    get `+`.
 
     Example:
         >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "callbacks=[a]"]), listed=[])
@@ -59,7 +60,9 @@ def allow_new_keys(
         group, _, key = str(item.key_or_group).partition(".")
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif group in MULTI_CHOICE_GROUPS and group not in listed and not item.is_delete():
+        elif (
+            group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) and group not in listed and not item.is_delete()
+        ):
             line = "+" + line.lstrip("+")
         lines.append(line)
     return lines

@@ -30,6 +30,7 @@ GROUP_BASES = {
     "optimizer": "torch.optim.Optimizer",
     "scheduler": "torch.optim.lr_scheduler.LRScheduler",
     "logger": "lightning.pytorch.loggers.Logger",
+    "launch": "lightning_eff.launch.ray.Ray",
 }
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
@@ -83,6 +84,8 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     if not isinstance(value, dict):
         raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
+    if group == "launch" and "_target_" not in value:
+        raise ConfigError(group, value, allowed="an option beside it", remedies=["launch=ray"])
     if group not in ("callbacks", "monitors"):
         yield group, value
         return

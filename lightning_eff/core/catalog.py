@@ -11,6 +11,8 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors")
 """Groups of which a run may list several options; an option is a key of the group's dictionary."""
+OPTIONAL_GROUPS = ("launch",)
+"""Groups of one option that no recipe needs to list."""
 
 
 CONF, RECIPES, CONSTRAINTS = (
@@ -60,7 +62,7 @@ def options() -> list[Entry]:
         module = PACKAGE / group / f"{file.stem}.py"
         technique = module.exists()
         summary = module_docstring(module).partition("\n")[0] if technique else yaml_header(file)
-        kind = "technique" if technique and group not in ("model", "data") else "option"
+        kind = "technique" if technique and group not in ("model", "data", *OPTIONAL_GROUPS) else "option"
         use = f"+{group}={file.stem}" if group in MULTI_CHOICE_GROUPS else f"{group}={file.stem}"
         found.append(Entry(f"{group}/{file.stem}", kind, summary, use))
     return found

@@ -18,6 +18,8 @@ from lightning_eff.core.errors import ConfigError, UsageError
 
 RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
 """Environment variable with the run's folder, for ranks that the command has started."""
+RAY = "LIGHTNING_EFF_RAY"
+"""Environment variable of a worker of Ray; Ray itself sets only RANK, LOCAL_RANK and their like."""
 WAIT_S = 300.0
 """Time that a rank waits for rank 0 to choose the run's folder: importing torch may take a minute."""
 
@@ -27,8 +29,8 @@ class Launch:
     """How this process was launched."""
 
     by: str = ""
-    """`torchrun` (or the command, which sets the same variables), `slurm`, or `lightning` for others that
-    Lightning knows; empty for a process of its own, which starts the ranks itself."""
+    """`torchrun` (or the command, which sets the same variables), `slurm`, `ray`, or `lightning` for others
+    that Lightning knows; empty for a process of its own, which starts the ranks itself."""
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
@@ -44,6 +46,9 @@ class Launch:
             ''
         """
         number = {key: int(text) for key, text in environment.items() if text.isdecimal()}
+        if RAY in environment:  # first: a worker has the variables of whatever started Ray
+            tasks, local = number.get("WORLD_SIZE"), number.get("LOCAL_WORLD_SIZE")
+            return cls("ray", number.get("RANK", 0), tasks, local)
         if "TORCHELASTIC_RUN_ID" in environment:
             tasks, local = number.get("WORLD_SIZE"), number.get("LOCAL_WORLD_SIZE")
             return cls("torchrun", number.get("RANK", 0), tasks, local)
@@ -152,7 +157,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     tasks, local = launch.num_tasks, launch.num_local_tasks
     if not launch.by:
         check_machines(trainer)
-    if tasks is None:
+    if tasks is None or launch.by == "ray":  # which says how many devices there are
         return
     trainer = as_started(trainer, launch)
     devices, nodes = num_devices(trainer), num_nodes(trainer)
@@ -174,6 +179,24 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
             allowed = f"{needed}: {launch.by} started {tasks} processes, {local} of them on this machine"
             value = trainer.get(name, "auto" if name == "devices" else found)
             raise ConfigError(key=f"trainer.{name}", value=value, allowed=allowed, remedies=remedies)
+
+
+def check_not_started(launch: Launch) -> None:
+    """Reject `launch=ray` in one of several processes that another launcher has started.
+
+    Raises:
+        ConfigError: It is one.
+
+    Example:
+        >>> check_not_started(Launch("slurm", num_tasks=1))  # a job of SLURM in which Ray starts the ranks
+        >>> check_not_started(Launch("torchrun", num_tasks=2))
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: launch='ray': expected none: torchrun has started the ranks ...
+    """
+    if (launch.num_tasks or 1) > 1 or launch.by == "lightning":
+        allowed = f"none: {launch.by} has started the ranks already"
+        remedies = ["launch=none", "lightning-eff train ... launch=ray  # once"]
+        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
 
 def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_json: bool) -> None:

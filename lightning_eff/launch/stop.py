@@ -14,10 +14,11 @@ its own, by which a job's script knows that it is to be requeued.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -38,8 +39,10 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.launch.job import Launch
-from lightning_eff.launch.ranks import STOPPED, error_log, exit_now, handled, tell_parent
+from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, handled, tell_parent
 
+STOP_FILE = "LIGHTNING_EFF_STOP_FILE"
+"""Environment variable with a file in which another process writes the number of a signal to this one."""
 CLEANUP_TIMEOUT_S = 10.0
 """Time that a failed rank has for its callbacks, one of which may wait for the other ranks."""
 
@@ -58,7 +61,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
     callbacks.insert(0, stop)
     try:
         # Under SLURM Lightning saves from inside its handler, within a step, unless there is a handler.
-        with handled(["SIGUSR1"], stop.record):
+        with handled(["SIGUSR1"], stop.record), _told_by_file(stop.record):
             yield
     except BaseException as error:
         code = exit_code(error)
@@ -73,6 +76,26 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
             text = f"rank {launch.rank}: {root_cause_line(error)} {where}"
             raise RankError(text, code) from error
         raise
+
+
+@contextmanager
+def _told_by_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Record the signal in the file that the environment names, if any: a worker of Ray gets no signals."""
+    file, is_over = os.environ.get(STOP_FILE), threading.Event()
+
+    def watch(path: Path) -> None:
+        while not is_over.wait(POLL_S):
+            with suppress(OSError):  # a shared disk that is busy
+                if text := path.read_text():
+                    record(int(text), None)
+                    return
+
+    if file is not None:
+        threading.Thread(target=watch, args=(Path(file),), name="told-by-file", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 class StopAfterStep(pl.Callback):

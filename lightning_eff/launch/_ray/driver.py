@@ -1,0 +1,207 @@
+"""Start Ray and its workers, forward signals and output, and turn what happened into a report or an error.
+
+Ray's `fit` runs in a thread, so that signals are handled at once, and so that Ray leaves them to us.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from lightning_eff.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EnvironmentLacksError,
+    RankError,
+    root_cause_line,
+)
+from lightning_eff.launch._ray.worker import FOLDER, code_file, error_file, output_file, stop_file, work
+from lightning_eff.launch.ranks import STOPPED, first_failure, handled
+
+if TYPE_CHECKING:
+    from lightning_eff.launch.ray import Ray
+
+POLL_S = 0.2
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Memory of a Ray of our own for objects that are sent; its default is 30 % of the machine's."""
+LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
+"""Ray's errors for a worker that is gone; by name, since Ray Train does not export its own."""
+SETTINGS = {
+    # The root logger of a worker is the command's, and `print` writes to our file.
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Environment variables of Ray, unless the user sets them."""
+
+
+def run(
+    options: Ray, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    """Train in workers of Ray; arguments, result and errors are those of `Ray.run`."""
+    shared = folder / FOLDER
+    shutil.rmtree(shared, ignore_errors=True)
+    shared.mkdir(parents=True)
+    stop_file(folder).touch()
+    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # else Ray resumes from it
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    config = {"train": train, "words": list(words), "folder": str(folder), "cwd": str(Path.cwd())}
+    try:
+        with _started(options), _told(folder):
+            error = _fit(options, config, folder)
+        failure = _failure(error, folder, options.max_failures)
+        code = int(code_file(folder).read_text()) if code_file(folder).is_file() else 0
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+        (folder / ".validate_storage_marker").unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()  # if nothing was started
+    if failure is not None:
+        raise failure
+    if code in STOPPED:
+        raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
+    report = folder / "efficiency.json"
+    return json.loads(report.read_text()) if report.is_file() else {}
+
+
+@contextmanager
+def _started(options: Ray) -> Generator[None]:
+    """Start a Ray of our own, or connect to a running cluster; end all processes of the former."""
+    ray: Any = importlib.import_module("ray")
+    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    keywords: dict[str, Any] = {}
+    if address == "local":
+        # As many workers as were asked for also on fewer cores, like ranks that the command starts.
+        needed = options.bounds[0] * options.cpus
+        keywords = {
+            "num_cpus": max(os.cpu_count() or 1, needed),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", configure_logging=True, **keywords)
+    except ConnectionError as error:
+        text = f"launch.address={address}: no Ray answers there ({root_cause_line(error)})"
+        text += "\n  try: ray start --head\n  try: launch.address=null"
+        raise EnvironmentLacksError(text) from error
+    try:
+        _check_room(options, ray.cluster_resources(), is_own=address == "local")
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_room(options: Ray, resources: dict[str, float], *, is_own: bool) -> None:
+    """Reject a run that a Ray of our own never has room for; a cluster may grow, so say that it waits."""
+    needed = {"CPU": options.bounds[0] * options.cpus, "GPU": options.bounds[0] * options.gpu}
+    for name, number in needed.items():
+        found = int(resources.get(name, 0))
+        if found >= number:
+            continue
+        text = f"launch.workers={options.workers} needs {number} {name}s, and Ray has {found}"
+        if is_own:
+            text += f"\n  try: launch.workers={max(found, 1)}\n  try: launch.gpu=false"
+            raise EnvironmentLacksError(text)
+        sys.stderr.write(f"{text}: waits for more\n")
+
+
+@contextmanager
+def _told(folder: Path) -> Generator[list[int]]:
+    """Tell the workers of signals that stop a run; yield those received. A second one ends it at once."""
+    received: list[int] = []
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            if number == signal.SIGINT:
+                signal.default_int_handler(number, frame)
+            raise SystemExit(128 + number)
+        stop_file(folder).write_text(str(number))
+
+    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], tell):
+        yield received
+
+
+def _fit(options: Ray, config: dict[str, Any], folder: Path) -> BaseException | None:
+    """Run the workers, and print meanwhile what they print; return Ray's error."""
+    train: Any = importlib.import_module("ray.train")
+    least, most = options.bounds
+    trainer = importlib.import_module("ray.train.torch").TorchTrainer(
+        work,
+        train_loop_config=config,
+        scaling_config=train.ScalingConfig(
+            num_workers=most if least == most else (least, most),
+            use_gpu=options.gpu,
+            resources_per_worker={"CPU": options.cpus} | ({"GPU": 1} if options.gpu else {}),
+        ),
+        run_config=train.RunConfig(
+            name=folder.name,  # the run's folder is Ray's, which takes checkpoints where they lie
+            storage_path=str(folder.parent),
+            failure_config=train.FailureConfig(max_failures=options.max_failures),
+        ),
+    )
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:  # noqa: BLE001 - for the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    thread.start()
+    printed: dict[Path, int] = {}
+    while thread.is_alive():
+        thread.join(POLL_S)
+        _print_new(folder, printed)
+    _print_new(folder, printed)
+    return errors[0] if errors else None
+
+
+def _print_new(folder: Path, printed: dict[Path, int]) -> None:
+    """Print what the ranks have printed since the last call; `printed` has the bytes of each file so far."""
+    for stream in ("stdout", "stderr"):
+        for file in sorted((folder / FOLDER).glob(output_file(folder, 0, stream).name.replace("0", "*"))):
+            with file.open("rb") as opened:
+                opened.seek(printed.get(file, 0))
+                text = opened.read()
+            printed[file] = printed.get(file, 0) + len(text)
+            target = getattr(sys, stream)
+            target.write(text.decode(errors="replace"))
+            target.flush()
+
+
+def _failure(error: BaseException | None, folder: Path, max_failures: int) -> RankError | None:
+    """Return why the run failed: a worker that was lost, or the rank that failed first."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    names = {rank: {kind.__name__ for kind in type(failure).__mro__} for rank, failure in failures.items()}
+    lost = [rank for rank, kinds in names.items() if kinds & LOST]
+    if lost:
+        restarts = (
+            f"the workers were restarted {max_failures} times" if max_failures else "none was restarted"
+        )
+        text = f"rank {min(lost)} was lost, perhaps because memory ran out or its machine is gone; {restarts}"
+        return RankError(text)
+    files = [error_file(folder, rank) for rank in range(_num_ranks(folder))]
+    found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    codes = [each.get("exit_code", EXIT_FAILED) if each else 0 for each in found]
+    failure = first_failure(codes, files, folder)
+    if failure is None and error is not None:
+        return RankError(root_cause_line(error))
+    return failure
+
+
+def _num_ranks(folder: Path) -> int:
+    """Return the number of ranks that have printed into a file."""
+    return len(list((folder / FOLDER).glob("rank*.stderr")))

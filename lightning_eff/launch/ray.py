@@ -1,0 +1,179 @@
+"""Start the ranks of a run as workers of Ray Train, which restarts them when one is lost.
+
+`lightning-eff train RECIPE launch=ray launch.workers=4` starts a Ray of its own on this machine, or uses a
+running cluster, and trains the recipe with its own strategy: each worker runs the same `train` as any other
+rank, with world size, ranks and address from Ray's context. `trainer.devices` is the number of workers of a
+machine, `trainer.num_nodes` the number of machines. Each checkpoint of `model_checkpoint` is reported to Ray
+where it lies, without a copy: the run's folder is Ray's storage, so all machines must see the output root.
+When a worker is lost Ray starts all of them again, and they go on from the checkpoint that was reported last.
+
+Costs: 15 to 25 s to start Ray and its workers, the same for each restart, and 225 MB of packages without
+    their dependencies (pandas, pyarrow). A report waits up to 2 s where the one before is younger than that.
+Conflicts: `trainer.devices` other than `auto` or the number of workers. torchrun and SLURM: one of them
+    starts the ranks. Machines with different numbers of workers.
+Source: https://docs.ray.io/en/latest/train/train.html (Ray Train V2).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.launch.job import Launch, num_ranks
+
+MIN_VERSION = (2, 54)
+"""First version of Ray with the parts of Train V2 that are used here."""
+
+
+class Ray:
+    """The settings of a run that Ray starts.
+
+    Args:
+        workers: Number of ranks, or the least and the most of them: Ray then goes on with as many as the
+            cluster has room for.
+        gpu: Whether each worker gets a GPU; without, the run is on CPUs.
+        cpus: CPU cores that are reserved for each worker, and its number of threads.
+        max_failures: Restarts after a worker failed or was lost; -1 for no limit.
+        address: The address of a running cluster; None takes RAY_ADDRESS, or starts a Ray for this run.
+
+    Raises:
+        ConfigError: A number is too small, or `workers` are not one or two numbers in order.
+
+    Example:
+        >>> Ray(workers=[1, 4]).bounds, Ray(workers=2).bounds
+        ((1, 4), (2, 2))
+        >>> Ray(workers=[4, 1])
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: workers=[4, 1]: expected a number of at least 1, or ...
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        workers: int | list[int] = 1,
+        gpu: bool = False,
+        cpus: int = 1,
+        max_failures: int = 3,
+        address: str | None = None,
+    ) -> None:
+        self.workers = workers
+        self.gpu = gpu
+        self.cpus = cpus
+        self.max_failures = max_failures
+        self.address = address
+        bounds = workers if isinstance(workers, list) else [workers, workers]
+        if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
+            allowed = "a number of at least 1, or the least and the most, as in [1, 4]"
+            raise ConfigError(key="workers", value=workers, allowed=allowed)
+        if cpus < 1:
+            raise ConfigError(key="cpus", value=cpus, allowed="a number of at least 1")
+        if max_failures < -1:
+            raise ConfigError(
+                key="max_failures", value=max_failures, allowed="at least 0, or -1 for no limit"
+            )
+        self.bounds = (bounds[0], bounds[1])
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Reject settings of the run that contradict these, before Ray is started.
+
+        Raises:
+            ConfigError: The number of devices, the accelerator or the folder of checkpoints is another one.
+        """
+        trainer, (least, most) = values["trainer"], self.bounds
+        devices = str(trainer.get("devices", "auto"))
+        if devices not in ("auto", "-1") and not least == most == num_ranks(trainer):
+            allowed = f"auto: launch.workers={self.workers} says how many ranks there are"
+            remedies = ["trainer.devices=auto", f"launch.workers={num_ranks(trainer)}"]
+            raise ConfigError(key="trainer.devices", value=devices, allowed=allowed, remedies=remedies)
+        accelerator = str(trainer.get("accelerator", "auto"))
+        accepted = ("auto", "gpu", "cuda") if self.gpu else ("auto", "cpu")
+        if accelerator not in accepted:
+            allowed = f"{' or '.join(accepted)} with launch.gpu={str(self.gpu).lower()}"
+            remedies = [f"launch.gpu={str(not self.gpu).lower()}"]
+            raise ConfigError(
+                key="trainer.accelerator", value=accelerator, allowed=allowed, remedies=remedies
+            )
+        saver = (values.get("monitors") or {}).get("model_checkpoint") or {}
+        folder = str(Path(values["run_dir"], "checkpoints"))
+        if str(saver.get("dirpath") or folder) != folder:
+            key = "monitors.model_checkpoint.dirpath"
+            allowed = f"{folder}, where a restarted run looks for them"
+            raise ConfigError(key=key, value=saver["dirpath"], allowed=allowed)
+
+    def run(
+        self, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path
+    ) -> dict[str, Any]:
+        """Call `train(words)` in each worker; return the efficiency report in `folder`, empty without it.
+
+        Args:
+            train: A function of a module, which the workers import.
+            words: Recipe and overrides.
+            folder: The run's folder, which all workers see.
+
+        Raises:
+            EnvironmentLacksError: Ray is not installed, or too old.
+            RankError: A worker failed or was lost too often; the text names it and the cause.
+            KeyboardInterrupt, SystemExit: All workers have stopped, because of a signal to this process.
+        """
+        check_installed()
+        from lightning_eff.launch._ray import driver
+
+        return driver.run(self, train, words, folder)
+
+
+def check_installed() -> None:
+    """Import Ray Train.
+
+    Raises:
+        EnvironmentLacksError: It is not there, or too old.
+    """
+    remedy = "\n  try: pip install 'lightning-eff[ray]'"
+    try:
+        found: Any = importlib.import_module("ray")
+        importlib.import_module("ray.train.torch")
+    except ImportError as error:
+        text = f"launch=ray needs the package ray[train], which cannot be imported ({error}){remedy}"
+        raise EnvironmentLacksError(text) from error
+    version: str = found.__version__
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
+        text = f"launch=ray needs ray {'.'.join(map(str, MIN_VERSION))} or newer, this is {version}{remedy}"
+        raise EnvironmentLacksError(text)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a worker of Ray adds to a Trainer."""
+
+    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    plugins: Sequence[Any] = ()
+    callbacks: Sequence[Any] = ()
+
+
+NOTHING = Joined()
+"""For a process that Ray did not start."""
+
+
+def joined(values: Mapping[str, Any]) -> Joined:
+    """Return what a Trainer needs in a worker of Ray, which Ray's context says."""
+    if Launch.of().by != "ray":
+        return NOTHING
+    from lightning_eff.launch._ray.processes import RayProcesses, keywords
+    from lightning_eff.launch._ray.report import RayReport
+
+    return Joined(keywords(gpu=values["launch"]["gpu"]), [RayProcesses()], [RayReport()])
+
+
+def reported_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint in the run's folder that workers go on from; None at their first start."""
+    if Launch.of().by != "ray":
+        return None
+    from lightning_eff.launch._ray import report
+
+    return report.reported_checkpoint(folder)

@@ -1,0 +1,212 @@
+"""Settings, ranks, reports and errors of a run under Ray, by a fake of Ray; jobs of Ray are marked slow."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.launch._ray import processes, report
+from lightning_eff.launch.job import Launch, check_not_started, check_tasks
+from lightning_eff.launch.ray import NOTHING, Ray, check_installed, joined, reported_checkpoint
+from tests.support.command_line import TINY, Command
+from tests.support.fake_ray import WORKER, FakeTrain, install
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
+    return install(monkeypatch, in_worker=True)
+
+
+def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
+    others = {"TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    assert Launch.of(WORKER) == Launch.of(others | WORKER) == Launch("ray", 3, 4, 2)
+    check_tasks({"devices": "auto"}, Launch("ray", 3, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": 0}, "workers=0: expected a number of at least 1"),
+        ({"workers": [1, 2, 3]}, r"workers=\[1, 2, 3\]: expected a number"),
+        ({"workers": [2, 1]}, r"workers=\[2, 1\]: expected a number"),
+        ({"cpus": 0}, "cpus=0: expected a number of at least 1"),
+        ({"max_failures": -2}, "max_failures=-2: expected at least 0, or -1"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_rejected(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Ray(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "text"),
+    [
+        ({"workers": 4}, {}, ""),
+        ({"workers": [1, 4]}, {}, ""),
+        ({"workers": 2}, {"trainer": {"devices": 2}}, ""),
+        ({"workers": 4}, {"trainer": {"devices": 2}}, "trainer.devices='2': expected auto: launch.workers=4"),
+        ({"workers": [2, 4]}, {"trainer": {"devices": 2}}, "expected auto: launch.workers=[2, 4]"),
+        ({"gpu": True}, {"trainer": {"accelerator": "cuda"}}, ""),
+        ({"gpu": True}, {"trainer": {"accelerator": "cpu"}}, "auto or gpu or cuda with launch.gpu=true"),
+        ({}, {"trainer": {"accelerator": "gpu"}}, "try: launch.gpu=true"),
+        ({}, {"monitors": {"model_checkpoint": {"dirpath": "out/checkpoints"}}}, ""),
+        (
+            {},
+            {"monitors": {"model_checkpoint": {"dirpath": "out/other"}}},
+            "where a restarted run looks for them",
+        ),
+    ],
+)
+def test_what_contradicts_the_run_is_rejected_before_ray_starts(
+    options: dict[str, Any], changed: dict[str, Any], text: str
+) -> None:
+    values = {"trainer": {"devices": "auto", "accelerator": "auto"}, "run_dir": "out"}
+    values["trainer"] = {**values["trainer"], **changed.get("trainer", {})}
+    values |= {key: value for key, value in changed.items() if key != "trainer"}
+    if not text:
+        Ray(**options).check(values)
+        return
+    with pytest.raises(ConfigError) as raised:
+        Ray(**options).check(values)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("started", [Launch("torchrun", 0, 2, 2), Launch("lightning")])
+def test_ray_starts_no_ranks_in_ranks(started: Launch) -> None:
+    with pytest.raises(ConfigError, match=f"{started.by} has started the ranks already"):
+        check_not_started(started)
+
+
+@pytest.mark.parametrize("missing", ["ray", "ray.train.torch"])
+def test_the_command_says_how_to_install_ray(
+    missing: str, command: Command, fake: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, _, log = command("train", "lm", "launch=ray", *TINY, f"output_root={tmp_path}")
+    assert code == 3
+    assert "try: pip install 'lightning-eff[ray]'" in log
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_ray_is_named(fake: FakeTrain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.train.torch", ModuleType("ray.train.torch"))
+    ray: Any = sys.modules["ray"]
+    ray.__version__ = "2.54.0"
+    check_installed()
+    ray.__version__ = "2.9.3"
+    with pytest.raises(EnvironmentLacksError, match=r"needs ray 2\.54 or newer, this is 2\.9\.3"):
+        check_installed()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["launch.workers=2"], "try: launch=ray"),
+        (["launch=rey"], "did you mean 'ray'?"),
+        (
+            ["launch=ray", "launch.worker=2"],
+            "launch.worker=2: expected a parameter of Ray; did you mean 'workers'?",
+        ),
+        (["launch=ray", "launch.workers=two"], "launch.workers='two': expected"),
+        (["launch=ray", "launch.workers=2", "trainer.devices=4"], "try: launch.workers=4"),
+    ],
+)
+def test_the_command_names_what_is_wrong(
+    words: list[str], text: str, command: Command, tmp_path: Path
+) -> None:
+    code, _, log = command("train", "lm", *words, *TINY, f"output_root={tmp_path}")
+    assert code == 2
+    assert text in log
+
+
+def test_outside_of_a_worker_nothing_changes(fake: FakeTrain, tmp_path: Path) -> None:
+    assert joined({"launch": {"gpu": False}}) is NOTHING
+    assert reported_checkpoint(tmp_path) is None
+
+
+def test_ranks_and_devices_are_those_of_ray(in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    added = joined({"launch": {"gpu": False}})
+    assert added.keywords == {"accelerator": "cpu", "devices": 2, "num_nodes": 2}
+    ranks = added.plugins[0]
+    ranks.set_world_size(1)
+    ranks.set_global_rank(0)
+    assert (ranks.world_size(), ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (4, 3, 1, 1)
+    assert (ranks.main_address, ranks.main_port) == ("10.0.0.1", 1234)
+    assert ranks.creates_processes_externally
+    assert not ranks.detect()
+
+
+def test_machines_with_different_numbers_of_workers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(counts: list[int], own: int) -> None:
+        counts[:] = [2, 2, own]
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    processes.check_even(2, 3)
+    with pytest.raises(ConfigError, match=r"launch.workers=3: expected .* they have \[1, 2\] workers"):
+        processes.check_even(1, 3)
+
+
+def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
+    processes.check_device(torch.device("cuda:1"), 1)
+    processes.check_device(torch.device("cpu"), 1)
+    with pytest.raises(EnvironmentLacksError, match="local rank 0 has cuda:2: Lightning would use cuda:0"):
+        processes.check_device(torch.device("cuda:2"), 0)
+
+
+class Saver(SimpleNamespace):
+    """What `RayReport` reads of a Trainer, whose `ModelCheckpoint` has saved at `step`."""
+
+    @classmethod
+    def at(cls, step: int, path: Path, rank: int) -> Any:
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        saver = ModelCheckpoint()
+        saver._last_global_step_saved, saver._last_checkpoint_saved = step, str(path) if step else ""
+        return cls(checkpoint_callbacks=[saver], current_epoch=0, is_global_zero=rank == 0)
+
+
+@pytest.mark.parametrize(("rank", "is_folder"), [(0, False), (1, False), (0, True), (1, True)])
+def test_each_save_is_reported_once_by_all_ranks(
+    rank: int, is_folder: bool, fake: FakeTrain, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoints" / "step-2.ckpt"
+    path.mkdir(parents=True) if is_folder else path.parent.mkdir()
+    reporter, module = report.RayReport(), Any
+    reporter.on_train_batch_end(Saver.at(0, path, rank), module, None, None, 0)
+    assert fake.reported == []
+    for _ in range(2):
+        reporter.on_train_batch_end(Saver.at(2, path, rank), module, None, None, 0)
+    named = str(path.parent) if rank == 0 or is_folder else None
+    assert fake.reported == [({"step": 2, "epoch": 0, "checkpoint": "step-2.ckpt"}, named)]
+    for hook in (reporter.on_validation_end, reporter.on_train_epoch_end, reporter.on_train_end):
+        hook(Saver.at(2, path, rank), module)
+    reporter.on_train_end(Saver.at(3, path, rank), module)
+    assert [metrics["step"] for metrics, _ in fake.reported] == [2, 3]
+
+
+def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTrain, tmp_path: Path) -> None:
+    from lightning_eff.checkpoint_io.durable import Durable
+
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        Durable().save_checkpoint({"step": step}, folder / f"step-{step}.ckpt")
+        os.utime(folder / f"step-{step}.ckpt", (step, step))
+    (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-1])
+    assert reported_checkpoint(tmp_path) is None  # the first start, in a folder of another run
+    in_worker.get_checkpoint = lambda: SimpleNamespace(path=str(folder))
+    assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"

@@ -1,0 +1,137 @@
+"""What a worker of Ray leaves in files, and what the driver makes of it, by a fake of Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.launch import stop
+from lightning_eff.launch._ray import driver, worker
+from lightning_eff.launch.job import Launch
+from lightning_eff.launch.ray import Ray
+from tests.support.fake_ray import FakeTrain, install
+
+
+class WorkerHealthCheckFailedError(Exception):
+    """Ray's error for a worker that is gone, which is known by its name."""
+
+
+@pytest.fixture
+def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
+    return install(monkeypatch, in_worker=True)
+
+
+def run_worker(train: Callable[[Any], None], folder: Path) -> None:
+    (folder / "ray").mkdir(exist_ok=True)
+    worker.stop_file(folder).touch()
+    worker.work({"train": train, "words": ["lm"], "folder": str(folder), "cwd": str(folder)})
+
+
+@pytest.fixture
+def rank_0(in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a run, in the worker with rank 0 of one."""
+    one = SimpleNamespace(get_world_size=lambda: 1, get_world_rank=lambda: 0)
+    monkeypatch.setattr(in_worker, "get_context", lambda: one)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_a_worker_prints_and_how_it_ended_is_in_files(rank_0: Path) -> None:
+    def train(words: list[str]) -> None:
+        assert words == ["lm"]
+        assert Launch.of().by == "ray"
+        assert sys.path[0] == str(rank_0)
+        sys.stdout.write("a line\n")
+        sys.stderr.write("another\n")
+
+    run_worker(train, rank_0)
+    assert worker.output_file(rank_0, 0, "stdout").read_text() == "a line\n"
+    assert worker.output_file(rank_0, 0, "stderr").read_text() == "another\n"
+    assert worker.code_file(rank_0).read_text() == "0"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "expected"),
+    [
+        (SystemExit(143), None, None),
+        (ConfigError("x", 1, allowed="2", remedies=["x=2"]), None, ("x=1: expected 2\n  try: x=2", 2)),
+        (ValueError("bad\nmore"), "ValueError: bad", ("rank 0: ValueError: bad", 1)),
+        (MemoryError("none"), "MemoryError: none", ("rank 0: MemoryError: none", 4)),
+    ],
+)
+def test_why_a_worker_ended_reaches_the_driver_and_only_failures_are_restarted(
+    error: BaseException, raised: str | None, expected: tuple[str, int] | None, rank_0: Path
+) -> None:
+    def train(_: Any) -> None:
+        raise error
+
+    (rank_0 / "ray").mkdir()
+    for stale in (0, 1):  # of the workers before
+        worker.error_file(rank_0, stale).write_text("stale")
+    if raised is None:
+        run_worker(train, rank_0)
+    else:
+        with pytest.raises(RuntimeError, match=raised):
+            run_worker(train, rank_0)
+    failure = driver._failure(None, rank_0, 3)
+    found = (str(failure), failure.exit_code) if failure else None
+    assert found == expected
+
+
+def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
+    with pytest.raises(RuntimeError, match="output_root must be shared by all machines"):
+        worker.work({"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": "."})
+
+
+def test_a_lost_worker_is_named(tmp_path: Path) -> None:
+    error: Any = RuntimeError("Training failed")
+    error.worker_failures = {0: RuntimeError("connection closed"), 1: WorkerHealthCheckFailedError()}
+    failure = driver._failure(error, tmp_path, 3)
+    assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
+    assert str(driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
+    assert driver._failure(None, tmp_path, 3) is None
+
+
+def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, received = tmp_path / "stop", list[int]()
+    file.touch()
+    monkeypatch.setenv(stop.STOP_FILE, str(file))
+    with stop._told_by_file(lambda number, _: received.append(number)):
+        time.sleep(0.3)
+        assert received == []
+        file.write_text(str(int(signal.SIGTERM)))
+        deadline = time.monotonic() + 60
+        while not received and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert received == [signal.SIGTERM]
+
+
+def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    printed: dict[Path, int] = {}
+    for text in ("one\n", "two\n"):
+        with worker.output_file(tmp_path, 0, "stdout").open("a") as file:
+            file.write(text)
+        worker.output_file(tmp_path, 1, "stderr").write_text("rank 1: three\n")
+        driver._print_new(tmp_path, printed)
+    assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")
+
+
+def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    driver._check_room(Ray(workers=[2, 4], gpu=True), {"CPU": 2.0, "GPU": 2.0}, is_own=True)
+    with pytest.raises(EnvironmentLacksError, match=r"launch.workers=3 needs 3 GPUs, and Ray has 2\n  try: "):
+        driver._check_room(Ray(workers=3, gpu=True), {"CPU": 3.0, "GPU": 2.0}, is_own=True)
+    assert capsys.readouterr().err == ""
+    driver._check_room(Ray(workers=3, cpus=2), {"CPU": 4.0}, is_own=False)
+    assert capsys.readouterr().err == "launch.workers=3 needs 6 CPUs, and Ray has 4: waits for more\n"
