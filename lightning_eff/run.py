@@ -235,7 +235,7 @@ def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        return pl.Trainer(**(keywords | as_started(values["trainer"]) | joined.keywords))
+        return pl.Trainer(**(keywords | as_started(values["trainer"]) | dict(joined.keywords)))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"
