@@ -43,6 +43,7 @@ from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_OK,
     PRE_RUN_ERRORS,
+    ConfigError,
     UsageError,
     root_cause_line,
     suggest_name,
@@ -58,6 +59,9 @@ OWN_GROUPS = ("callbacks", "precision", "strategy")
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
+    if values.get("launch"):
+        allowed = "none: a trial is a process of this machine"
+        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
     now = datetime.now().astimezone()
     folder = (
         Path(values["output_root"]) / "compare" / f"{options.recipe}_{now:%Y-%m-%d_%H-%M-%S-%f}"

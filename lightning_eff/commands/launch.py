@@ -19,6 +19,9 @@ def main(options: argparse.Namespace) -> int:
     path = RecipePath.of(options.config_dir)
     # As `train` would: what cannot be trained is refused here, not by the cluster an hour later.
     values = compose_recipe(options.recipe, options.overrides, path).values
+    if values.get("launch"):
+        allowed = "none: --kind rayjob adds it"
+        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
     job = _job(options, values["trainer"], path)
     if options.kind == "slurm":
         sys.stdout.write(job.sbatch())

@@ -63,13 +63,14 @@ def main(options: argparse.Namespace) -> int:
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
     from lightning_eff.core.rules import raise_rejected
+    from lightning_eff.launch.ray import as_devices
     from lightning_eff.run import build_trainer
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
-        return compose_recipe(options.recipe, [*options.overrides, *words], path).values
+        return as_devices(compose_recipe(options.recipe, [*options.overrides, *words], path).values)
 
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to the standard output, which may be JSON
-        trainer = build_trainer(composed.values)
+        trainer = build_trainer(as_devices(composed.values))
     rows, findings = _judge(trainer, composed.chain, options.overrides, device)
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")

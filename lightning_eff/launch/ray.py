@@ -147,6 +147,22 @@ def check_installed() -> None:
         raise EnvironmentLacksError(text)
 
 
+def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose workers of Ray, the most of them, are devices of one machine, to plan with.
+
+    Example:
+        >>> values = {"trainer": {"devices": "auto"}, "launch": {"workers": [1, 4]}}
+        >>> as_devices(values)
+        {'trainer': {'devices': 4}, 'launch': None}
+    """
+    launch = values.get("launch")
+    if not launch:
+        return dict(values)
+    workers = launch["workers"]
+    most = max(workers) if isinstance(workers, list) else workers
+    return {**values, "trainer": {**values["trainer"], "devices": most}, "launch": None}
+
+
 @dataclass(frozen=True)
 class Joined:
     """What a worker of Ray adds to a Trainer."""

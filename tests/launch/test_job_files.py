@@ -78,6 +78,7 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
             2,
             "trainer.num_nodes=2: expected auto: --nodes",
         ),
+        (["k8s", "lm", "launch=ray"], 2, "launch='ray': expected none: --kind rayjob adds it"),
         (["pbs", "lm"], 2, "expected slurm or k8s first, not 'pbs'"),
         (["slurm"], 2, "expected a recipe"),
         (["slurm", "lm", "model.width=3"], 2, "model.width=3: expected a parameter of GPT"),
