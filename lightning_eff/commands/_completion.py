@@ -35,16 +35,21 @@ def complete(words: Sequence[str]) -> list[str]:
     Example:
         >>> complete(["tr"]), complete(["train", "bas"]), complete(["train", "lm", "precision=tf"])
         (['train'], ['baseline'], ['precision=tf32'])
+        >>> complete(["launch", "s"]), complete(["launch", "slurm", "bas"])
+        (['slurm'], ['baseline'])
     """
     start = words[-1] if words else ""
+    is_on_cluster = words[:1] == ["launch"] and len(words) > 1
     if len(words) <= 1:
         known = list(catalog.verbs())
+    elif is_on_cluster and len(words) == 2:
+        known = list(_parser.CLUSTERS)
     elif start.startswith("-"):
         parsers = _parser.build()[1]
         known = _parser.option_names(parsers[words[0]]) if words[0] in parsers else []
     elif words[0] == "ls":
         known = [entry.name for entry in [*catalog.recipes(), *catalog.options()]]
-    elif len(words) == 2:
+    elif len(words) == 2 + is_on_cluster:
         known = [entry.name for entry in catalog.recipes()]
     else:
         uses = [entry.use for entry in catalog.options()]

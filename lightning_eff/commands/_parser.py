@@ -106,11 +106,11 @@ def _launch(add: Add) -> None:
     add("--nodes", type=_at_least(1), default=1, metavar="N", help="machines (1)")
     add("--gpus", type=_at_least(0), default=0, metavar="N", help="GPUs of each, one rank on each (none)")
     kinds, about = ["trainjob", "jobset", "rayjob"], "k8s: for Kubeflow Trainer, JobSet or KubeRay (trainjob)"
-    add("--kind", choices=kinds, default="trainjob", dest="kind_of_job", help=about)
+    add("--kind", choices=kinds, dest="kind_of_job", help=about)
     about = "k8s: image that has the package, as the repository's Dockerfile builds it"
-    add("--image", default="lightning-eff:latest", metavar="NAME", help=about)
+    add("--image", metavar="NAME", help=f"{about} (lightning-eff:latest)")
     about = "k8s: PersistentVolumeClaim that all pods mount for the runs (outputs)"
-    add("--claim", default="outputs", metavar="NAME", help=about)
+    add("--claim", metavar="NAME", help=about)
 
 
 EXAMPLES = {

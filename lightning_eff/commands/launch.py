@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import EXIT_OK, ConfigError
+from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import num_devices
-from lightning_eff.launch.job_files import ClusterJob
+from lightning_eff.launch.job_files import SHARED, ClusterJob
 
 
 def main(options: argparse.Namespace) -> int:
@@ -26,7 +27,8 @@ def main(options: argparse.Namespace) -> int:
     if options.kind == "slurm":
         sys.stdout.write(job.sbatch())
         return EXIT_OK
-    found = {"trainjob": job.train_job, "jobset": job.job_set, "rayjob": job.ray_job}[options.kind_of_job]()
+    kinds = {"trainjob": job.train_job, "jobset": job.job_set, "rayjob": job.ray_job}
+    found = kinds[options.kind_of_job or "trainjob"]()
     if options.json:
         print_json(found)
     else:
@@ -49,13 +51,24 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], path: RecipePath)
             raise ConfigError(key=f"trainer.{key}", value=found, allowed=allowed, remedies=remedies)
         if found != "auto":
             words = [word for word in words if word != by_user] + [f"trainer.{key}=auto"]
+    given = {"--kind": options.kind_of_job, "--image": options.image, "--claim": options.claim}
+    if options.kind == "slurm":
+        useless = [name for name, value in given.items() if value] + ["--json"] * options.json
+        if useless:
+            text = f"launch slurm: {useless[0]} is of k8s alone"
+            raise UsageError(text)
+    root = next((word.partition("=")[2] for word in words if word.startswith("output_root=")), SHARED)
+    if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
+        allowed = f"the path at which pods mount the runs, as in {SHARED}"
+        raise ConfigError(key="output_root", value=root, allowed=allowed)
     on_cpu = {"accelerator": "cpu", "devices": trainer.get("devices", "auto")}
+    named = {"image": options.image, "claim": options.claim}
     return ClusterJob(
         recipe=options.recipe,
         words=[*words, *path.options()],
         nodes=options.nodes,
         gpus=options.gpus,
         tasks=options.gpus or num_devices(on_cpu),
-        image=options.image,
-        claim=options.claim,
+        folder=root,
+        **{name: value for name, value in named.items() if value},
     )

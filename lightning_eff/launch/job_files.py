@@ -18,7 +18,7 @@ from typing import Any
 from lightning_eff.core.errors import EXIT_SIGUSR1
 
 SHARED = "/outputs"
-"""Where a pod has the volume of the runs."""
+"""Where a pod has the volume of the runs, unless `output_root` says otherwise."""
 PORT = 29500
 RESTARTS = 3
 NOTICE_S = 120
@@ -37,6 +37,7 @@ class ClusterJob:
         tasks: Ranks on each machine.
         image: Container image with the package.
         claim: PersistentVolumeClaim with the runs, for pods on several machines at once.
+        folder: Where pods mount it.
     """
 
     recipe: str
@@ -46,6 +47,7 @@ class ClusterJob:
     tasks: int = 1
     image: str = "lightning-eff:latest"
     claim: str = "outputs"
+    folder: str = SHARED
 
     @property
     def name(self) -> str:
@@ -84,13 +86,13 @@ class ClusterJob:
             "manager": "lightning-eff",
             "trainingRuntimeSpec": _in_pods({
                 "volumes": [self._volume()],
-                "containers": [{"name": "node", "volumeMounts": [_mount()]}],
+                "containers": [{"name": "node", "volumeMounts": [self._mount()]}],
             }),
         }  # fmt: skip
         trainer: dict[str, Any] = {
             "image": self.image,
             "command": ["torchrun"],
-            "args": ["-m", "lightning_eff", *self._train(f"output_root={SHARED}")],
+            "args": ["-m", "lightning_eff", *self._train(f"output_root={self.folder}")],
             "numNodes": self.nodes,
             "numProcPerNode": self.tasks,
             **({"resourcesPerNode": self._resources()} if self.gpus else {}),
@@ -106,7 +108,7 @@ class ClusterJob:
             "PET_MASTER_ADDR": f"{self.name}-node-0-0.{self.name}", "PET_MASTER_PORT": str(PORT),
         }  # fmt: skip
         container = self._container(
-            ["torchrun", "-m", "lightning_eff", *self._train(f"output_root={SHARED}")],
+            ["torchrun", "-m", "lightning_eff", *self._train(f"output_root={self.folder}")],
             env=[
                 *({"name": key, "value": value} for key, value in variables.items()),
                 {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},
@@ -128,7 +130,7 @@ class ClusterJob:
         """Return a RayJob of KubeRay: a cluster of its own, which ends with the run."""
         words = ["launch=ray", f"launch.workers={self.nodes * self.tasks}"]
         words += ["launch.gpu=true"] if self.gpus else []
-        command = ["lightning-eff", *self._train(*words, f"output_root={SHARED}")]
+        command = ["lightning-eff", *self._train(*words, f"output_root={self.folder}")]
         head = {"volumes": [self._volume()], "containers": [self._container()]}
         pods = {"volumes": [self._volume()], "containers": [self._container(has_gpus=True)]}
         group = {
@@ -152,20 +154,19 @@ class ClusterJob:
     def _volume(self) -> dict[str, Any]:
         return {"name": "outputs", "persistentVolumeClaim": {"claimName": self.claim}}
 
+    def _mount(self) -> dict[str, str]:
+        return {"name": "outputs", "mountPath": self.folder}
+
     def _resources(self) -> dict[str, Any]:
         return {"limits": {"nvidia.com/gpu": self.gpus}}
 
     def _container(
         self, command: Sequence[str] = (), *, has_gpus: bool | None = None, env: Sequence[Any] = ()
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": "node", "image": self.image, "volumeMounts": [_mount()]}
+        found: dict[str, Any] = {"name": "node", "image": self.image, "volumeMounts": [self._mount()]}
         found |= {"command": list(command), "env": list(env)} if command else {}
         has_gpus = bool(command) if has_gpus is None else has_gpus
         return found | ({"resources": self._resources()} if self.gpus and has_gpus else {})
-
-
-def _mount() -> dict[str, str]:
-    return {"name": "outputs", "mountPath": SHARED}
 
 
 def _in_pods(pod: dict[str, Any]) -> dict[str, Any]:

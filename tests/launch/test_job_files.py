@@ -50,6 +50,14 @@ def test_kubernetes_accepts_what_is_printed(command: Command, kind: str, gpus: s
         jsonschema.validate(broken, {"$defs": SCHEMAS["$defs"], **SCHEMAS[KINDS[kind]]})
 
 
+def test_a_folder_of_the_users_is_mounted(command: Command) -> None:
+    code, out, err = command("launch", "k8s", "lm", "output_root=/data/runs", "--claim", "data")
+    assert code == 0, err
+    assert out.count("/data/runs") == 2, "in the command, and as the mount"
+    assert SHARED not in out
+    assert "claimName: data" in out
+
+
 def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts(command: Command) -> None:
     _, script, _ = command("launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3")
     lines = script.splitlines()
@@ -79,6 +87,9 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
             "trainer.num_nodes=2: expected auto: --nodes",
         ),
         (["k8s", "lm", "launch=ray"], 2, "launch='ray': expected none: --kind rayjob adds it"),
+        (["k8s", "lm", "output_root=runs"], 2, "output_root='runs': expected the path at which pods mount"),
+        (["slurm", "lm", "--claim", "runs"], 2, "launch slurm: --claim is of k8s alone"),
+        (["slurm", "lm", "--json"], 2, "launch slurm: --json is of k8s alone"),
         (["pbs", "lm"], 2, "expected slurm or k8s first, not 'pbs'"),
         (["slurm"], 2, "expected a recipe"),
         (["slurm", "lm", "model.width=3"], 2, "model.width=3: expected a parameter of GPT"),
