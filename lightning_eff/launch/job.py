@@ -137,7 +137,7 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
     if trainer.get("num_nodes") == "auto" and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys():
         rank = environment["NODE_RANK"]
         allowed = f"the number of machines, of which NODE_RANK={rank} says that this is one"
-        remedies = ["trainer.num_nodes=2"]
+        remedies = ["trainer.num_nodes=2", "trainer.num_nodes=1 (it is the only one)"]
         raise ConfigError(key="trainer.num_nodes", value="auto", allowed=allowed, remedies=remedies)
 
 

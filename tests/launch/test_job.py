@@ -15,7 +15,14 @@ from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import job
-from lightning_eff.launch.job import Launch, check_tasks, num_devices, num_ranks, shared_run_dir
+from lightning_eff.launch.job import (
+    Launch,
+    check_machines,
+    check_tasks,
+    num_devices,
+    num_ranks,
+    shared_run_dir,
+)
 from tests.support.command_line import Command
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
@@ -85,6 +92,25 @@ def test_tasks_that_do_not_fit_are_refused_with_what_does(
 ) -> None:
     with keep_overrides(), pytest.raises(ConfigError) if message else nullcontext() as caught:
         check_tasks(trainer, started)
+    assert message in str(caught and caught.value)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "environment", "message"),
+    [
+        ({"num_nodes": "auto"}, {}, ""),
+        ({"num_nodes": "auto"}, {"PET_NNODES": "1"}, ""),
+        ({"num_nodes": 2}, {"NODE_RANK": "1", "MASTER_ADDR": "a"}, ""),
+        ({"num_nodes": "auto"}, {"NODE_RANK": "0"}, ""),
+        ({"num_nodes": "auto"}, {"NODE_RANK": "0", "MASTER_ADDR": "a"}, "try: trainer.num_nodes=1 (it is"),
+        ({"num_nodes": 2}, {"PET_NNODES": "1:4"}, "PET_NNODES='1:4': expected torchrun"),
+    ],
+)
+def test_a_machine_of_several_does_not_train_alone(
+    trainer: dict[str, Any], environment: dict[str, str], message: str
+) -> None:
+    with keep_overrides(), pytest.raises(ConfigError) if message else nullcontext() as caught:
+        check_machines(trainer, environment)
     assert message in str(caught and caught.value)
 
 
