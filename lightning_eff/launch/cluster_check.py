@@ -56,7 +56,8 @@ def inspect_cluster(output_root: Path) -> list[CheckResult]:
     """
     launch = Launch.of()
     try:
-        check_machines({"num_nodes": "auto"}) if not launch.by else None
+        if not launch.by:
+            check_machines({"num_nodes": "auto"})
     except ConfigError as error:
         text, _, fix = str(error).partition("\n  try: ")
         return [CheckResult("launcher", text, "problem", fix)]

@@ -47,9 +47,7 @@ def end_of(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def wait_for(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 240
-    while not (result := found()):
-        assert time.monotonic() < deadline
+    while not (result := found()):  # what never comes ends by pytest's own limit
         time.sleep(0.1)
     return result
 
