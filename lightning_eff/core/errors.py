@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lightning_eff.core.remedies import format_remedies
 
@@ -42,6 +43,16 @@ class HasRemedies:
 
     def __init__(self, text: str) -> None:
         super().__init__(format_remedies(text))  # pyright: ignore[reportCallIssue] - a mixin in front of an exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it, as launchers do, with the text that it has and not by its constructor's arguments."""
+        return _restored, (type(self), self.args, self.__dict__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(HasRemedies, ValueError):

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.core.errors import ConfigError, UsageError
+from lightning_eff.launch import torchrun
 
 RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
 """Environment variable with the run's folder, for ranks that the command has started."""
 RAY = "LIGHTNING_EFF_RAY"
 """Environment variable of a worker of Ray; Ray itself sets only RANK, LOCAL_RANK and their like."""
 WAIT_S = 300.0
-"""Time that a rank waits for rank 0 to choose the run's folder: importing torch may take a minute."""
+"""Time that ranks wait for each other to agree on the run's folder: importing torch may take a minute."""
 
 
 @dataclass(frozen=True)
@@ -220,30 +221,26 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
     """Return the run's folder, the same on all ranks; each has composed one named by its own time.
 
     Raises:
-        UsageError: Rank 0 is too late, or the ranks have no store in which it could be exchanged.
+        UsageError: A rank is too late, or the ranks have no store in which it could be exchanged.
     """
     if RUN_DIR in os.environ:
         return Path(os.environ[RUN_DIR])
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_store = os.environ.get(torchrun.AGENT_STORE) == "True"
     if (launch.num_tasks or 1) == 1 or not (has_default_name or has_store):
         return folder
     if launch.by == "slurm":
         step = [os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
         return folder.parent / "-".join(["slurm", *step])
-    text = f"rank 0 did not set the run's folder in torchrun's store within {WAIT_S:.0f} s, or there is none"
+    text = f"the ranks did not agree on a folder in torchrun's store within {WAIT_S:.0f} s, or there is none"
     text += "\n  try: hydra.run.dir=outputs/NAME"
     if not has_store:
         raise UsageError(text)
     from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    # Rank 0 sets its folder in torchrun's store, all other ranks wait for it. Why not
-    # `broadcast_object_list`: the process group does not exist yet.
-    key = f"lightning_eff/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # Why not `broadcast_object_list`: the process group does not exist yet.
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-        if not launch.rank:
-            store.set(key, str(folder))
-        return Path(store.get(key).decode())
+        return torchrun.agree(store, launch.rank, launch.num_tasks or 1, folder)
     except DistError as error:
         raise UsageError(text) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -96,3 +98,18 @@ def test_out_of_memory_is_known_behind_what_it_caused_also_in_a_circle() -> None
     assert not errors.is_out_of_memory(one)
     other.__cause__ = MemoryError()
     assert errors.is_out_of_memory(one)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("stage", 4, allowed="1, 2 or 3", remedies=["stage=3"]),
+        errors.ConflictError("choose one\n  try: strategy=ddp"),
+    ],
+    ids=repr,
+)
+def test_an_error_of_another_process_has_the_text_that_it_had_there(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,7 @@ ELSEWHERE = ["hydra/launcher=submitit_slurm"]
     ("environment", "words", "expected", "messages"),
     [
         (TORCHRUN, [], 2, ("each of them would run the whole sweep", "try: lightning-eff train lm -m ...")),
-        ({}, ELSEWHERE, 3, ("try: pip install 'lightning-eff[slurm]'",)),
+        ({}, ["hydra/launcher=submitit_missing"], 3, ("try: pip install 'lightning-eff[slurm]'",)),
         ({}, [*ELSEWHERE, "--json"], 2, ("their reports are efficiency.json in their folders",)),
     ],
 )
@@ -187,18 +189,29 @@ def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch
         shared_run_dir(torchrun, here, has_default_name=True)
 
 
-def test_the_first_rank_says_which_folder_and_the_others_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_each_attempt_meet_at_an_address_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
+
+    def started_again() -> None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(store.port))
+
+    def folder_of(rank: int, name: str) -> Path:
+        return shared_run_dir(Launch("torchrun", rank, 2, 2), Path(name), has_default_name=True)
+
+    started_again()
     monkeypatch.setattr(job, "WAIT_S", 1.0)
-    other = Launch("torchrun", 1, 2, 2)
-    with pytest.raises(
-        UsageError, match="rank 0 did not set the run's folder in torchrun's store within 1 s"
-    ):
-        shared_run_dir(other, Path("b"), has_default_name=True)
-    assert shared_run_dir(Launch("torchrun", 0, 2, 2), Path("a"), has_default_name=True) == Path("a")
-    assert shared_run_dir(other, Path("b"), has_default_name=True) == Path("a")
+    for rank in (1, 0):  # each alone, and what it asks or answers is left in torchrun's store
+        with pytest.raises(UsageError, match="did not agree on a folder in torchrun's store within 1 s"):
+            folder_of(rank, "lost")
+    monkeypatch.setattr(job, "WAIT_S", 60.0)
+    for attempt in ("first", "second"):
+        started_again()
+        with ThreadPoolExecutor() as ranks:
+            found = list(ranks.map(folder_of, (0, 1), (attempt, "other")))
+        assert found == [Path(attempt)] * 2
+        assert int(os.environ["MASTER_PORT"]) != store.port
+        assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"

@@ -20,6 +20,7 @@ import yaml
 
 from lightning_eff.launch.job_files import SHARED, ClusterJob
 from tests.support.command_line import Command
+from tests.support.slurm import with_commands
 
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "kubernetes.yaml").read_text())
 BIN = Path(sys.executable).parent
@@ -120,24 +121,6 @@ def test_a_job_is_requeued_when_slurm_has_stopped_it(
     assert [path.read_text() for path in tmp_path.glob("requeued")] == ["requeue 7\n"] * is_requeued
 
 
-SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
-words, number = sys.argv[1:], int(os.environ["SLURM_NTASKS_PER_NODE"])
-kill = "--kill-on-bad-exit=1" in words
-command = [word for word in words if not word.startswith("--")]
-env = os.environ | {{"SLURM_STEP_ID": "0", "SLURM_NTASKS": str(number), "SLURM_JOB_NAME": "lm"}}
-ranks = [
-    subprocess.Popen(command, env=env | {{"SLURM_PROCID": i, "SLURM_LOCALID": i, "SLURM_NODEID": "0"}})
-    for i in map(str, range(number))
-]
-codes = []
-while len(codes) < number:
-    _, status = os.wait()
-    codes.append(os.waitstatus_to_exitcode(status))
-    if codes[-1] and kill:
-        [rank.kill() for rank in ranks]
-sys.exit(max(code if code >= 0 else 128 - code for code in codes))
-"""
 SCONTROL = """#!/bin/bash
 echo "$*" >> requeued
 """
@@ -166,14 +149,10 @@ def last_weights(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_script_is_requeued_when_its_time_is_over_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     words = [*TINY, "+callbacks.signalled._target_=signalled.Signalled"]
-    base = os.environ | {"PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    base |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    base = with_commands(tmp_path, scontrol=SCONTROL) | {"SLURM_JOB_ID": "7"}
+    base |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
 
     def run(folder: str, **more: str) -> int:
         (tmp_path / folder).mkdir(exist_ok=True)

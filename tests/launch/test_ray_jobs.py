@@ -87,15 +87,6 @@ def test_two_workers_train_what_two_ranks_of_the_command_train(strategy: str) ->
     assert_same("with_ray", "without")
 
 
-def test_a_killed_worker_is_started_again_and_nothing_is_lost() -> None:
-    process = start("killed", *RAY)
-    wait_for(lambda: list(Path("killed").glob("lm/*/checkpoints/step-[34567].ckpt")))
-    os.kill(processes_of("RayTrainWorker")[-1], signal.SIGKILL)
-    assert "Ray has started the workers again: resumes from" in end_of(process)
-    end_of(start("whole", "trainer.devices=2"))
-    assert_same("killed", "whole")
-
-
 def test_a_stopped_run_goes_on_with_one_worker() -> None:
     process = start("out", *RAY)
     wait_for(lambda: list(Path("out").glob("lm/*/checkpoints/step-[23].ckpt")))
