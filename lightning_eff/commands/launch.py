@@ -21,9 +21,10 @@ def main(options: argparse.Namespace) -> int:
     # As `train` would: what cannot be trained is refused here, not by the cluster an hour later.
     values = compose_recipe(options.recipe, options.overrides, path).values
     if values.get("launch"):
-        allowed = "none: --kind rayjob adds it"
+        k8s = "--kind rayjob adds it"
+        allowed = f"none: {k8s if options.kind == 'k8s' else 'SLURM starts the ranks'}"
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
-    job = _job(options, values["trainer"], path)
+    job = _job(options, values["trainer"], str(values["output_root"]), path)
     if options.kind == "slurm":
         sys.stdout.write(job.sbatch())
         return EXIT_OK
@@ -38,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _job(options: argparse.Namespace, trainer: dict[str, Any], path: RecipePath) -> ClusterJob:
+def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: RecipePath) -> ClusterJob:
     """Return the job that is asked for; a recipe's own number of devices gives way to the cluster's."""
     words = list(options.overrides)
     for key, asked in (("devices", options.gpus), ("num_nodes", options.nodes)):
@@ -57,7 +58,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], path: RecipePath)
         if useless:
             text = f"launch slurm: {useless[0]} is of k8s alone"
             raise UsageError(text)
-    root = next((word.partition("=")[2] for word in words if word.startswith("output_root=")), SHARED)
+    root = root if any(word.startswith("output_root=") for word in words) else SHARED
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
         allowed = f"the path at which pods mount the runs, as in {SHARED}"
         raise ConfigError(key="output_root", value=root, allowed=allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -36,9 +37,23 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([line])
         except (OverrideParseException, RecursionError, ValueError) as error:
             shown = line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
-            text = f"{shown}: {REASONS.get(type(error), NO_OVERRIDE)}"
+            text = f"{shown}: {REASONS.get(type(error), NO_OVERRIDE)}{_quoted(line)}"
             raise UsageError(text) from error
     return parsed
+
+
+def _quoted(line: str) -> str:
+    """Return a remedy for a value that only its characters keep from being one, else nothing."""
+    key, is_assignment, value = line.partition("=")
+    if not is_assignment:
+        return ""
+    escaped = value.replace("'", "\\'")  # a backslash stands for itself, unless it is the last
+    quoted = f"{key}='{escaped}'"
+    try:
+        OverridesParser.create().parse_overrides([quoted])
+    except (OverrideParseException, RecursionError, ValueError):
+        return ""
+    return f"\n  try: {shlex.quote(quoted)}  # quotes of Hydra within those of the shell"
 
 
 def allow_new_keys(

@@ -50,8 +50,8 @@ class HasRemedies:
 
 
 def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(attributes)
+    error: Any = kind.__new__(kind, *args)
+    vars(error).update(attributes)
     return error
 
 

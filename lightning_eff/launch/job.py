@@ -241,6 +241,6 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-        return torchrun.agree(store, launch.rank, launch.num_tasks or 1, folder)
+        return torchrun.agree(store, launch.rank, launch.num_tasks or 1, folder, WAIT_S)
     except DistError as error:
         raise UsageError(text) from error

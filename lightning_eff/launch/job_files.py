@@ -60,6 +60,10 @@ class ClusterJob:
         added = [word for word in (*device, "ckpt_path=auto", *words) if word.partition("=")[0] not in chosen]
         return ["train", self.recipe, *self.words, *added]
 
+    def _pod_words(self) -> list[str]:
+        """Return the words of a pod's command, in which Kubernetes would replace $(NAME)."""
+        return [word.replace("$(", "$$(") for word in self._train(f"output_root={self.folder}")]
+
     def sbatch(self) -> str:
         """Return a script for `sbatch`: requeued when its time is over, or when a machine fails."""
         gpus = f"#SBATCH --gpus-per-node={self.gpus}\n" if self.gpus else ""
@@ -92,7 +96,7 @@ class ClusterJob:
         trainer: dict[str, Any] = {
             "image": self.image,
             "command": ["torchrun"],
-            "args": ["-m", "lightning_eff", *self._train(f"output_root={self.folder}")],
+            "args": ["-m", "lightning_eff", *self._pod_words()],
             "numNodes": self.nodes,
             "numProcPerNode": self.tasks,
             **({"resourcesPerNode": self._resources()} if self.gpus else {}),
@@ -108,7 +112,7 @@ class ClusterJob:
             "PET_MASTER_ADDR": f"{self.name}-node-0-0.{self.name}", "PET_MASTER_PORT": str(PORT),
         }  # fmt: skip
         container = self._container(
-            ["torchrun", "-m", "lightning_eff", *self._train(f"output_root={self.folder}")],
+            ["torchrun", "-m", "lightning_eff", *self._pod_words()],
             env=[
                 *({"name": key, "value": value} for key, value in variables.items()),
                 {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},

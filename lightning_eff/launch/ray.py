@@ -70,7 +70,7 @@ class Ray:
         self.address = address
         bounds = workers if isinstance(workers, list) else [workers, workers]
         if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
-            allowed = "a number of at least 1, or the least and the most, as in [1, 4]"
+            allowed = "a number of at least 1, or the least and then the most, as in [1, 4]"
             raise ConfigError(key="workers", value=workers, allowed=allowed)
         if cpus < 1:
             raise ConfigError(key="cpus", value=cpus, allowed="a number of at least 1")

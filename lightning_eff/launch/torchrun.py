@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 KEY = "lightning_eff"
 POLL_S = 0.05
@@ -29,17 +29,18 @@ _served: list[TCPStore] = []
 """Rank 0's store, which lives until the process ends; its process group finds it by its port."""
 
 
-def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
+def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path, wait_s: float) -> Path:
     """Return rank 0's folder, and set the address at which these ranks, and no earlier ones, will meet.
 
     Args:
-        store: torchrun's, with a timeout.
+        store: torchrun's, with `wait_s` as its timeout.
         rank: Of this process.
         num_ranks: Of all machines.
         folder: That of this rank.
+        wait_s: Seconds that rank 0 waits for the others.
 
     Raises:
-        DistError: Rank 0 did not answer in time.
+        DistError: A rank did not ask, or rank 0 did not answer, in time.
     """
     if rank:
         asked = uuid4().hex
@@ -48,13 +49,13 @@ def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
         store.set(f"{KEY}/heard/{answer['attempt']}/{rank}", "")
     else:
         answer = {"attempt": uuid4().hex, "folder": str(folder), **_serve(os.environ["MASTER_ADDR"])}
-        _answer_all(store, set(range(1, num_ranks)), answer)
+        _answer_all(store, set(range(1, num_ranks)), answer, wait_s)
     os.environ |= {"MASTER_ADDR": answer["host"], "MASTER_PORT": str(answer["port"]), AGENT_STORE: "False"}
     return Path(answer["folder"])
 
 
 def _serve(host: str) -> dict[str, Any]:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     _served.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True))
     port = _served[-1].port
@@ -65,11 +66,11 @@ def _serve(host: str) -> dict[str, Any]:
     return {"host": host, "port": port}
 
 
-def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any]) -> None:
+def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any], wait_s: float) -> None:
     """Answer what each rank asks until all have heard: the question that is there may be of a rank before."""
     from torch.distributed import DistStoreError
 
-    end = time.monotonic() + store.timeout.total_seconds()
+    end = time.monotonic() + wait_s
     while ranks:
         for rank in ranks:
             if store.check([f"{KEY}/ask/{rank}"]):

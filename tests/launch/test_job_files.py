@@ -59,6 +59,17 @@ def test_a_folder_of_the_users_is_mounted(command: Command) -> None:
     assert "claimName: data" in out
 
 
+def test_words_are_those_that_were_typed_whatever_is_in_them(command: Command) -> None:
+    typed = ["seed=3", "output_root='/data/my $(HOME) \"runs\"'"]
+    _, script, _ = command("launch", "slurm", "lm", *typed)
+    (run,) = (line for line in script.splitlines() if line.startswith("srun"))
+    assert set(typed) <= set(shlex.split(run))
+    for kind in ("trainjob", "jobset"):
+        found = command("launch", "k8s", "lm", *typed, "--kind", kind)[1]
+        assert found.count("$$(HOME)") == 1, "Kubernetes makes $(HOME) of it, and replaces what has one $"
+        assert yaml.safe_load(found)
+
+
 def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts(command: Command) -> None:
     _, script, _ = command("launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3")
     lines = script.splitlines()
@@ -88,6 +99,7 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
             "trainer.num_nodes=2: expected auto: --nodes",
         ),
         (["k8s", "lm", "launch=ray"], 2, "launch='ray': expected none: --kind rayjob adds it"),
+        (["slurm", "lm", "launch=ray"], 2, "launch='ray': expected none: SLURM starts the ranks"),
         (["k8s", "lm", "output_root=runs"], 2, "output_root='runs': expected the path at which pods mount"),
         (["slurm", "lm", "--claim", "runs"], 2, "launch slurm: --claim is of k8s alone"),
         (["slurm", "lm", "--json"], 2, "launch slurm: --json is of k8s alone"),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
     EnvironmentLacksError,
     RankError,
     root_cause_line,
@@ -58,10 +59,12 @@ def run(
         os.environ.setdefault(name, value)
     config = {"train": train, "words": list(words), "folder": str(folder), "cwd": str(Path.cwd())}
     try:
-        with _started(options), _told(folder):
-            error = _fit(options, config, folder)
+        # Twice: Ray sets a handler of its own while it starts, and loses a KeyboardInterrupt.
+        with _told(folder) as early, _started(options), _told(folder):
+            error = None if early else _fit(options, config, folder)
         failure = _failure(error, folder, options.max_failures)
-        code = int(code_file(folder).read_text()) if code_file(folder).is_file() else 0
+        stopped = 128 + early[0] if early else 0
+        code = int(code_file(folder).read_text()) if code_file(folder).is_file() else stopped
     finally:
         shutil.rmtree(shared, ignore_errors=True)
         (folder / ".validate_storage_marker").unlink(missing_ok=True)
@@ -90,14 +93,16 @@ def _started(options: Ray) -> Generator[None]:
             "object_store_memory": OBJECT_STORE_BYTES,
         }
     try:
+        # In this thread: when it ends, the system ends the processes that it has started.
         ray.init(address, log_to_driver=False, logging_level="ERROR", configure_logging=True, **keywords)
+        _check_room(options, ray.cluster_resources(), is_own=address == "local")
+        yield
     except ConnectionError as error:
         text = f"launch.address={address}: no Ray answers there ({root_cause_line(error)})"
         text += "\n  try: ray start --head\n  try: launch.address=null"
         raise EnvironmentLacksError(text) from error
-    try:
-        _check_room(options, ray.cluster_resources(), is_own=address == "local")
-        yield
+    except SystemExit as error:  # Ray's own handler, until ours is there, exits with the signal's bare number
+        raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
     finally:
         ray.shutdown()
 
