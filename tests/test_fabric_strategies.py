@@ -66,7 +66,9 @@ def fsdp2(path: Path) -> dict[str, Any]:
     found["from_folder"] = again.train(SAVED_AFTER, NUM_STEPS).gathered()
     found["by_value"] = Loop(FSDP2Fabric(), dtype).train(0, NUM_STEPS, value=0.01).gathered()
     found |= with_the_trainer(path, FSDP2Fabric, FSDP2(), dtype)
-    return found | {"refused": [refused(act) for act in (auto_size, wrapped, foreign, lacking(path))]}
+    return found | {
+        "refused": [refused(act) for act in (auto_size, wrapped, foreign, too_early, lacking(path))]
+    }
 
 
 def zero(path: Path) -> dict[str, Any]:
@@ -148,6 +150,11 @@ def wrapped() -> None:
 def foreign() -> None:
     loop = Loop(FSDP2Fabric(), torch.float64)
     loop.fabric.setup(tower(torch.float64), torch.optim.SGD(tower(torch.float64).parameters(), lr=0.1))
+
+
+def too_early() -> None:
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    loop.fabric.setup_optimizers(torch.optim.SGD(tower(torch.float64).parameters(), lr=0.1))
 
 
 def lacking(path: Path) -> Any:
@@ -256,11 +263,13 @@ def test_what_does_not_fit_is_refused(run: Any) -> None:
         assert "try: FSDP2Fabric()" in changed
         assert "the norm of the gradients is not finite" in not_finite
         return
-    auto, wrapped, foreign, lacking = run.results["refused"]
+    auto, wrapped, foreign, early, lacking = run.results["refused"]
     assert auto.startswith("micro_batch_size='auto': expected ")
     assert "try: model = fabric.setup_module(model)" in wrapped
     assert "is no parameter of the sharded model" in foreign
     assert 'try: Fabric(strategy="ddp")' in foreign
+    assert "SGD holds parameters that are not sharded" in early
+    assert "try: model = fabric.setup_module(model)" in early
     assert "ours.ckpt has no 'net'; it has 'model', 'optimizer', 'schedule', 'step'" in lacking
 
 

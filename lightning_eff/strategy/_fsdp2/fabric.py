@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -139,6 +140,12 @@ class FSDP2Fabric(ModelParallelStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if not all(isinstance(tensor, DTensor) for tensor in held):
+            problem = (
+                f"{type(optimizer).__name__} holds parameters that are not sharded, and would not be trained"
+            )
+            raise checks.conflict(checks.FSDP2, problem, _LATER)
         self._check_optimizer(optimizer)
         return optimizer
 
