@@ -45,7 +45,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 def _quoted(line: str) -> str:
     """Return a remedy for a value that only its characters keep from being one, else nothing."""
     key, is_assignment, value = line.partition("=")
-    if not is_assignment:
+    if not is_assignment or any(sign in value for sign in "[]{}(),"):  # a slip in a list, perhaps
         return ""
     escaped = value.replace("'", "\\'")  # a backslash stands for itself, unless it is the last
     quoted = f"{key}='{escaped}'"

@@ -27,7 +27,7 @@ BACKENDS = ("cudnn", "flash", "efficient", "math")
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
 ASK_FOR_SDPA = "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers"
-"""How modules that compute their scores themselves are told to ask for a fused backend."""
+"""How modules that compute their scores themselves are made to ask for a fused backend."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ def _told_by_file(record: Callable[[int, FrameType | None], None]) -> Generator[
                     return
 
     if file is not None:
-        threading.Thread(target=watch, args=(Path(file),), name="told-by-file", daemon=True).start()
+        threading.Thread(target=watch, args=(Path(file),), name="stop-file", daemon=True).start()
     try:
         yield
     finally:

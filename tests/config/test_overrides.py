@@ -17,6 +17,10 @@ def test_a_value_that_lacks_quotes_gets_them() -> None:
     (remedy,) = (line.partition("try: ")[2] for line in str(refused.value).splitlines()[1:])
     (typed,) = shlex.split(remedy, comments=True)
     assert parse_overrides([typed])[0].value() == value
-    with pytest.raises(UsageError) as refused:
-        parse_overrides(["muon"])
+
+
+@pytest.mark.parametrize("line", ["muon", "callbacks=[a,b", "seed=1,,2"])
+def test_what_quotes_would_not_mend_gets_none(line: str) -> None:
+    with pytest.raises(UsageError, match="not an override") as refused:
+        parse_overrides([line])
     assert "try:" not in str(refused.value)

@@ -86,6 +86,15 @@ def test_two_workers_train_what_two_ranks_of_the_command_train(strategy: str) ->
     assert_same("with_ray", "without")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_the_run(number: int) -> None:
+    process = start("out", *RAY)
+    wait_for(lambda: processes_of("gcs_server"))
+    process.send_signal(number)
+    err = end_of(process, code=128 + number)
+    assert err.splitlines()[-1].startswith("stopped; with ckpt_path=auto the same command goes on")
+
+
 def test_a_stopped_run_goes_on_with_one_worker() -> None:
     process = start("out", *RAY)
     wait_for(lambda: list(Path("out").glob("lm/*/checkpoints/step-[23].ckpt")))

@@ -60,7 +60,7 @@ def run(
     config = {"train": train, "words": list(words), "folder": str(folder), "cwd": str(Path.cwd())}
     try:
         # Twice: Ray sets a handler of its own while it starts, and loses a KeyboardInterrupt.
-        with _told(folder) as early, _started(options), _told(folder):
+        with _forwarded(folder) as early, _started(options), _forwarded(folder):
             error = None if early else _fit(options, config, folder)
         failure = _failure(error, folder, options.max_failures)
         stopped = 128 + early[0] if early else 0
@@ -93,18 +93,24 @@ def _started(options: Ray) -> Generator[None]:
             "object_store_memory": OBJECT_STORE_BYTES,
         }
     try:
-        # In this thread: when it ends, the system ends the processes that it has started.
-        ray.init(address, log_to_driver=False, logging_level="ERROR", configure_logging=True, **keywords)
+        _init(address, keywords)
         _check_room(options, ray.cluster_resources(), is_own=address == "local")
         yield
+    finally:
+        ray.shutdown()
+
+
+def _init(address: str, keywords: dict[str, Any]) -> None:
+    """Call `ray.init` in the main thread: the processes that a thread has started end with it."""
+    ray: Any = importlib.import_module("ray")
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", configure_logging=True, **keywords)
     except ConnectionError as error:
         text = f"launch.address={address}: no Ray answers there ({root_cause_line(error)})"
         text += "\n  try: ray start --head\n  try: launch.address=null"
         raise EnvironmentLacksError(text) from error
-    except SystemExit as error:  # Ray's own handler, until ours is there, exits with the signal's bare number
+    except SystemExit as error:  # Ray's handler of SIGTERM, until ours is back, exits with the bare number
         raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
-    finally:
-        ray.shutdown()
 
 
 def _check_room(options: Ray, resources: dict[str, float], *, is_own: bool) -> None:
@@ -122,11 +128,11 @@ def _check_room(options: Ray, resources: dict[str, float], *, is_own: bool) -> N
 
 
 @contextmanager
-def _told(folder: Path) -> Generator[list[int]]:
-    """Tell the workers of signals that stop a run; yield those received. A second one ends it at once."""
+def _forwarded(folder: Path) -> Generator[list[int]]:
+    """Forward signals that stop a run to the workers; yield those received. A second one ends it at once."""
     received: list[int] = []
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if len(received) > 1:
             if number == signal.SIGINT:
@@ -134,7 +140,7 @@ def _told(folder: Path) -> Generator[list[int]]:
             raise SystemExit(128 + number)
         stop_file(folder).write_text(str(number))
 
-    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], tell):
+    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], forward):
         yield received
 
 

@@ -23,7 +23,7 @@ from lightning_eff.launch.ranks import ERROR_FILE, STOPPED, error_log, tell_pare
 from lightning_eff.launch.stop import STOP_FILE
 
 FOLDER = "ray"
-"""Folder in the run's folder for what driver and workers tell each other; removed at the end."""
+"""Folder in the run's folder for what driver and workers exchange; removed at the end."""
 
 
 def output_file(folder: Path, rank: int, stream: str) -> Path:
