@@ -11,7 +11,7 @@ from lightning_eff.core.errors import UsageError
 
 
 def test_a_value_that_lacks_quotes_gets_them() -> None:
-    value = 'it\'s $HOME, \\ "here"'
+    value = 'it\'s $HOME \\ "here"'
     with pytest.raises(UsageError, match="not an override") as refused:
         parse_overrides([f"output_root={value}"])
     (remedy,) = (line.partition("try: ")[2] for line in str(refused.value).splitlines()[1:])
