@@ -47,6 +47,7 @@ from lightning_eff.monitors.text_sample import TextSample as TextSample
 from lightning_eff.optimizer.adamw_bf16 import AdamWBf16 as AdamWBf16
 from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
+from lightning_eff.optimizer.module import ModuleOptimizer as ModuleOptimizer
 from lightning_eff.optimizer.muon import Muon as Muon
 from lightning_eff.planner.prediction import predict as predict
 from lightning_eff.planner.prediction import predict_step as predict_step

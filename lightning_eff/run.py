@@ -24,21 +24,24 @@ from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.checkpoint.sharded_write import remove_leftovers
+from lightning_eff.config import loggers
 from lightning_eff.config.ckpt_path import (
-    RESOLVED,
     FinishedRunError,
     callbacks_of,
     check_something_left,
     find_checkpoint,
     with_base,
 )
+from lightning_eff.config.validate import MODULE_OPTIMIZER
 from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import ray
 from lightning_eff.launch.job import as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.optimizer.module import ModuleOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +76,8 @@ class Run:
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
         callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
-        self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
+        with loggers.ended(self.trainer):
+            self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             text = "the run trained on nothing: its data has no batches"
             raise UsageError(text)
@@ -117,12 +121,14 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model = make("model", values["model"])
     is_own = type(model).__module__.partition(".")[0] == "lightning_eff"
-    if is_overridden("configure_optimizers", model) and not is_own:
-        text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler"
-        log.info(text, type(model).__name__)
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, OptimizerChoice):
-            callback.replace(model, keep_own=False)
+    is_replaced = values["optimizer"]["_target_"] != MODULE_OPTIMIZER
+    if is_replaced and is_overridden("configure_optimizers", model) and not is_own:
+        text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler; %s keeps it"
+        log.info(text, type(model).__name__, "optimizer=module")
+    choose_optimizers(trainer, model)
+    # Once more, with what is known of the module: Lightning's own check comes before any callback's.
+    facts = rules.run_facts(trainer, model)
+    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), facts))
     run = Run(trainer, model, data, run_dir, ckpt_path, values)
     if ckpt_path is not None:
         try:
@@ -133,6 +139,19 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
             run.is_finished = True
             log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains anew")
     return run
+
+
+def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
+    """Replace the model's `configure_optimizers` by the recipe's, or check that it has one to keep.
+
+    Raises:
+        ConfigError: With `optimizer=module` it has none; otherwise it optimizes manually.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, OptimizerChoice):
+            callback.replace(model, keep_own=False)
+        elif isinstance(callback, ModuleOptimizer):
+            callback.check_module(model)
 
 
 def model_without_memory(
@@ -176,8 +195,8 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     return model
 
 
-def _optimizer_choice(values: Mapping[str, Any]) -> OptimizerChoice:
-    """Build the callback that trains with the recipe's optimizer and scheduler."""
+def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOptimizer:
+    """Build the callback that trains with the recipe's optimizer and scheduler, or the module's own."""
     if "optimizer_choice" in (values.get("callbacks") or {}):
         raise ConfigError(
             key="callbacks.optimizer_choice",
@@ -186,6 +205,8 @@ def _optimizer_choice(values: Mapping[str, Any]) -> OptimizerChoice:
             remedies=["optimizer=adamw"],
         )
     optimizer = make("optimizer", values["optimizer"])
+    if isinstance(optimizer, ModuleOptimizer):
+        return optimizer
     try:  # on one value, so that it rejects its options now and not in the middle of `fit`
         optimizer([torch.zeros(1, 1, requires_grad=True)])
     except ConfigError as error:
@@ -219,15 +240,17 @@ def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -
         for name, node in (values.get(group) or {}).items()
     ]
     callbacks = [
-        _optimizer_choice(values),
+        _optimizer_callback(values),
         *(callback for callback in listed if callback is not None),
         *joined.callbacks,
     ]
+    named = (values.get(loggers.GROUP) or {}).items()
+    listed_loggers = [make(f"{loggers.GROUP}.{name}", node) for name, node in named]
     strategy = values.get("strategy") or "auto"
     keywords: dict[str, Any] = {
         "plugins": [*(plugin for plugin in plugins if plugin is not None), *joined.plugins],
         "callbacks": callbacks,
-        "logger": make("logger", values.get("logger")) or False,
+        "logger": [each for each in listed_loggers if each is not None] or False,
         "strategy": strategy if isinstance(strategy, str) else make("strategy", strategy),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }

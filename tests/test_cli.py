@@ -92,6 +92,11 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'; did you mean 'job'?"),
         (["train", "lm", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
+        (["train", "lm", "launch=slurm"], "try: lightning-eff launch slurm RECIPE"),
+        (
+            ["plan", "lm", "launch=ray", "launch.workers=0"],
+            "launch.workers=0: expected a number of at least 1",
+        ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
         (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, last or auto"),
         (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),

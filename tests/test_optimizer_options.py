@@ -35,7 +35,8 @@ OVERRIDES = {
     "lion": ["optimizer.lr=1e-3"],
 }
 COMPILED = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
-NAMES = [entry.name.partition("/")[2] for entry in catalog.options() if entry.name.startswith("optimizer/")]
+LISTED = [entry.name.partition("/")[2] for entry in catalog.options() if entry.name.startswith("optimizer/")]
+NAMES = [name for name in LISTED if name != "module"]  # no library's optimizer: it keeps the module's own
 BYTES_PER_PARAMETER = {
     "adamw": (8.0, 8.01),
     "adamw_bf16": (4.0, 4.0),

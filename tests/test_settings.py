@@ -66,7 +66,11 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (MicroBatch, {"micro_batch_size": 4, "find": True}, "false with micro_batch_size=4"),
     (OptimizerChoice, {"optimizer": PLAIN}, "a class, or functools"),
     (OptimizerChoice, {}, "optimizer=None: expected an optimizer"),
-    (PeftAdapter, {"target_modules": None}, "target_modules=None: expected all-linear, or names of layers"),
+    (
+        PeftAdapter,
+        {"target_modules": None},
+        "target_modules=None: expected all-linear, all-conv, or names of layers",
+    ),
     (PeftAdapter, {"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
     (PeftAdapter, {"method": "xlora"}, "needs PEFT's own wrapper or training loop"),
     (PeftAdapter, {"method": "boft"}, "PEFT builds a CUDA extension for it"),

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,9 +30,11 @@ from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError, ConflictError
 from lightning_eff.core.shards import full_tensor
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support import covering
+from tests.support.logged import rows_of
 from tests.support.models import make_trainer
 from tests.support.ranks import is_equal, run_two_ranks
 
@@ -131,12 +134,23 @@ class SaveAtStart(pl.Callback):
 
 
 def trained(
-    name: str, steps: int, *callbacks: Any, ckpt_path: Path | None = None, **options: Any
+    name: str,
+    steps: int,
+    *callbacks: Any,
+    ckpt_path: Path | None = None,
+    folder: Path | None = None,
+    **options: Any,
 ) -> pl.Trainer:
-    """Train a Stack for so many steps in all; only rank 0 begins with what counts, or none if it loads."""
+    """Train a Stack for so many steps in all; only rank 0 begins with what counts, or none if it loads.
+
+    In a `folder` each step is logged.
+    """
     torch.manual_seed(1)
     model = Stack(**options)
     keywords = TOGETHER | {"strategy": STRATEGIES[name](), "plugins": [Durable()]}
+    if folder is not None:
+        keywords |= {"logger": CSVLogger(folder, name, ""), "log_every_n_steps": 1}
+        callbacks = (*callbacks, EfficiencyReport(dirpath=folder / name, count_first_batches=False))
     trainer = make_trainer(callbacks=list(callbacks), max_steps=steps, **keywords)
     is_drawn = not any(isinstance(callback, PeftAdapter) for callback in callbacks)
     if is_drawn and (ckpt_path or trainer.global_rank):
@@ -171,14 +185,15 @@ def main(folder: str) -> None:
         for index, case in enumerate(covering.COVERING)
         if case.strategy in sharded
     }
+    results["one_weight"] = {name: one_weight(name) for name in chain[:-1]}
     results["routed"] = {name: routed(name) for name in sharded if name != "in_parts"}
     for name in chain[:-1]:
-        trainer = trained(name, 3)
+        trainer = trained(name, 3, folder=path)
         save(trainer, path / f"{name}.ckpt")
         results["gathered"][name] = gathered(trainer)
         results["did"][name] = name != "ddp" and trainer.strategy.outcome().did
         lora = path / f"{name}-lora.ckpt"
-        save(trained(name, 2, *adapted(), rate=0.0, tied=False), lora)
+        save(trained(name, 2, *adapted(), rate=0.0, tied=False, folder=path / "lora"), lora)
         again = trained(name, 2, *adapted(), rate=0.0, tied=False, ckpt_path=lora)
         save(again, path / f"{name}-lora-again.ckpt")
         results["gathered"][f"{name}-lora"] = gathered(again)
@@ -225,6 +240,28 @@ def in_parts(path: Path) -> dict[str, Any]:
     save(trainer, path.parent / "removed.ckpt")
     trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
     return {"first": first, "again": again, "after": after, "said": said, "done": io.outcome().numbers}
+
+
+class OneWeight(pl.LightningModule):
+    """Has one parameter, which ZeRO's flat copy shares memory with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.layer(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def one_weight(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    model, samples = OneWeight(), TensorDataset(torch.randn(64, 8))
+    trainer = make_trainer(max_steps=3, **TOGETHER, strategy=STRATEGIES[name]())
+    trainer.fit(model, loader(trainer, samples))
+    return gathered(trainer)
 
 
 class Routed(Stack):
@@ -286,6 +323,12 @@ def test_ranks_that_run_other_parts_are_found(run: Any) -> None:
         assert 'try: Trainer(strategy="ddp")' in said
 
 
+def test_a_model_of_one_parameter_trains(run: Any) -> None:
+    weights = run.results["one_weight"]
+    for name, found in weights.items():
+        torch.testing.assert_close(found, weights["ddp"], msg=name)
+
+
 def test_techniques_together_step_as_one_device_does(run: Any) -> None:
     """T1 in float64, T2 in float32: a window divided twice is 94 % off; in bf16 a tenth of the movement."""
     assert len(run.results["covering"]) >= 6
@@ -308,6 +351,25 @@ def test_techniques_together_step_as_one_device_does(run: Any) -> None:
         part = "lora_" if case.lora else ""
         names = [name for name in exact if part in name and not name.startswith("frozen")]
         assert all(not torch.equal(found[name].double(), start[name]) for name in names)
+
+
+def test_the_norm_that_is_logged_is_of_the_whole_gradient(run: Any) -> None:
+    torch.manual_seed(1)
+    model, (x, y) = Stack(), tokens().tensors
+    for rank in range(2):
+        (F.cross_entropy(model(x[rank:16:2]), y[rank:16:2]) / 2).backward()
+    by_hand = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
+    for name in run.chain[:-1]:
+        rows = rows_of(run.folder / name)
+        assert list(rows) == [1, 2, 3]
+        assert rows[1]["gradient_norm"] == pytest.approx(float(by_hand), rel=1e-5), name
+        of_ddp = rows_of(run.folder / "ddp")
+        for step, row in rows.items():
+            assert row["gradient_norm"] == pytest.approx(of_ddp[step]["gradient_norm"], rel=1e-4), name
+            assert row["learning_rate"] == of_ddp[step]["learning_rate"] == (0.01 if step < 3 else 0.001)
+        for step, row in rows_of(run.folder / "lora" / name).items():  # windows of several batches
+            norm = rows_of(run.folder / "lora" / "ddp")[step]["gradient_norm"]
+            assert row["gradient_norm"] == pytest.approx(norm, rel=1e-4), name
 
 
 def test_a_checkpoint_is_laid_out_as_that_of_ddp(run: Any) -> None:

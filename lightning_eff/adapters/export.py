@@ -21,6 +21,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from lightning_eff.adapters.convolutions import why_not_merged
 from lightning_eff.adapters.inject import (
     ADAPTER_NAME,
     TUNER,
@@ -74,7 +75,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
     An adapted layer with a tied weight gets its own. Returns the names of weights that were one before.
 
     Raises:
-        ConfigError: The method cannot be merged, or the base is quantized.
+        ConfigError: The method, or a layer, cannot be merged, or the base is quantized.
     """
     method = name_of_method(peft_config_of(model))
     if any(is_quantized(module) for module in model.modules()):
@@ -84,6 +85,11 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
+    for name, layer in adapted_layers(model).items():
+        reason = why_not_merged(getattr(layer, "base_layer", layer), method)
+        if reason:
+            allowed = f"layers that PEFT can merge: {name} is {reason}"
+            raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)
     for layer in wrappers.values():

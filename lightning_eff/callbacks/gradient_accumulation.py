@@ -2,10 +2,14 @@
 
 `global_batch_size` is the number of samples of an optimizer step on all ranks. How many batches of the loader
 that makes (`accumulate_grad_batches`) follows from the loader's batch size and the number of ranks, so a run
-on more devices, or with smaller batches, makes steps of the same size. Where batches weigh differently
-(tokens that are not padding, boxes, pixels), `training_step` returns the weight next to the mean loss,
-`{"loss": loss, "weight": tokens}`. A step that the end of an epoch cuts short counts what it has. The loop is
-microbatching/lightning_loop.py; the gradient is divided in microbatching/window.py.
+on more devices, or with smaller batches, makes steps of the same size. A loader without a batch size
+(WebDataset, a stream, a batch sampler of your own, several loaders) takes `num_batches` in its place: the
+batches of a step on each rank. They may differ in size: each counts by its samples, or by its weight.
+
+Where batches weigh differently (tokens that are not padding, boxes, pixels), `training_step` returns the
+weight next to the mean loss, `{"loss": loss, "weight": tokens}`. A step that the end of an epoch cuts short
+counts what it has. The loop is microbatching/lightning_loop.py; the gradient is divided in
+microbatching/window.py.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
 `trainer.estimated_stepping_batches` counts with its first size: set `max_steps`.
@@ -34,17 +38,22 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.microbatching import lightning_loop
 
+PREFIX = "callbacks.gradient_accumulation"
+
 
 class GradientAccumulation(Managed):
     """Step after as many batches as make the global batch.
 
     Args:
-        global_batch_size: Samples of an optimizer step, on all ranks; None only with `schedule`.
-        schedule: Global batch sizes by the epoch or step from which they apply, `{0: 32, 10: 64}`.
+        global_batch_size: Samples of an optimizer step, on all ranks.
+        num_batches: Batches of an optimizer step on each rank, in place of `global_batch_size`.
+        schedule: Global batch sizes by the epoch or step from which they apply, `{0: 32, 10: 64}`, in place
+            of the other two.
         schedule_by: What the keys of `schedule` count: `epoch` or `step` (optimizer steps).
 
     Raises:
-        ConfigError: A number is outside its range, or the global batch no multiple of the loader's.
+        ConfigError: A number is outside its range, the global batch is no multiple of the loader's, or none
+            or several of the three are set.
 
     Warns:
         ConflictWarning: An epoch has fewer batches than a step.
@@ -52,6 +61,7 @@ class GradientAccumulation(Managed):
     Example:
         >>> accumulation = GradientAccumulation(global_batch_size=64)
         >>> trainer = pl.Trainer(callbacks=[accumulation], logger=False, accelerator="cpu")
+        >>> of_a_stream = GradientAccumulation(num_batches=4)
         >>> GradientAccumulation(global_batch_size=0)
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number ...
@@ -62,24 +72,23 @@ class GradientAccumulation(Managed):
         self,
         *,
         global_batch_size: Count | None = None,
+        num_batches: Count | None = None,
         schedule: Mapping[CountOrZero, Count] | None = None,
         schedule_by: Literal["epoch", "step"] = "epoch",
     ) -> None:
-        if (global_batch_size is None) is (schedule is None):
-            off = "callbacks.gradient_accumulation.global_batch_size=null"
-            raise ConfigError(
-                key="global_batch_size",
-                value=global_batch_size,
-                allowed="a number, or None with a schedule: set one of the two",
-                remedies=[off] if schedule is not None else [],
-            )
-        sizes: Any = {0: global_batch_size} if schedule is None else schedule
-        if 0 not in sizes:
+        _check_one_is_set(
+            {"global_batch_size": global_batch_size, "num_batches": num_batches, "schedule": schedule}
+        )
+        sizes: Any = ({} if num_batches else {0: global_batch_size}) if schedule is None else schedule
+        if not num_batches and 0 not in sizes:
             raise ConfigError(key="schedule", value=schedule, allowed="sizes by epoch or step, from 0 on")
         self.global_batch_size = global_batch_size
+        self.num_batches = num_batches
         self.schedule = schedule
+        self._set_key = "global_batch_size" if schedule is None else "schedule"
         self.schedule_by = schedule_by
-        # Both by the epoch or step from which they apply; the second is known when the loader is.
+        # Both by the epoch or step from which they apply; without num_batches the second is known when the
+        # loader is.
         self._global_batch_sizes: dict[int, int] = dict(sorted(sizes.items()))
         self._accumulate_grad_batches: dict[int, int] = {}
         self._description = ""
@@ -105,12 +114,17 @@ class GradientAccumulation(Managed):
             raise ConfigError(
                 key="trainer.accumulate_grad_batches",
                 value=trainer.accumulate_grad_batches,
-                allowed="1 with GradientAccumulation, which sets it from global_batch_size",
+                allowed="1 with GradientAccumulation, which sets it from global_batch_size or num_batches",
                 remedies=["trainer.accumulate_grad_batches=1"],
             )
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
+        if self.num_batches is not None:
+            self._accumulate_grad_batches = {0: self.num_batches}
+            self._describe("a step", trainer.world_size)
+            self._set_current(trainer)
+            return
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._see_loader(loader, trainer))
         )
@@ -122,10 +136,10 @@ class GradientAccumulation(Managed):
             batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if batch_size is None:
             raise ConfigError(
-                key="global_batch_size",
-                value=self.global_batch_size,
+                key=self._set_key,
+                value=self.schedule or self.global_batch_size,
                 allowed="a training loader with a batch_size, which divides it into batches",
-                remedies=["trainer.accumulate_grad_batches=4 in place of this callback"],
+                remedies=[f"{PREFIX}.{self._set_key}=null {PREFIX}.num_batches=4"],
             )
         # accumulate_grad_batches = global_batch_size / (batch_size * world_size), without a remainder
         world_size, unit = trainer.world_size, batch_size * trainer.world_size
@@ -135,18 +149,21 @@ class GradientAccumulation(Managed):
                 continue
             multiples = [str(multiple * unit) for multiple in (size // unit, size // unit + 1) if multiple]
             ranks = f" x {world_size} ranks" if world_size > 1 else ""
-            override = "callbacks.gradient_accumulation.global_batch_size"
+            override = f"{PREFIX}.global_batch_size"
             raise ConfigError(
-                key="global_batch_size" if self.schedule is None else "schedule",
+                key=self._set_key,
                 value=size,
                 allowed=f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(multiples)}",
                 remedies=[f"{override}={multiple}" for multiple in multiples if self.schedule is None],
             )
-        numbers = " then ".join(map(str, dict.fromkeys(self._accumulate_grad_batches.values())))
-        self._description = f"{numbers} batch{'es' * (numbers != '1')} of {batch_size} a step"
-        self._description += f" on each of {world_size} ranks" if world_size > 1 else ""
+        self._describe(f"of {batch_size} a step", world_size)
         self._set_current(trainer)
         return loader
+
+    def _describe(self, of_what: str, world_size: int) -> None:
+        numbers = " then ".join(map(str, dict.fromkeys(self._accumulate_grad_batches.values())))
+        self._description = f"{numbers} batch{'es' * (numbers != '1')} {of_what}"
+        self._description += f" on each of {world_size} ranks" if world_size > 1 else ""
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
@@ -159,12 +176,13 @@ class GradientAccumulation(Managed):
         dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader
-        if isinstance(loaders, (dict, list, tuple)) and len(loaders) > 1:
+        has_size = self.num_batches is None
+        if has_size and isinstance(loaders, (dict, list, tuple)) and len(loaders) > 1:
             raise ConfigError(
-                key="global_batch_size",
-                value=self.global_batch_size,
+                key=self._set_key,
+                value=self.schedule or self.global_batch_size,
                 allowed=f"one training loader: batches of {len(loaders)} loaders have no single size",
-                remedies=["trainer.accumulate_grad_batches=4 in place of this callback"],
+                remedies=[f"{PREFIX}.{self._set_key}=null {PREFIX}.num_batches=4"],
             )
         longest = max(self._accumulate_grad_batches.values(), default=1)
         if longest > trainer.num_training_batches:
@@ -197,3 +215,19 @@ class GradientAccumulation(Managed):
             effective=is_effective,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )
+
+
+def _check_one_is_set(settings: Mapping[str, object]) -> None:
+    """Reject none or several of the settings that decide how many batches make a step."""
+    given = [key for key, value in settings.items() if value is not None]
+    if len(given) == 1:
+        return
+    if not given:
+        numbers = [f"{PREFIX}.global_batch_size=64", f"{PREFIX}.num_batches=4"]
+        allowed = "a number of samples a step, or num_batches or schedule in its place"
+        raise ConfigError(key="global_batch_size", value=None, allowed=allowed, remedies=numbers)
+    first, *others = given
+    shown = " and ".join(f"{key}={settings[key]}" for key in others)
+    allowed = f"None with {shown}: one of {', '.join(settings)} decides how many batches make a step"
+    off = [f"{PREFIX}.{key}=null" for key in given] if len(given) == 2 else []
+    raise ConfigError(first, settings[first], allowed=allowed, remedies=off)

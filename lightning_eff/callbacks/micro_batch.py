@@ -1,7 +1,8 @@
 """Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
 A batch of the loader is the batch of an optimizer step; this callback splits it along its samples
-(microbatching/splitting.py has the rules; a `splitter` handles other batches). Micro-batches count by their
+(microbatching/splitting.py has the rules; a `splitter` handles other batches). `keep` names what is not cut:
+class weights, positions, a mask for all samples. Micro-batches count by their
 samples, or by the weight that `training_step` returns next to the mean loss, so the step is that of the full
 batch. With `auto` the full batch is tried first; when memory runs out in the forward or backward pass,
 everything that the step has changed (random states, buffers, metrics) is restored and the step is computed
@@ -27,6 +28,7 @@ Source: learned from Composer's device_train_microbatch_size; what Lightning's o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -38,7 +40,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
 from lightning_eff.microbatching.splitting import Splitter
 
 FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
@@ -53,9 +55,12 @@ class MicroBatch(Managed):
         headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
             it.
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
+        keep: Names of tensors, or of anything else in the batch, that every micro-batch gets whole. A name is
+            found at any depth; a path begins at the outside, of names and positions: `targets.weights`, `1`.
 
     Raises:
-        ConfigError: A number is outside its range, or `find` without `auto`.
+        ConfigError: A number is outside its range, `find` without `auto`, `keep` with a splitter, or, in the
+            first batch, a name that it does not have.
 
     Warns:
         NoEffectWarning: No batch was larger than `micro_batch_size`.
@@ -75,11 +80,14 @@ class MicroBatch(Managed):
         find: bool = False,
         headroom: BelowOne = 0.1,
         splitter: Splitter | None = None,
+        keep: Sequence[str | int] | None = None,
     ) -> None:
         self.micro_batch_size = micro_batch_size
         self.find = find
         self.headroom = headroom
         self.splitter = splitter
+        self.keep = keep
+        self._keep = kept_names(keep, splitter)
         if micro_batch_size != "auto" and find:
             allowed = f"false with micro_batch_size={micro_batch_size}, which is fixed"
             remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
@@ -135,6 +143,7 @@ class MicroBatch(Managed):
             self.micro_batch_size if isinstance(self.micro_batch_size, int) else None,
             is_auto=self.is_auto,
             splitter=self.splitter,
+            keep=self._keep,
             headroom=self.headroom,
         )
         self._loop = lightning_loop.install(trainer)

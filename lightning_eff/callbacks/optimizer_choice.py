@@ -109,7 +109,8 @@ class OptimizerChoice(Managed):
             return
         if not module.automatic_optimization:
             fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
-            raise ConfigError(key="", value=fault, allowed="a module with automatic_optimization=True")
+            allowed, remedies = "a module with automatic_optimization=True", ["optimizer=module"]
+            raise ConfigError(key="", value=fault, allowed=allowed, remedies=remedies)
         is_kept = keep_own and is_overridden("configure_optimizers", module)
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True

@@ -3,7 +3,8 @@
 Each targeted layer gets an adapter in place, and all other parameters are frozen. Every method here starts as
 the identity, so the first step sees the unchanged model. Trained parameters, and with them gradients,
 optimizer state and what data parallelism sends, shrink to about 1 % of the model. `all-linear` targets every
-linear layer, the head included unless it is a Hugging Face model's output embedding. Checkpoints hold what is
+linear layer, the head included unless it is a Hugging Face model's output embedding; `all-conv` every
+convolution, if it is asked for: LoRA, HiRA, LoHa, LoKr, IA3, HRA and OFT adapt some. Checkpoints hold what is
 trained, and a fingerprint of the base, by which another base is rejected.
 
 Why only methods that change layers: those of virtual tokens need PEFT's wrapper around one Hugging Face
@@ -19,6 +20,7 @@ Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,17 @@ from typing_extensions import override
 
 from lightning_eff.adapters.adapter_checkpoint import AdapterCheckpointHooks
 from lightning_eff.adapters.inject import adapted_layers, inject_adapters
-from lightning_eff.adapters.methods import Targets, make_config
+from lightning_eff.adapters.methods import ALL_LINEAR, Targets, make_config
 from lightning_eff.adapters.module_tree import is_in_module
 from lightning_eff.adapters.quantized import num_weights
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, LittleReachedWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
+from lightning_eff.core.reach import CONVOLUTIONS, MAX_NAMES, Reach, ends_of_names, weight_matrices
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,
@@ -105,8 +108,9 @@ class PeftAdapter(Managed):
 
     Args:
         method: PEFT's name of it: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
-        target_modules: `all-linear`, names of layers or the ends of names, or a regular expression for full
-            names; None only with the option `target_parameters`.
+        target_modules: `all-linear`, `all-conv` (every convolution that the method can adapt), names of
+            layers or the ends of names, a list of all these, or a regular expression for full names; None
+            only with the option `target_parameters`.
         modules_to_save: Names, or ends of names, of modules that are trained in full, for example a new head.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
@@ -120,6 +124,10 @@ class PeftAdapter(Managed):
         ConfigError: Unknown method, option or layer, or the method does not fit the model.
         ConflictError: Something in the run cannot be combined with adapters.
         GradientError: After the first step a trainable parameter has no gradient, or no optimizer has it.
+
+    Warns:
+        LittleReachedWarning: `all-linear` reaches little of the model, as in a CNN, whose only linear layer
+            may be its head.
 
     Example:
         >>> callback = PeftAdapter(target_modules=["q_proj", "v_proj"], options={"r": 16, "use_rslora": True})
@@ -169,9 +177,7 @@ class PeftAdapter(Managed):
         """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""
         if adapted_layers(model):
             return model_surgery.trained_modules(model, names)
-        saved = self.modules_to_save or ()
-        saved = [saved] if isinstance(saved, str) else saved
-        return {name for name in names if is_in_module(name, saved)}
+        return {name for name in names if is_in_module(name, self._saved())}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -196,6 +202,9 @@ class PeftAdapter(Managed):
         return stored_weights.load_base(model, Path(self.base_checkpoint or ""), key=key)
 
     def _apply(self, model: nn.Module) -> int:
+        weights = {name: num_weights(weight) for name, weight in weight_matrices(model).items()}
+        modules = [name for name, _ in model.named_modules() if name]
+        in_full = [name for name in modules if is_in_module(name, self._saved())]
         try:
             new = inject_adapters(
                 model, self._config(), upcast=self.autocast_adapter_dtype, on_meta=self._trainer is None
@@ -204,6 +213,8 @@ class PeftAdapter(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._adapted = adapted_layers(model)
+        if new and self.target_modules == ALL_LINEAR:
+            self._warn_if_little(Reach.of(weights, [*new, *in_full]), model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self._num_trained = sum(p.numel() for p in trained)
         self._num_parameters = sum(num_weights(p) for p in model.parameters())
@@ -217,6 +228,28 @@ class PeftAdapter(Managed):
             self._hooks = AdapterCheckpointHooks.attach(model)
             self._hooks.save_base = self.save_base
         return len(new)
+
+    def _saved(self) -> Sequence[str]:
+        saved = self.modules_to_save or ()
+        return [saved] if isinstance(saved, str) else saved
+
+    def _warn_if_little(self, reach: Reach, model: nn.Module) -> None:
+        """Warn if `all-linear` has missed most of the model, with the layers to name."""
+        if not reach.is_little:
+            return
+        missed = dict.fromkeys(name.rpartition(".")[0] for name in reach.missed)
+        convolutions = [name for name in missed if isinstance(model.get_submodule(name), CONVOLUTIONS)]
+        text = f"PeftAdapter adapts only {reach}; all others are frozen"
+        text += f", among them {len(convolutions)} convolutions" if len(convolutions) > 1 else ""
+        heads = [name.rpartition(".")[0] for name in reach.reached]
+        ends = ends_of_names([*convolutions, *heads])
+        if convolutions and len(ends) <= MAX_NAMES:
+            text += f"\n  try: callbacks.peft_adapter.target_modules=[{','.join(ends)}]"
+        elif len(missed) <= MAX_NAMES:
+            text += f"\n  try: callbacks.peft_adapter.modules_to_save=[{','.join(ends_of_names(missed))}]"
+        else:
+            text += "\n  try: callbacks.peft_adapter.target_modules=[NAME,...] with layers to adapt"
+        warnings.warn(LittleReachedWarning(text), stacklevel=2)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -36,9 +36,10 @@ from lightning_eff.callbacks._torch_compile.compile_cache import cache_in, folde
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, suggest_name
+from lightning_eff.core.errors import ConfigError, LittleReachedWarning, NoEffectWarning, suggest_name
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.reach import largest_part
 from lightning_eff.core.technique import (
     MEMORY_BUDGET,
     OFFLOADED_WEIGHTS,
@@ -142,7 +143,8 @@ class TorchCompile(Managed):
         EnvironmentLacksError: `inductor` finds no compiler.
 
     Warns:
-        NoEffectWarning: The model has no repeated blocks, or a fit compiled no graph.
+        LittleReachedWarning: The model has no repeated blocks; `plan` says so too.
+        NoEffectWarning: A fit compiled no graph.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TorchCompile(mode="default")], logger=False, accelerator="cpu")
@@ -243,8 +245,11 @@ class TorchCompile(Managed):
         )
         self.cleanup.enter_context(limits)
         if not self._num_parts:
-            text = "TorchCompile found no repeated blocks: name them with blocks=, or another target="
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
+            text = "TorchCompile found no repeated blocks, and compiles nothing: name them with blocks=, or "
+            text += "compile another part"
+            part = largest_part(model)
+            text += f"\n  try: callbacks.torch_compile.target={part}" if part else ""
+            warnings.warn(LittleReachedWarning(text), stacklevel=2)
         return len(compiled)
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_eff.commands import _parser
 from lightning_eff.core import catalog
@@ -51,6 +52,9 @@ def complete(words: Sequence[str]) -> list[str]:
         known = [entry.name for entry in [*catalog.recipes(), *catalog.options()]]
     elif len(words) == 2 + is_on_cluster:
         known = [entry.name for entry in catalog.recipes()]
+        folder = Path(start) if start.endswith("/") else Path(start).parent
+        files = [path for path in folder.glob("*") if path.is_dir() or path.suffix == ".yaml"]
+        known += [f"{path}/" if path.is_dir() else str(path) for path in files]
     else:
         uses = [entry.use for entry in catalog.options()]
         known = uses if start.startswith("+") else [use.lstrip("+") for use in uses]

@@ -14,12 +14,17 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from lightning_eff import __version__
+from lightning_eff.commands._examples import EXAMPLES
+from lightning_eff.commands._recipe_file import find_recipe
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
+from lightning_eff.core.text import parse_bytes
 
 RECIPE, OPTIONAL_RECIPE = "RECIPE [overrides]", "[RECIPE] [overrides]"
 CLUSTERS = ("slurm", "k8s")
 ON_CLUSTER = f"{'|'.join(CLUSTERS)} {RECIPE}"
+RUN_OR_RECIPE, COPY = "RUN|RECIPE [overrides]", "RECIPE FILE"
+OF_RECIPES = (RECIPE, OPTIONAL_RECIPE, ON_CLUSTER, RUN_OR_RECIPE, COPY)
 ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
@@ -59,6 +64,15 @@ def _compare(add: Add) -> None:
     add("--only", metavar="NAME,...", help="these rows besides the baseline; * matches anything")
     about = "a row of your own on top of the baseline; may be repeated"
     add("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
+
+
+def _tune(add: Add) -> None:
+    add("--minutes", type=_at_least(0.1, float), default=8.0, metavar="N", help="start no trial later (8)")
+    add("--steps", type=_at_least(6), default=8, metavar="N", help="steps of a trial in the first round (8)")
+    about = "a trial is killed after so many seconds (180)"
+    add("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
+    about = "what a step may need, as in 8GiB; otherwise what the device has free"
+    add("--memory", type=_size, metavar="SIZE", help=about)
 
 
 def _bench(add: Add) -> None:
@@ -113,65 +127,15 @@ def _launch(add: Add) -> None:
     add("--claim", metavar="NAME", help=about)
 
 
-EXAMPLES = {
-    "train": """
-  lightning-eff train lm trainer.max_steps=50 precision=fp32     a recipe with overrides
-  lightning-eff train lm 'callbacks=[]'                          without callbacks
-  lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
-  lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
-  lightning-eff train lm ckpt_path=auto                          resume if this command has run before
-  lightning-eff train images model._target_=my_project.Net       your own model, from the current folder
-""",
-    "plan": """
-  lightning-eff plan lm                 what is on, who set it, and the memory of a step
-  lightning-eff plan lm device=rtx4090  on another device: h100, h200, a100, b200, cpu
-  lightning-eff plan long_context model.name=NAME device=h200   the longest sequence that fits
-  lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu
-                                        and the memory of each of 1 to 1,024 devices
-
-Exit code 5 when a combination is refused, 3 when this machine lacks something; both with a remedy.
-""",
-    "compare": """
-  lightning-eff compare lm                               no technique, each one alone, lm itself, all combined
-  lightning-eff compare lm --only torch_compile,micro_batch
-  lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
-
-A trial that hangs or fails gets a row with the reason. An interruption prints what was measured.
-""",
-    "bench": """
-  lightning-eff bench                   the default shapes, beside torch's library
-  lightning-eff bench --tune            `gemm` chooses by that from now on
-  lightning-eff bench --tune baseline model.d_model=2048 data.context_length=1024
-                                        the GEMMs of a recipe's layers, and what a step gains
-  lightning-eff bench --suite gpu --minutes 9 --out results
-                                        all that is claimed about a GPU; another call with --resume continues
-  lightning-eff bench --suite gpu --quick --only ceilings,attention
-""",
-    "launch": """
-  lightning-eff launch slurm lm --nodes 2 --gpus 8 > job.sbatch     sbatch --time=8:00:00 job.sbatch
-  lightning-eff launch k8s lm --nodes 2 --gpus 8 > job.yaml         kubectl apply -f job.yaml
-  lightning-eff launch k8s lm --nodes 2 --gpus 8 --kind jobset
-
-A restarted job goes on from its newest checkpoint: the output root must be shared by all machines.
-""",
-    "ls": """
-  lightning-eff ls memory        what has this word in its name or summary
-  lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
-""",
-    "export": """
-  lightning-eff export outputs/lora/2026-11-21_10-00-00-000000    the adapter of that run
-  lightning-eff export lora                                       of the recipe's newest run
-  lightning-eff export lm                                         of a run without adapters: its weights
-""",
-}
 TAKES = {
     "launch": ON_CLUSTER,
-    **dict.fromkeys(("train", "plan", "compare"), RECIPE),
-    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN",
+    **dict.fromkeys(("train", "plan", "compare", "tune"), RECIPE),
+    **dict.fromkeys(("validate", "test", "predict"), RUN_OR_RECIPE),
+    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN", "cp": COPY,
 }  # fmt: skip
 """Words besides options; any other verb takes none."""
 OPTIONS = {
-    "train": _train, "plan": _plan, "compare": _compare, "bench": _bench, "export": _export,
+    "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "bench": _bench, "export": _export,
     "launch": _launch, "doctor": _doctor,
 }  # fmt: skip
 
@@ -213,7 +177,7 @@ def build() -> tuple[_Parser, dict[str, _Parser]]:
         parsers[name] = branches.add_parser(name, prog=prog, usage=usage, **texts, **style)
         if name in OPTIONS:
             OPTIONS[name](parsers[name].add_argument)
-        if takes in (RECIPE, OPTIONAL_RECIPE, ON_CLUSTER):
+        if takes in OF_RECIPES:
             about = "a folder of your own with groups and recipes; may be repeated"
             keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
             parsers[name].add_argument("--config-dir", "-cd", **keywords)
@@ -229,11 +193,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; options and other words of a verb may come in any order.
 
     Returns:
-        The options, `verb`, and `arguments` (the words after it). A verb of recipes has `recipe` and
-        `overrides`, any other one `word`, which is empty when it is left out.
+        The options, `verb`, and `arguments` (the words after it). A verb of recipes has `recipe`, the word
+        `given` for it and `overrides`, any other one `word`, which is empty when it is left out. The folder
+        of a recipe that is named by its file comes first in `config_dir`; a run's folder, which is in `run`,
+        has such a file.
 
     Raises:
-        UsageError: There is an unknown option, no recipe, or a word too many.
+        UsageError: There is an unknown option, no recipe, no such file, or a word too many.
 
     Example:
         >>> options = parse(["train", "seed=2", "lm", "-m", "~callbacks"])
@@ -255,7 +221,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.kind = rest.pop(0) if rest else ""
         if options.kind not in CLUSTERS:
             parser.error(f"expected {' or '.join(CLUSTERS)} first, not {options.kind!r}")
-    elif takes not in (RECIPE, OPTIONAL_RECIPE):
+    elif takes not in OF_RECIPES:
         for word in rest[1 if takes else 0 :]:
             parser.error(f"unknown argument {word!r}")
         options.word = rest[0] if rest else ""
@@ -263,14 +229,28 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if takes == OPTIONAL_RECIPE and not rest:
         options.recipe, options.overrides = "", []
         return options
+    _take_recipe(options, rest, parser)
+    return options
+
+
+def _take_recipe(options: argparse.Namespace, rest: list[str], parser: _Parser) -> None:
+    """Set a recipe and its overrides from the words of its verb, and what else that takes."""
+    takes = TAKES[options.verb]
+    if takes == COPY:
+        if len(rest) != 2:
+            parser.error(f"expected a recipe and the file to write, not {len(rest)} words")
+        options.file = rest.pop()
     recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:
         found = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
         text = f"{options.verb}: expected {found}; lightning-eff ls lists the recipes"
         raise UsageError(text)
-    options.recipe = recipes[0]
     options.overrides = [word for word in rest if word not in recipes]
-    return options
+    if takes == RUN_OR_RECIPE:
+        options.run = recipes[0] if Path(recipes[0], catalog.RESOLVED).is_file() else ""
+        recipes = [f"{options.run}/{catalog.RESOLVED}"] if options.run else recipes
+    options.given = recipes[0]
+    options.recipe, options.config_dir = find_recipe(options.verb, recipes[0], options.config_dir)
 
 
 def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
@@ -282,6 +262,14 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def _size(text: str) -> int:
+    """Read a size with its unit."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _numbers(text: str) -> list[int]:

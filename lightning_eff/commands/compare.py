@@ -26,7 +26,7 @@ from lightning_eff.comparison.result_table import (
     describe_noise,
 )
 from lightning_eff.comparison.rounds import Trial, TrialRounds
-from lightning_eff.comparison.subprocess_trial import REPORT_FILE, TRAINING_FRACTION
+from lightning_eff.comparison.subprocess_trial import REPORT_FILE
 from lightning_eff.comparison.trial_plan import (
     AS_IT_IS,
     COMBINED,
@@ -35,6 +35,7 @@ from lightning_eff.comparison.trial_plan import (
     helpful,
     merge_overrides,
     single_technique_trials,
+    trial_overrides,
 )
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
@@ -142,17 +143,10 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
 
 def _overrides(options: argparse.Namespace, own: Sequence[str]) -> list[str]:
     """Return the user's overrides, the trial's own, and those that all trials share."""
-    seconds = int(options.limit_s * TRAINING_FRACTION)  # of a Trainer, whole ones
-    shared = [f"trainer.max_steps={options.steps}", f"trainer.max_time={{seconds:{seconds}}}"]
-    later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
-    replaced = {line.partition("=")[0].lstrip("+~") for line in later}
     groups = OWN_GROUPS if own else ()
-    user = [
-        str(item.input_line)
-        for item in parse_overrides(options.overrides)
-        if item.key_or_group not in replaced and item.key_or_group.partition(".")[0] not in groups
-    ]
-    return [*user, *later]
+    return trial_overrides(
+        options.overrides, own, steps=options.steps, limit_s=options.limit_s, without=groups
+    )
 
 
 def _refusal(options: argparse.Namespace, own: Sequence[str]) -> str | None:

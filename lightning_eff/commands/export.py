@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
 def _find_run(run: str, root: Path) -> Path:
     """Return a run's folder: the one named, or that of a recipe's newest run."""
     from lightning_eff.checkpoint.stored_weights import newest_valid
-    from lightning_eff.run import RESOLVED
+    from lightning_eff.core.catalog import RESOLVED
 
     folder = Path(run)
     if (folder / RESOLVED).is_file():
@@ -94,7 +94,7 @@ def _read_values(run_dir: Path) -> dict[str, Any]:
     from lightning_eff.config.folders import check_folders
     from lightning_eff.config.strict_yaml import read_yaml
     from lightning_eff.config.validate import TOP_LEVEL, check_config_values
-    from lightning_eff.run import RESOLVED
+    from lightning_eff.core.catalog import RESOLVED
 
     values = read_yaml(run_dir / RESOLVED, expect_mapping=True).content
     unknown = [str(key) for key in values if key not in TOP_LEVEL]

@@ -14,14 +14,17 @@ from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, suggest_name
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
 from lightning_eff.core.text import WIDTH, human_bytes, line_width, print_json, text_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    import torch
 
+    from lightning_eff.kernels.devices import Device
     from lightning_eff.planner.advice import Compose
     from lightning_eff.planner.device_memory import DeviceMemory
+    from lightning_eff.planner.gpus import GPU
     from lightning_eff.planner.longest import LongestSequences
     from lightning_eff.report.attention import AttentionRow
 
@@ -45,21 +48,7 @@ class PlanRow:
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    # `device=NAME` looks like an override, and is none.
-    devices = [word.partition("=")[2] for word in options.overrides if word.startswith("device=")]
-    options.overrides = [word for word in options.overrides if not word.startswith("device=")]
-    if len(devices) > 1:
-        text = f"plan: expected one device, not {len(devices)}: {', '.join(devices)}"
-        raise UsageError(text)
-    device = next(iter(devices), "")
-    if devices:
-        from lightning_eff.kernels.devices import DEVICES
-
-        known = (*DEVICES, "cpu")
-        if device not in known:
-            close = suggest_name(device, known)
-            allowed = f"one of {', '.join(known)}" + (f"; {close}" if close.startswith("did") else "")
-            raise ConfigError(key="device", value=device, allowed=allowed)
+    device, options.overrides = PlannedDevice.split(options.overrides)
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path)
     from lightning_eff.core.rules import raise_rejected
@@ -90,8 +79,67 @@ def main(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The device that is asked for; by default the run's."""
+
+    name: str = ""
+    memory_bytes: int | None = None
+
+    @classmethod
+    def split(cls, words: Sequence[str]) -> tuple[PlannedDevice, list[str]]:
+        """Take `device=NAME` and `device.memory=SIZE`, which look like overrides, out of the words.
+
+        Raises:
+            ConfigError: A name or a size is not known.
+            UsageError: There are several, or it is another key of the device.
+        """
+        own = [word.partition("=") for word in words if word.startswith(("device=", "device."))]
+        given: dict[str, str] = {}
+        for key, _, value in own:
+            if key not in ("device", "device.memory"):
+                text = f"plan: {key}: expected device=NAME or device.memory=SIZE"
+                raise UsageError(text)
+            if key in given:
+                values = [value for other, _, value in own if other == key]
+                what = "device" if key == "device" else key
+                text = f"plan: expected one {what}, not {len(values)}: {', '.join(values)}"
+                raise UsageError(text)
+            given[key] = value
+        if given:
+            from lightning_eff.planner import gpus
+
+            if "device" in given:
+                gpus.named(given["device"])  # for its error
+            memory = gpus.memory_of(given["device.memory"]) if "device.memory" in given else None
+            made = cls(given.get("device", ""), memory)
+        else:
+            made = cls()
+        return made, [word for word in words if not word.startswith(("device=", "device."))]
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether a GPU is named, or one by its memory."""
+        return self.name not in ("", "cpu") or (not self.name and self.memory_bytes is not None)
+
+    def found(self, root: torch.device) -> GPU | Device:
+        """Return what is known of it, or of the run's device."""
+        from lightning_eff.kernels import devices
+        from lightning_eff.planner import gpus
+
+        if self.name:
+            return gpus.named(self.name)
+        return devices.of(root) if self.memory_bytes is None else gpus.any_gpu(self.memory_bytes)
+
+    def memory(self, root: torch.device) -> DeviceMemory:
+        """Return its memory."""
+        from lightning_eff.planner.device_memory import DeviceMemory
+
+        return DeviceMemory.of(self.name, root, memory_bytes=self.memory_bytes)
+
+
 def _predict(
-    trainer: pl.Trainer, device: str, compose: Compose, *, has_advice: bool
+    trainer: pl.Trainer, device: PlannedDevice, compose: Compose, *, has_advice: bool
 ) -> tuple[list[str], dict[str, Any], Exception | None]:
     """Predict memory and, if wanted, the savings of further techniques and the longest sequence.
 
@@ -99,14 +147,14 @@ def _predict(
         The sections of the report, the same as plain values, and why the step could not be predicted.
     """
     from lightning_eff.planner.advice import Advice, AdvisedRecipe, advise
-    from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
+    from lightning_eff.planner.device_memory import MemoryForecast
     from lightning_eff.planner.dry_run import dry_run
     from lightning_eff.planner.sharding import sharding_table_of
     from lightning_eff.report.attention import scores_not_held
 
     values = compose(())
     division = sharding_table_of(values, trainer)
-    memory = DeviceMemory.of(device, trainer.strategy.root_device)
+    memory = device.memory(trainer.strategy.root_device)
     prediction = dry_run(values, is_cuda=memory.is_cuda, capability=memory.capability)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
@@ -146,36 +194,41 @@ def _attention_section(rows: Sequence[AttentionRow], device: str, not_held_bytes
 
 
 def _longest_sequences(
-    values: Mapping[str, Any], trainer: pl.Trainer, device: str, memory: DeviceMemory, compose: Compose
+    values: Mapping[str, Any],
+    trainer: pl.Trainer,
+    device: PlannedDevice,
+    memory: DeviceMemory,
+    compose: Compose,
 ) -> LongestSequences:
     from lightning_eff.core.dtypes import matmul_dtype
-    from lightning_eff.kernels import devices
+    from lightning_eff.planner.gpus import AMPERE
     from lightning_eff.planner.longest import longest_sequences
 
     sys.stderr.write(" searching the longest sequence, by up to a dozen predictions\n")
     root = trainer.strategy.root_device
     is_auto = memory.is_cuda and (values.get("precision") or {}).get("precision") == "auto"
-    dtype = matmul_dtype("bf16-mixed" if is_auto else str(trainer.precision), root.type)
-    found = devices.named(device) if device else devices.of(root)
+    auto = "bf16-mixed" if memory.capability >= AMPERE else "32-true"
+    dtype = matmul_dtype(auto if is_auto else str(trainer.precision), root.type)
+    found = device.found(root)
     with redirect_stdout(sys.stderr):
         return longest_sequences(compose, memory, found, dtype)
 
 
 def _judge(
-    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], device: str
+    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], device: PlannedDevice
 ) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
-    from lightning_eff.core.machine import gpu_facts
     from lightning_eff.core.technique import Technique, name_of, non_default_config
-    from lightning_eff.kernels.devices import DEVICES
+    from lightning_eff.planner import gpus
 
     objects = rules.trainer_components(trainer)
     facts = rules.run_facts(trainer)
-    if device in DEVICES:  # what it has, in place of this machine
+    if device.is_gpu:  # what it has, in place of this machine
         here = ("machine/emulated_", "machine/float8", "run/cpu")
         facts = {name: text for name, text in facts.items() if not name.startswith(here)}
-        facts |= {"run/cuda": f"device {device}"} | gpu_facts(DEVICES[device].capability)
+        found = device.found(trainer.strategy.root_device)
+        facts |= {"run/cuda": f"device {device.name or found.name}"} | gpus.facts(found)
     findings = rules.check_rules(objects, facts)
     rows: dict[str, PlanRow] = {}
     for technique in objects:

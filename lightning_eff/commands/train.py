@@ -8,7 +8,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,17 @@ from lightning_eff.launch.ranks import STOPPED, end_with_parent, error_log, run_
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     launch = Launch.of()
+    with told_to_parent(launch):
+        return _train(options, launch)
+
+
+@contextmanager
+def told_to_parent(launch: Launch) -> Generator[None]:
+    """End with the process that started this rank, if any did, and report a failure of this rank to it."""
     if launch.by == "torchrun":
         end_with_parent()
     try:
-        return _train(options, launch)
+        yield
     except BaseException as error:
         if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
             error.__dict__["is_reported"] = True
@@ -66,14 +74,14 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
             app.check()
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
-        _configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
+        configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
         job = _Job(app.recipe, app.path, app.chain)
         if options.multirun:
             app.check_sweep()
             app.sweep(job)
         else:
             composed = app.check()
-            if _starts_ranks(composed.values):
+            if starts_ranks(composed.values):
                 job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
             else:
                 run_dir = job.prepare(app, composed, options.overrides)
@@ -88,7 +96,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     return EXIT_OK
 
 
-def _configure_logging(launch: Launch) -> None:
+def configure_logging(launch: Launch) -> None:
     """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
     form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
@@ -106,7 +114,7 @@ def _configure_logging(launch: Launch) -> None:
             warnings.simplefilter("ignore", category)
 
 
-def _starts_ranks(values: Mapping[str, Any]) -> bool:
+def starts_ranks(values: Mapping[str, Any]) -> bool:
     """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
     launch = Launch.of()
     if values.get("launch") and launch.by != "ray":
@@ -183,7 +191,7 @@ class _Job:
         hydra = HydraConfig.get()
         is_remote = os.getpid() != self._home_pid
         if is_remote:
-            _configure_logging(Launch.of())
+            configure_logging(Launch.of())
         folder = Path(hydra.runtime.output_dir)
         overrides = list(hydra.overrides.task)
         try:
@@ -207,7 +215,7 @@ class _Job:
         if prepared is None:
             values = resolve_config(cfg, parse_overrides(overrides), self.chain)
             check_tasks(values["trainer"], launch)
-            if _starts_ranks(values):
+            if starts_ranks(values):
                 return self.run_ranks(values, overrides, folder)
             self._memory = host_memory.host_memory_limit()
             prepared = run.build(values, recipe=self.recipe, run_dir=folder)

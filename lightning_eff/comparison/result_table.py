@@ -96,15 +96,20 @@ def _remark(name: str, results: Sequence[TrialResult], ledger: Sequence[Mapping[
     failed = [result.reason for result in results if result.status == FAILED]
     if failed:
         return f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
-    # Callbacks and strategies; `durable` never has an effect, because a trial saves nothing.
-    idle = [
+    idle = without_effect(ledger)
+    if len(idle) == 1 and (name == idle[0] or name.startswith("optimizer=")):
+        return "no effect"
+    return f"no effect: {', '.join(idle)}" if idle else ""
+
+
+def without_effect(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of callbacks and strategies that had no effect."""
+    # Not of checkpoint_io: `durable` never has an effect, because a trial saves nothing.
+    return [
         entry["technique"].rpartition("/")[2]
         for entry in ledger
         if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
     ]
-    if len(idle) == 1 and (name == idle[0] or name.startswith("optimizer=")):
-        return "no effect"
-    return f"no effect: {', '.join(idle)}" if idle else ""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:

@@ -123,4 +123,8 @@ def result_of(code: int, folder: Path) -> TrialResult:
     if report.get("measured", {}).get("num_batches"):
         return TrialResult(MEASURED, report=report)
     steps = report.get("num_steps", 0)
+    numbers = [row["numbers"] for row in report.get("ledger", ()) if row["technique"] == "optimizer/module"]
+    if any(each.get("manual") for each in numbers):
+        text = f"too few batches to be timed: the module made all {steps} steps in them; use more --steps"
+        return TrialResult(FAILED, text)
     return TrialResult(FAILED, f"too slow to be timed: {steps} step{'s' * (steps != 1)} within its time")

@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.comparison.result_table import BASELINE, MEASURED, ComparisonRow
+from lightning_eff.comparison.subprocess_trial import TRAINING_FRACTION
+from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.core import catalog
 from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
 """What the baseline sets besides the batch; every recipe resumes exactly, which costs no measurable time."""
-NOT_ALONE = ("callbacks/optimizer_choice", "callbacks/exact_resume")
-"""Every recipe has them already."""
+NOT_ALONE = ("callbacks/optimizer_choice", "callbacks/exact_resume", "optimizer/module")
+"""Every recipe has the first two already; the module's own optimizers are what it has, and no technique."""
 EFFECTIVE = {
     "in_backward": ["trainer.gradient_clip_val=null"],
     "empty_cache": ["callbacks.empty_cache.every_n_steps=4"],
@@ -36,7 +38,9 @@ def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
         group, _, option = entry.name.partition("/")
         choice = f"{group}={option}"
         is_technique = entry.kind == "technique" or (group == "strategy" and num_ranks(values["trainer"]) > 1)
-        if group == "callbacks" and entry.name not in NOT_ALONE:
+        if entry.name in NOT_ALONE:
+            continue
+        if group == "callbacks":
             trials[option] = bare_trial(values, f"callbacks=[{option}]", option)
         elif choice not in BARE and (
             group == "precision" or (group in ("optimizer", "strategy") and is_technique)
@@ -54,7 +58,10 @@ def bare_trial(values: Mapping[str, Any], override: str = "", technique: str = "
         # A quarter of the batch, or a third, or a half, whichever divides it first.
         smaller = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
         if technique == "gradient_accumulation":
-            own += [f"callbacks.gradient_accumulation.global_batch_size={size}", f"data.batch_size={smaller}"]
+            accumulation: Any = (values.get("callbacks") or {}).get(technique) or {}
+            has_number = accumulation.get("num_batches") is not None  # the recipe's, in place of the size
+            own += [f"callbacks.{technique}.num_batches=null"] * has_number
+            own += [f"callbacks.{technique}.global_batch_size={size}", f"data.batch_size={smaller}"]
         else:
             own.append(f"data.batch_size={on_device}")
         if technique == "micro_batch":
@@ -69,9 +76,8 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
         return 0
     accumulation: Any = (values.get("callbacks") or {}).get("gradient_accumulation") or {}
     size = accumulation.get("global_batch_size")
-    default = (
-        batch_size * num_ranks(values["trainer"]) * (values["trainer"].get("accumulate_grad_batches") or 1)
-    )
+    num_batches = accumulation.get("num_batches") or values["trainer"].get("accumulate_grad_batches") or 1
+    default = batch_size * num_ranks(values["trainer"]) * num_batches
     return size if isinstance(size, int) else default
 
 
@@ -125,3 +131,28 @@ def merge_overrides(overrides: Sequence[str], later: Sequence[str]) -> list[str]
         else:
             merged[key] = line
     return list(merged.values())
+
+
+def trial_overrides(
+    user: Sequence[str], own: Sequence[str], *, steps: int, limit_s: float, without: Sequence[str] = ()
+) -> list[str]:
+    """Return a trial's overrides: the user's, except those of the groups `without`, then its own.
+
+    Args:
+        user: As on the command line.
+        own: What makes it this trial; replaces the user's of the same keys.
+        steps: Optimizer steps.
+        limit_s: Seconds after which it is killed; it starts no more steps after a third of them.
+        without: Groups that it sets itself.
+    """
+    seconds = int(limit_s * TRAINING_FRACTION)  # of a Trainer, whole ones
+    shared = [f"trainer.max_steps={steps}", f"trainer.max_time={{seconds:{seconds}}}"]
+    later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
+    replaced = {line.partition("=")[0].lstrip("+~") for line in later} - {"callbacks"}
+    kept = [
+        str(item.input_line)
+        for item in parse_overrides(user)
+        if item.key_or_group not in replaced
+        and item.key_or_group.partition(".")[0] not in (*without, "logger")
+    ]
+    return [*kept, *later]

@@ -16,6 +16,7 @@ from lightning_eff.checkpoint.digest import read_with, verify
 from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
+from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 from lightning_eff.core.model_surgery import AddsAdapters
@@ -23,8 +24,6 @@ from lightning_eff.core.model_surgery import AddsAdapters
 log = logging.getLogger(__name__)
 
 BASE = "callbacks.peft_adapter.base_checkpoint"
-RESOLVED = "resolved.yaml"
-"""File in the run's folder with the values it was built from; `export` builds its model from them."""
 
 
 class FinishedRunError(ConfigError):
@@ -75,10 +74,10 @@ def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
     base, found = _base_in(values), _base_in(saved)
     if base is not None and found is not None and Path(found).is_relative_to(base):
         saved = _replace_base(saved, base)  # a folder of runs, in which that run found its base
-    return _settings(saved) == _settings(values)
+    return portable_settings(saved) == portable_settings(values)
 
 
-def _settings(values: Mapping[str, Any]) -> Any:
+def portable_settings(values: Mapping[str, Any]) -> Any:
     """Return what does not differ between two runs of one command, wherever their folders are mounted."""
     folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first lies in the second
 
@@ -91,7 +90,7 @@ def _settings(values: Mapping[str, Any]) -> Any:
         folder = next(inside, None)
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
-    own = ("ckpt_path", "run_dir", "output_root", "launch")
+    own = ("ckpt_path", "run_dir", "output_root", "launch", "logger")
     settings = {key: portable(value) for key, value in values.items() if key not in own}
     trainer = settings.get("trainer")
     if isinstance(trainer, dict) and trainer.get("num_nodes") == "auto":
@@ -156,13 +155,12 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
         raise ConfigError(key, value, allowed=allowed) from error
 
 
-def check_something_left(path: Path, trainer: pl.Trainer) -> None:
-    """Reject a damaged checkpoint, and one at or after the run's end: `fit` would return at once.
+def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
+    """Return the content of a checkpoint that a Trainer is about to load, its tensors on the meta device.
 
     Raises:
         CheckpointError: It holds an adapter, and the run has none.
-        FinishedRunError: It leaves nothing to train.
-        ConfigError: It is damaged.
+        ConfigError: It is damaged, or no Trainer wrote it.
     """
     saved = _read_without_tensors(path, "ckpt_path", str(path))
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
@@ -175,6 +173,17 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
             "  try: +callbacks=peft_adapter, with the options of that run"
         )
         raise CheckpointError(text)
+    return saved
+
+
+def check_something_left(path: Path, trainer: pl.Trainer) -> None:
+    """Reject a checkpoint at or after the run's end: `fit` would return at once.
+
+    Raises:
+        FinishedRunError: It leaves nothing to train.
+        CheckpointError, ConfigError: As `read_for`.
+    """
+    saved = read_for(path, trainer)
     counts = {key: count for key, count in saved.items() if isinstance(count, int)}
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
     by_epochs = trainer.max_steps == -1 and progress.get("is_last_batch", True)  # a whole epoch was trained

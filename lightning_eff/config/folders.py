@@ -10,7 +10,10 @@ from typing import Any
 from lightning_eff.config.validate import walk_leaves
 from lightning_eff.core.errors import ConfigError, check_path
 
-WRITTEN_FOLDERS = ("run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir")
+WRITTEN_FOLDERS = (
+    "run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir", "dir",
+    "offline_directory",
+)  # fmt: skip
 """Keys whose value is a folder that a run writes to."""
 WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
 """Keys whose value is appended to such a folder."""

@@ -12,6 +12,9 @@ from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, parameter_keys
 from lightning_eff.core.errors import EnvironmentLacksError, UsageError, suggest_name
 
+JOB_FILES = {"slurm": "slurm", "k8s": "k8s", "kubernetes": "k8s"}
+"""What a user may choose as a launcher, and the kind of job file that `launch` prints for it."""
+
 
 def missing_file(
     error: MissingConfigException, path: RecipePath, chain: RecipeChain
@@ -25,6 +28,9 @@ def missing_file(
     group, _, option = wanted.rpartition("/")
     if not group:
         return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, path.names())}")
+    if group == "launch" and option in JOB_FILES:
+        text = f"launch={option}: no such option; its job file is printed"
+        return UsageError(f"{where}{text}\n  try: lightning-eff launch {JOB_FILES[option]} RECIPE")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
     return UsageError(f"{where}{group}={option}: no such option; {suggest_name(option, options)}")
 

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_eff.config import validate
+from lightning_eff.config import loggers, validate
 from lightning_eff.config.folders import check_folders
 from lightning_eff.config.recipes import RecipeChain
 from lightning_eff.config.validate import TOP_LEVEL
@@ -31,8 +31,10 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
     Raises:
         ConfigError: A key, class, type or path cannot be used.
+        EnvironmentLacksError: The package of a logger is not installed.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
+    loggers.name_settings(cfg, overrides, chain)
     _check_keys(cfg, overrides)
     _drop_inapplicable(cfg, overrides, chain)
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
@@ -40,6 +42,7 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     values = {str(key): value for key, value in resolved.items()}
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
+    loggers.check_loggers(values)
     return values
 
 
@@ -66,7 +69,11 @@ def _check_keys(cfg: DictConfig, overrides: Sequence[Override]) -> None:
         names: list[Any] = value if isinstance(value, list) else [value]
         present = list(cfg.get(group) or {})
         for name in names:
-            if name is not None and str(name) not in present and f"{group}.{name}" not in removed:
+            if (
+                name not in (None, loggers.NONE)
+                and str(name) not in present
+                and f"{group}.{name}" not in removed
+            ):
                 remedy = f"{group}=[{','.join([*present, str(name)])}]"
                 allowed = f"one list: Hydra dropped {name!r} and kept {present}"
                 raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
@@ -78,7 +85,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     # Keys of a group's YAML that the class in an overridden `_target_` does not take.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
-        if f"{group}._target_" not in explicit or not isinstance(node, DictConfig):
+        if f"{group}._target_" not in explicit or not isinstance(node, DictConfig) or group == loggers.GROUP:
             continue
         by_user = {key for key in node if f"{group}.{key}" in explicit}
         foreign = validate.foreign_keys(group, node.get("_target_"), set(node) - by_user)
@@ -87,6 +94,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del node[key]
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
+    _drop_beside_module_optimizer(cfg, explicit, overrides)
     # A recipe's settings of an option that it lists and that an override took out of the list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
@@ -100,3 +108,38 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del node[name]
             if not node:
                 del cfg[group]
+
+
+def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides: Sequence[Override]) -> None:
+    """With `optimizer=module`, leave out a recipe's own settings of optimizer and scheduler, and say so.
+
+    Raises:
+        ConfigError: The user typed a scheduler or a setting of an optimizer, which nothing would read.
+    """
+    node: Any = cfg.get("optimizer")
+    if not isinstance(node, DictConfig) or node.get("_target_") != validate.MODULE_OPTIMIZER:
+        return
+    foreign = [str(key) for key in node if key != "_target_"]
+    for key in foreign:
+        if f"optimizer.{key}" in explicit:
+            allowed = "nothing beside optimizer=module: the module sets its own, for example as model.lr"
+            typed = f"optimizer.{key}"
+            raise ConfigError(typed, node[key], allowed=allowed, remedies=["optimizer=adamw"])
+    with open_dict(node):
+        for key in foreign:
+            del node[key]
+    chosen = [item for item in overrides if str(item.key_or_group).partition(".")[0] == "scheduler"]
+    scheduler: Any = cfg.get("scheduler")
+    if scheduler is not None and any(not item.is_delete() for item in chosen):
+        typed = " ".join(str(item.input_line) for item in chosen)
+        raise ConfigError(
+            key="",
+            value=f"{typed} with optimizer=module, which keeps the module's own schedulers",
+            allowed="no scheduler beside it",
+            remedies=["scheduler=none", "optimizer=adamw"],
+        )
+    dropped = [f"optimizer.{key}" for key in foreign] + (["scheduler"] if scheduler is not None else [])
+    if scheduler is not None:
+        cfg.scheduler = None
+    if dropped:
+        log.warning("optimizer=module keeps the module's own; %s of the recipe left out", ", ".join(dropped))

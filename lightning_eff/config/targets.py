@@ -14,6 +14,10 @@ EXTRAS = {
     "bitsandbytes": "optimizers",
     "schedulefree": "optimizers",
     "pytorch_optimizer": "optimizers",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet_ml": "comet",
 }
 """Packages that an option may need, and this package's extra that installs them."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_eff.config.targets import resolve_class
 from lightning_eff.core.arguments import check_value
-from lightning_eff.core.catalog import CONF
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import ConfigError, suggest_name
 
 GROUP_BASES = {
@@ -32,6 +32,8 @@ GROUP_BASES = {
     "logger": "lightning.pytorch.loggers.Logger",
     "launch": "lightning_eff.launch.ray.Ray",
 }
+MODULE_OPTIMIZER = "lightning_eff.optimizer.module.ModuleOptimizer"
+"""What `optimizer=module` names in the place of an optimizer: a callback that keeps the module's own."""
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
 }  # fmt: skip
@@ -86,8 +88,8 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
     if group == "launch" and "_target_" not in value:
         raise ConfigError(group, value, allowed="an option beside it", remedies=["launch=ray"])
-    if group not in ("callbacks", "monitors"):
-        yield group, value
+    if group not in MULTI_CHOICE_GROUPS or (group == "logger" and "_target_" in value):
+        yield group, value  # the only logger of a run of earlier versions has no name
         return
     for name, node in value.items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
@@ -133,7 +135,8 @@ def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]
 def _check_node(path: str, node: dict[str, Any], bases: Sequence[str]) -> None:
     target = node.get("_target_")
     found = resolve_class(path, target)
-    if not any(issubclass(found, resolve_class(path, base)) for base in bases):
+    is_kept = path == "optimizer" and target == MODULE_OPTIMIZER
+    if not is_kept and not any(issubclass(found, resolve_class(path, base)) for base in bases):
         expected = bases[0] if len(bases) == 1 else f"one of {', '.join(bases)}"
         raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
     if issubclass(found, tuple(resolve_class(path, base) for base in CALLED_LATER)):

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
-MULTI_CHOICE_GROUPS = ("callbacks", "monitors")
+MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
 """Groups of which a run may list several options; an option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch",)
 """Groups of one option that no recipe needs to list."""
+RESOLVED = "resolved.yaml"
+"""File in a run's folder with the values it was built from: a recipe without defaults, which `export`,
+`validate`, `test` and `predict` build the model from."""
 
 
 CONF, RECIPES, CONSTRAINTS = (
@@ -63,7 +66,8 @@ def options() -> list[Entry]:
         technique = module.exists()
         summary = module_docstring(module).partition("\n")[0] if technique else yaml_header(file)
         kind = "technique" if technique and group not in ("model", "data", *OPTIONAL_GROUPS) else "option"
-        use = f"+{group}={file.stem}" if group in MULTI_CHOICE_GROUPS else f"{group}={file.stem}"
+        adds = group in MULTI_CHOICE_GROUPS and file.stem != "none"
+        use = f"{'+' if adds else ''}{group}={file.stem}"
         found.append(Entry(f"{group}/{file.stem}", kind, summary, use))
     return found
 

@@ -134,6 +134,10 @@ class NoEffectWarning(UserWarning):
     """A technique was requested and changed nothing."""
 
 
+class LittleReachedWarning(HasRemedies, NoEffectWarning):
+    """A technique reaches none of the model, or very little; said before the run, and by `plan`."""
+
+
 class ConflictWarning(HasRemedies, UserWarning):
     """Two settings can be combined, but do not work as one would expect."""
 

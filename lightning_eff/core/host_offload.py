@@ -4,7 +4,7 @@ The copy to the host overlaps the next block's forward, and the copy back of one
 the block after it. What keeps the copies right, on two streams:
 
 - A stream waits by events for what the other one has to have done, and the memory of a copy is held until
-  the main stream has waited for it: no `record_stream`, by which memory is freed at a time that nobody knows.
+  the main stream has waited for it: no `record_stream`, by which memory is freed at an unknown time.
   At most two copies are in flight.
 - The main stream is asked for outside of `with torch.cuda.stream(...)`, where it would be the other one.
 - All copies, in both directions, are on one stream, so that host memory may be used again at once.

@@ -12,9 +12,10 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
+from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 
 
-class Managed(pl.Callback):
+class Managed(RejectsTransformersTrainer, pl.Callback):
     """Base of a technique that is a callback.
 
     A subclass that overrides one of these hooks calls the one here first. What it changes it undoes by

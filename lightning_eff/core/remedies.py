@@ -118,6 +118,8 @@ def _option_as_python(group: str, name: str) -> str:
     short = target.rpartition(".")[2]
     if group == "strategy" and not target.startswith(_OWN):
         return f"Trainer(strategy={_literal(name)})"
+    if group == "optimizer" and name == "module":
+        return "leave out OptimizerChoice"
     if group == "optimizer":
         optimizer = short if target.startswith(_OWN) else target
         # The rate is the run's own, not that of a file.

@@ -125,24 +125,38 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
         ),
     }
     if module is not None:
-        children = dict(module.named_modules())
-        # The module itself has no name among its children.
-        named = {name or type(child).__name__: child for name, child in children.items()}
-        first = next((n for n, child in named.items() if getattr(child, "gradient_checkpointing", False)), "")
-        normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
-        takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
-        facts |= {
-            "run/manual_optimization": (not module.automatic_optimization, "manual optimization"),
-            "run/dataloader_iter": (takes_iterator, "training_step(dataloader_iter)"),
-            "run/model_checkpointing": (bool(first), f"the model's own gradient checkpointing ({first})"),
-            "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
-            "run/clipping_by_module": (
-                is_overridden("configure_gradient_clipping", module),
-                f"{type(module).__name__}.configure_gradient_clipping",
-            ),
-        }
+        facts |= _module_facts(trainer, module)
     known = {name: description for name, (holds, description) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
+
+
+def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
+    """Return for each fact about a module whether it holds, and its description."""
+    children = dict(module.named_modules())
+    # The module itself has no name among its children.
+    named = {name or type(child).__name__: child for name, child in children.items()}
+    first = next((n for n, child in named.items() if getattr(child, "gradient_checkpointing", False)), "")
+    normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
+    is_manual = not module.automatic_optimization
+    takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
+    return {
+        "run/manual_optimization": (is_manual, "manual optimization"),
+        "run/manual_clipping": (
+            is_manual and bool(trainer.gradient_clip_val),
+            "gradient_clip_val in manual optimization",
+        ),
+        "run/manual_accumulation": (
+            is_manual and trainer.accumulate_grad_batches > 1,
+            "accumulate_grad_batches in manual optimization",
+        ),
+        "run/dataloader_iter": (takes_iterator, "training_step(dataloader_iter)"),
+        "run/model_checkpointing": (bool(first), f"the model's own gradient checkpointing ({first})"),
+        "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
+        "run/clipping_by_module": (
+            is_overridden("configure_gradient_clipping", module),
+            f"{type(module).__name__}.configure_gradient_clipping",
+        ),
+    }
 
 
 def trainer_components(trainer: pl.Trainer) -> list[object]:

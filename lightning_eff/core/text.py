@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,26 @@ from typing import Any
 
 WIDTH = 100
 """Characters of a line of `plan` where the output is no terminal."""
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""Of sizes that a user types, in bytes."""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size as `human_bytes` writes it; a unit is needed.
+
+    Raises:
+        ValueError: It is no size.
+
+    Example:
+        >>> parse_bytes("40GiB") == 40 * 2**30, parse_bytes("1.5 kib"), parse_bytes("24GB")
+        (True, 1536, 24000000000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2] if match else "")
+    if match is None or unit is None or not float(match[1]):
+        msg = f"{text}: expected a size above 0 with its unit, one of {', '.join(UNITS)}"
+        raise ValueError(msg)
+    return int(float(match[1]) * unit)
 
 
 def human_bytes(num_bytes: float) -> str:

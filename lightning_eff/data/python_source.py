@@ -9,6 +9,7 @@ has other source, hence another file.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import logging
 import os
@@ -115,7 +116,9 @@ class PythonSource(pl.LightningDataModule):
         # One is added to each training frequency, so that no token has probability 0.
         cached["unigram_entropy"] = float(-(val * ((train + 1) / (train + 1).sum()).log()).sum() / val.sum())
         with write_whole(file) as sink:
-            torch.save(cached, sink)
+            content = io.BytesIO()  # to a file, `torch.save` would hide the system's error, as of a full disk
+            torch.save(cached, content)
+            sink.write(content.getbuffer())
 
     @override
     def setup(self, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Text of your own for a causal language model: files, JSON Lines, Parquet, the hub; conversations.
+"""Text of your own for a causal language model: files, JSON, Parquet, Hugging Face datasets; conversations.
 
 A batch is a dictionary of integer tensors as models of transformers take them: `input_ids` and `labels`
 [B, T], with `position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each
@@ -31,6 +31,7 @@ reads from its beginning.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -55,13 +56,15 @@ class Text(pl.LightningDataModule):
     """Documents as rows of tokens with labels.
 
     Args:
-        paths: Files, folders or patterns with `*`; `hf://datasets/owner/name` for the training split of a
-            dataset on the hub; `pydoc` for the English prose of Python's own help.
+        paths: Files, folders or patterns with `*`; a folder that `save_to_disk` of datasets wrote;
+            `hf://datasets/owner/name` for the training split of a dataset on the hub, then perhaps
+            `@revision`, `:subset` and `:split`; `pydoc` for the English prose of Python's own help.
         tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
         context_length: Longest row in tokens.
         batch_size: Rows per batch of the loader, per rank.
         packing: True, False, "across" or "grouped", as described in the module's docstring.
-        field: Key of a row that holds the text, or a conversation: a list of `{role, content}`.
+        field: Key of a row that holds the text, or a conversation: a list of `{role, content}`. For
+            `messages` a row may be ShareGPT's (`conversations`) or Alpaca's (`instruction`, `output`) too.
         val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5.
         cache_dir: Folder of the tokenized documents; None streams.
 
@@ -197,10 +200,11 @@ class Text(pl.LightningDataModule):
         )
         return DataLoader(self._rows[split], batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
-    def _chunks(self, split: str) -> Iterator[list[dict[str, Any]]]:
-        """Yield the chunks of a split; in each of the first ten the first documents validate."""
-        chunks = tokenize(self.sources, self.field, self.training_tokenizer)
-        for number, chunk in enumerate(chunks):
+    def _chunks(self, split: str, worker: int, num_workers: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield a worker's chunks of a split; in each of the first ten the first documents validate."""
+        turns: dict[str, int] = {"first": worker, "every": num_workers}
+        chunks = tokenize(self.sources, self.field, self.training_tokenizer, **turns)
+        for number, chunk in zip(itertools.count(worker, num_workers), chunks, strict=False):
             num_val = 0
             if self.val_fraction and number < 10:
                 num_val = max(1, round(self.val_fraction * len(chunk)))

@@ -37,8 +37,10 @@ STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
 POLL_S = 0.2
 
 
-def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Run `lightning-eff train` in a process for each device of this machine, which is machine NODE_RANK.
+def run_ranks(
+    words: Iterable[str], folder: Path, trainer: Mapping[str, Any], *, verb: str = "train"
+) -> dict[str, Any]:
+    """Run a verb in a process for each device of this machine, which is machine NODE_RANK.
 
     With several machines, MASTER_ADDR and MASTER_PORT in the environment say where the ranks meet.
 
@@ -49,23 +51,11 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
         RankError: A rank failed; the text names it and the cause.
         KeyboardInterrupt, SystemExit: All ranks have stopped, because of a signal to any of them or to us.
     """
-    from lightning.fabric.plugins.environments.lightning import find_free_network_port
-
     check_machines(trainer)
-    command = [sys.executable, "-m", "lightning_eff", "train", *words]
+    command = [sys.executable, "-m", "lightning_eff", verb, *words]
     num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
     first = num_local * int(node)
-    common = {
-        "TORCHELASTIC_RUN_ID": "lightning_eff",
-        "GROUP_RANK": node,
-        "WORLD_SIZE": str(num_ranks(trainer)),
-        "LOCAL_WORLD_SIZE": str(num_local),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(find_free_network_port()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-        or str(max((os.cpu_count() or 1) // num_local, 1)),
-        RUN_DIR: str(folder),
-    }
+    common = _of_all_ranks(num_local, num_ranks(trainer), node) | {RUN_DIR: str(folder)}
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as errors, _forwarded_signals(ranks) as received:
         files = [Path(errors, str(local)) for local in range(num_local)]
@@ -87,6 +77,22 @@ def run_ranks(words: Iterable[str], folder: Path, trainer: Mapping[str, Any]) ->
         raise _stopped(codes, is_reported=codes[0] in STOPPED and not first)  # by rank 0
     report = folder / "efficiency.json"
     return json.loads(report.read_text()) if report.is_file() else {}
+
+
+def _of_all_ranks(num_local: int, num_ranks: int, node: str) -> dict[str, str]:
+    """Return torchrun's variables that all ranks of this machine share."""
+    from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // num_local, 1))
+    return {
+        "TORCHELASTIC_RUN_ID": "lightning_eff",
+        "GROUP_RANK": node,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(find_free_network_port()),
+        "OMP_NUM_THREADS": threads,
+    }
 
 
 def _stopped(codes: Sequence[int | None], *, is_reported: bool) -> BaseException:

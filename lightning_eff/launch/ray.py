@@ -150,6 +150,9 @@ def check_installed() -> None:
 def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config whose workers of Ray, the most of them, are devices of one machine, to plan with.
 
+    Raises:
+        ConfigError: As in `Ray`.
+
     Example:
         >>> values = {"trainer": {"devices": "auto"}, "launch": {"workers": [1, 4]}}
         >>> as_devices(values)
@@ -158,8 +161,11 @@ def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
     launch = values.get("launch")
     if not launch:
         return dict(values)
-    workers = launch["workers"]
-    most = max(workers) if isinstance(workers, list) else workers
+    try:
+        _, most = Ray(**{key: value for key, value in launch.items() if key != "_target_"}).bounds
+    except ConfigError as error:
+        group = "launch"
+        raise error.under(group) from error
     return {**values, "trainer": {**values["trainer"], "devices": most}, "launch": None}
 
 

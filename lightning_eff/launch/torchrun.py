@@ -1,8 +1,8 @@
 """What the ranks of torchrun agree on before they are connected: the run's folder, and where they meet.
 
 torchrun's store outlives a restart, and with it the addresses at which ranks were before: a restarted rank
-that reads one of them connects to a process that is gone. The number of the restart does not tell attempts
-apart, as each machine counts its own. So each rank asks with a word that nobody has used, and rank 0 answers
+that reads one of them connects to a process that is gone. The number of the restart does not
+distinguish attempts, as each machine counts its own. So each rank asks with a random key, and rank 0 answers
 with an address of its own, a store that ends with it.
 
 Source: https://github.com/pytorch/pytorch/issues/135712 and 167288, open in torch 2.13.

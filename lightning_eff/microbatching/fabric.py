@@ -8,7 +8,7 @@ with the loop; no `zero_grad` is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching.atomic_update import atomic_update
 from lightning_eff.microbatching.merging import mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
 from lightning_eff.microbatching.oom_retry import OomRetry
 from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
@@ -42,6 +42,7 @@ class ExactGradient:
         micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for full
             batches.
         splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
+        keep: Names or paths of what every micro-batch gets whole, as in `MicroBatch`.
 
     Raises:
         ConfigError: A size below 1, a model without parameters, or `auto` where a model is sharded.
@@ -64,6 +65,7 @@ class ExactGradient:
         fabric: Fabric | None = None,
         micro_batch_size: Literal["auto"] | Count | None = None,
         splitter: Splitter | None = None,
+        keep: Sequence[str | int] | None = None,
     ) -> None:
         weight = next(model.parameters(), None)
         if weight is None:
@@ -80,6 +82,7 @@ class ExactGradient:
             micro_batch_size if isinstance(micro_batch_size, int) else None,
             is_auto=micro_batch_size == "auto",
             splitter=splitter,
+            keep=kept_names(keep, splitter),
         )
         num_ranks = dist.get_world_size() if replicas else 1
         num_ranks = fabric.world_size if fabric else num_ranks

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_eff.core import allocator
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 
@@ -29,6 +31,7 @@ class MicroBatchSize:
     current: int | None  # None for the full batch until it does not fit
     is_auto: bool  # halve it when memory runs out; else the error is raised unchanged
     splitter: Splitter | None = None  # splits batches in place of `splitting.split`'s own rules
+    keep: tuple[str, ...] = ()  # what is not cut, as in `splitting.split`
     headroom: float = 0.1  # fraction of the device's memory that a size must leave free to be found
     halvings: list[Halving] = field(default_factory=list[Halving])
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # whether a size fits, of the last search
@@ -43,7 +46,7 @@ class MicroBatchSize:
             by_splitting: Call a splitter to count; else None is returned where there is one.
         """
         if self.splitter is None:
-            count = splitting.num_samples(batch)
+            count = splitting.num_samples(batch, self.keep)
         else:
             count = len(splitting.split(batch, 1, self.splitter)) if by_splitting else None
         self.largest = max(self.largest, count or 0)
@@ -52,10 +55,10 @@ class MicroBatchSize:
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
         """Split a batch into micro-batches of a size; None makes one, which still gets new containers."""
         if size is None and self.splitter is None:
-            size = splitting.num_samples(batch)
+            size = splitting.num_samples(batch, self.keep)
         if size is None:
             return [MicroBatchPart(batch, splitting.num_samples(batch))]
-        return splitting.split(batch, size, self.splitter)
+        return splitting.split(batch, size, self.splitter, self.keep)
 
     def halve(self, num_samples: int | None, error: Exception) -> None:
         """Continue with half the size after an out-of-memory error.
@@ -74,6 +77,18 @@ class MicroBatchSize:
         line = next(iter(str(error).splitlines()), "") or type(error).__name__
         self.current = tried // 2
         self.halvings.append(Halving(tried, self.current, line))
+
+
+def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None) -> tuple[str, ...]:
+    """Return the names and positions that are not cut, as strings.
+
+    Raises:
+        ConfigError: There is a splitter, which returns whole batches itself.
+    """
+    if keep and splitter is not None:
+        allowed = "None with a splitter, which decides itself what each micro-batch has"
+        raise ConfigError(key="keep", value=keep, allowed=allowed)
+    return tuple(map(str, [keep] if isinstance(keep, str) else keep or ()))
 
 
 def free_memory(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 A batch is tensors or arrays in dicts and other mappings, lists, tuples, named tuples and dataclasses. The
 samples of a tensor lie along its first dimension, those of a list without tensors (texts, labels) are its
 items, and all of them must have the same number. Numbers, strings and 0-d tensors go to every micro-batch
-unchanged.
+unchanged, and so does what `keep` names (class weights, positions), whatever its shape and type.
 
 Anything else is rejected, since any split would be a guess: samples of different shapes in a list, objects,
 texts without a tensor beside them. Pass a `splitter`, also to cut packed sequences and nested and sparse
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, timedelta
 from enum import Enum
@@ -49,11 +50,29 @@ class MicroBatchPart:
 
 
 class AmbiguousBatchError(Exception):
-    """The samples of a batch cannot be counted or cut."""
+    """The samples of a batch cannot be counted or cut; `odd` names what differs from the first of them."""
+
+    def __init__(self, text: str, odd: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.odd = odd
 
 
-def num_samples(batch: Any) -> int | None:
+class _Whole:
+    """Holds a value of a batch that goes to every micro-batch unchanged."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
     """Return the number of samples of a batch; None if its tensors disagree, or it has none.
+
+    Args:
+        batch: Of any kind.
+        keep: As in `split`: what it names is not counted.
+
+    Raises:
+        ConfigError: The batch lacks a name in `keep`.
 
     Example:
         >>> num_samples({"tokens": torch.zeros(4, 7), "texts": ["a", "b", "c", "d"], "task": "copy"})
@@ -61,25 +80,31 @@ def num_samples(batch: Any) -> int | None:
         >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
     try:
-        return _count_samples(batch)
+        return _count_samples(_with_whole(batch, keep))
     except AmbiguousBatchError:
         return None
 
 
-def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -> list[MicroBatchPart]:
+def split(
+    batch: Any, micro_batch_size: int, splitter: Splitter | None = None, keep: Sequence[str] = ()
+) -> list[MicroBatchPart]:
     """Split a batch into micro-batches of one size; the last one has the remainder.
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
         micro_batch_size: Samples of a micro-batch, at least 1.
         splitter: Used in place of the built-in rule.
+        keep: What every micro-batch gets whole: names at any depth, or paths from the outside, of names and
+            positions with dots between them (`1`, `targets.weights`).
 
     Raises:
-        ConfigError: The batch is ambiguous, or the splitter returned nothing.
+        ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
 
     Example:
         >>> [part.batch["x"].tolist() for part in split({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3], [4]]
+        >>> [x.tolist() for x in split([torch.arange(3), torch.ones(3)], 2, keep=["1"])[1].batch]
+        [[2], [1.0, 1.0, 1.0]]
     """
     if splitter is not None:
         batches: Any = splitter(batch, micro_batch_size)
@@ -88,13 +113,49 @@ def split(batch: Any, micro_batch_size: int, splitter: Splitter | None = None) -
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
+        batch = _with_whole(batch, keep)
         total = _count_samples(batch)
         ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
         return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
-        remedy = "MicroBatch(splitter=lambda batch, size: [...])"
-        raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=[remedy]) from None
+        remedies = [f"callbacks.micro_batch.keep=[{','.join(error.odd)}]"] if error.odd else []
+        remedies.append("MicroBatch(splitter=lambda batch, size: [...])")
+        raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=remedies) from None
+
+
+def _with_whole(batch: Any, keep: Sequence[str]) -> Any:
+    """Return a batch in which what `keep` names is held in a `_Whole`."""
+    if not keep:
+        return batch
+    wanted = {_path_parts(name): name for name in keep}
+    names: list[str] = []
+
+    def wrap(value: Any, path: tuple[str, ...]) -> Any:
+        # A single name is found at any depth; a position only from the outside.
+        name = next((n for n in (path, path[-1:]) if n in wanted and (n == path or not n[0].isdigit())), None)
+        if path:
+            names.append(".".join(path))
+        if name is not None:
+            found.add(name)
+            return _Whole(value)
+        items = None if _is_list_of_values(value) else _items(value)
+        if items is None:
+            return value
+        return _rebuild(value, [wrap(item, (*path, *_path_parts(key))) for key, item in items.items()])
+
+    found: set[tuple[str, ...]] = set()
+    wrapped = wrap(batch, ())
+    missing = [name for parts, name in wanted.items() if parts not in found]
+    if missing:
+        has = f"has: {', '.join(names[:24])}" if names else f"is one {type(batch).__name__}, without names"
+        raise ConfigError(key="keep", value=missing[0], allowed=f"a name or path in the batch, which {has}")
+    return wrapped
+
+
+def _path_parts(path: str) -> tuple[str, ...]:
+    """Return the names and positions in a path, which may be written with dots or brackets."""
+    return tuple(re.findall(r"[^.\[\]]+", path))
 
 
 def _count_samples(batch: Any) -> int:
@@ -104,7 +165,8 @@ def _count_samples(batch: Any) -> int:
     # Lists alone are ambiguous: samples or, as DataLoader collates pairs of texts, fields.
     if len(counts) != 1 or all(is_list for _, _, is_list in found):
         shown = [f"{path} has {count}" for path, count, _ in found]
-        raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list")
+        odd = [".".join(_path_parts(path)[1:]) for path, count, _ in found if count != found[0][1]]
+        raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list", odd[:3])
     (count,) = counts
     if not count:
         text = "no sample"
@@ -136,13 +198,15 @@ def _counts(value: Any, path: str) -> Iterator[tuple[str, int, bool]]:
         count = _num_rows(value)
         if count is not None:
             yield path, count, False
-    elif not (isinstance(value, SHARED) or inspect.isroutine(value)):
+    elif not (isinstance(value, (*SHARED, _Whole)) or inspect.isroutine(value)):
         text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
         raise AmbiguousBatchError(text)
 
 
 def _cut(value: Any, first: int, last: int, total: int) -> Any:
     """Return the samples from `first` up to `last` of `total`, in new containers."""
+    if isinstance(value, _Whole):
+        return _in_new_containers(value.value)
     if _is_list_of_values(value):
         return type(value)(value[first:last])
     items = _items(value)
@@ -156,6 +220,11 @@ def _cut(value: Any, first: int, last: int, total: int) -> Any:
         text = "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
         raise AmbiguousBatchError(text)
     return value[first:last]
+
+
+def _in_new_containers(value: Any) -> Any:
+    items = None if _is_list_of_values(value) else _items(value)
+    return value if items is None else _rebuild(value, [_in_new_containers(item) for item in items.values()])
 
 
 def _num_rows(value: Any) -> int | None:
@@ -173,7 +242,9 @@ def _is_array(value: Any) -> bool:
 def _is_list_of_values(value: Any) -> bool:
     """Return whether a value is a list without tensors, such as texts."""
     is_list = type(value) in (list, tuple) and len(value) > 0
-    return is_list and not any(_is_array(leaf) for leaf in leaves(value, MAX_INSPECTED))
+    return is_list and not any(
+        _is_array(leaf) or isinstance(leaf, _Whole) for leaf in leaves(value, MAX_INSPECTED)
+    )
 
 
 def _has_samples_with_tensors(value: Any, *, is_outermost: bool) -> bool:

@@ -7,8 +7,13 @@ where it keeps one; on the CPU it is the live bytes of the first batches, counte
 compiled model is timed and not counted: its operations are not dispatched one by one. Of bfloat16 weights the
 fraction is shown that did not move in the first ten steps, with a warning above one half.
 
+The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learning_rate`, `eff/gradient_norm`
+(of the whole gradient, before clipping), `eff/samples_per_second`, `eff/tokens_per_second`, `eff/data_wait`
+(fraction of the time) and `eff/memory_mib` (peak of the first rank).
+
 Costs: a few Python calls a batch; the first batches run slower while they are counted, and the first ten
-    steps of bfloat16 weights, of which up to 4096 values a tensor are read.
+    steps of bfloat16 weights, of which up to 4096 values a tensor are read; with a logger, one pass over the
+    gradients in each step that is logged.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
     of estimated FLOPs
@@ -28,6 +33,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core import machine, rules
@@ -36,9 +42,11 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, suggest_name
 from lightning_eff.core.technique import Technique, config_of, name_of
+from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import summary
 from lightning_eff.report.live_bytes import state_bytes
+from lightning_eff.report.logged import LoggedFigures
 from lightning_eff.report.losses import Losses
 from lightning_eff.report.meter import Meter
 from lightning_eff.report.unmoved import NUM_STEPS, Unmoved, UnmovedWeights
@@ -49,7 +57,7 @@ CONFIG_FILE = "resolved.yaml"
 """The composed config of a recipe's run; a plain Trainer has none."""
 
 
-class EfficiencyReport(pl.Callback):
+class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
     """Report what the techniques of a run did and what the run cost; of several, the first one reports.
 
     Args:
@@ -83,6 +91,7 @@ class EfficiencyReport(pl.Callback):
         """What was written, after `fit`."""
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
         self._meter: Meter | None = None
+        self._logged: LoggedFigures | None = None
         self._watch: UnmovedWeights | None = None
         self._unmoved: Unmoved | None = None
         self._first_step = 0
@@ -124,6 +133,7 @@ class EfficiencyReport(pl.Callback):
             is_counted=self.count_first_batches,
             is_compiled=is_compiled(pl_module),
         )
+        self._logged = LoggedFigures(trainer, self._meter)
         self._watch, self._unmoved = UnmovedWeights(trainer.optimizers), None
 
     @override
@@ -134,6 +144,13 @@ class EfficiencyReport(pl.Callback):
             self._meter.begin_batch(batch, pl_module, trainer.optimizers)
 
     @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._logged is not None:
+            self._logged.begin_step(trainer, optimizer)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -141,6 +158,8 @@ class EfficiencyReport(pl.Callback):
             return
         step = trainer.global_step
         self._meter.end_batch(batch, num_steps=step - self._first_step)
+        if self._logged is not None:
+            self._logged.end_batch(trainer)
         if step - self._first_step >= NUM_STEPS:
             self._count_unmoved(step - self._first_step)
         # Lightning's own loop divides a batch's loss by accumulate_grad_batches; ExactStep does not.
@@ -195,7 +214,7 @@ class EfficiencyReport(pl.Callback):
         strategy.teardown = teardown_then_update
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
-        self._meter = None
+        self._meter = self._logged = None
         meter.close()
         self._count_unmoved(trainer.global_step - self._first_step)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()

@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.optimization.first_gradients import FirstGradients
+from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 
 
-class GradientCheck(pl.Callback):
+class GradientCheck(RejectsTransformersTrainer, pl.Callback):
     """Stop a run whose first step left parameters without a finite gradient.
 
     Args:

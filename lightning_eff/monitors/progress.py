@@ -20,10 +20,11 @@ from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.report.meter import samples_and_tokens
 
 
-class Progress(ProgressBar):
+class Progress(RejectsTransformersTrainer, ProgressBar):
     """Show the progress of `fit` on the standard error output.
 
     Args:
@@ -84,7 +85,7 @@ class Progress(ProgressBar):
                 sys.stderr.write("\n")
 
     def _show(self, trainer: pl.Trainer) -> None:
-        now, step, total = time.monotonic(), trainer.global_step, trainer.estimated_stepping_batches
+        now, step, total = time.monotonic(), trainer.global_step, _total_steps(trainer)
         fields = [f"step {step}"]
         if total not in (float("inf"), -1):
             done = step - self._begin_step
@@ -100,3 +101,14 @@ class Progress(ProgressBar):
         sys.stderr.flush()
         self._line_s, self._num_samples = now, 0
         self._due_s = now + self._interval_s
+
+
+def _total_steps(trainer: pl.Trainer) -> float:
+    """Return the optimizer steps of the whole run, as far as is known; infinity without a limit."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.estimated_stepping_batches
+    # Lightning 2.6 takes a batch for one step; in manual optimization it is as many as the module makes.
+    per_batch = trainer.global_step / max(1, trainer.fit_loop.total_batch_idx + 1)
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+    of_epochs = trainer.num_training_batches * epochs * per_batch if epochs != -1 else float("inf")
+    return min(of_epochs, float("inf") if trainer.max_steps == -1 else trainer.max_steps)

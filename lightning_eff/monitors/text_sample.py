@@ -21,9 +21,10 @@ from typing_extensions import override
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 
 
-class TextSample(pl.Callback):
+class TextSample(RejectsTransformersTrainer, pl.Callback):
     r"""Show what a language model has learned.
 
     Args:

@@ -15,6 +15,7 @@ Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; scaling a
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, LittleReachedWarning
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.optimization.parameter_groups import split_hidden
 from lightning_eff.core.technique import NEEDS_MATRICES, Facts, Outcome
@@ -48,6 +49,10 @@ class Muon(WrapperOptimizer):
 
     Raises:
         ConfigError: The model has no hidden matrix.
+
+    Warns:
+        LittleReachedWarning: More trained weights are in convolutions, and other tensors of three or more
+            axes, than in hidden matrices.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -76,6 +81,7 @@ class Muon(WrapperOptimizer):
         if not hidden:
             allowed = "a model with hidden matrices"
             raise ConfigError(key="", value="Muon", allowed=allowed, remedies=["optimizer=adamw"])
+        _warn_if_little(hidden, others)
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         # match_rms_adamw: the update is scaled by 0.2 * sqrt(max(rows, columns)), the usual size of AdamW's.
         shape: Any = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
@@ -137,3 +143,21 @@ class Muon(WrapperOptimizer):
         counts = [sum(len(group["params"]) for group in inner.param_groups) for inner in self.optimizers]
         did = f"Muon for {counts[0]} hidden matrices, AdamW for {sum(counts[1:])} other tensors"
         return Outcome(did=did, numbers={"hidden": counts[0], "rest": sum(counts[1:])})
+
+
+def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    """Warn if AdamW steps most of the layers' weights, as in a CNN: convolutions are no matrices.
+
+    Embeddings and output layers, which are matrices too, are not counted: AdamW has them on purpose.
+    """
+    taken = [p for group in hidden for p in group["params"]]
+    left = [p for group in others for p in group["params"] if p.dim() > 2 and p.requires_grad]
+    num_taken, num_left = (sum(p.numel() for p in parameters) for parameters in (taken, left))
+    if num_left > num_taken:
+        matrices = "1 hidden matrix" if len(taken) == 1 else f"{len(taken)} hidden matrices"
+        tensors = "1 tensor" if len(left) == 1 else f"{len(left)} tensors"
+        text = (
+            f"Muon steps only {matrices} with {num_taken / (num_taken + num_left):.1%} of the weights of "
+            f"layers: AdamW steps {tensors} of three or more axes, such as convolutions"
+        )
+        warnings.warn(LittleReachedWarning(f"{text}\n  try: optimizer=adamw"), stacklevel=3)

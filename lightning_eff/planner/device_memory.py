@@ -9,7 +9,7 @@ subtracted from the free memory. For a host, whose memory a cgroup or a ulimit m
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from lightning_eff.core import host_memory
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.kernels import devices
+from lightning_eff.planner import gpus
 from lightning_eff.planner.prediction import Prediction
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.peak import Peak
@@ -44,15 +45,22 @@ class DeviceMemory:
     is_cuda: bool = False
     """Whether CUDA's allocator manages it."""
     capability: int = 0
-    """Compute capability of a GPU by NVIDIA, times ten."""
+    """Compute capability times ten by which attention is chosen; 0 for a CPU."""
     workspace_bytes: int = 0
     """Of cuBLAS."""
     taken_bytes: int = 0
     """What this process has allocated, apart from a step's tensors."""
+    about: tuple[str, ...] = ()
+    """Assumptions about the device."""
 
     @classmethod
     def of(
-        cls, device: str, root: torch.device, *, limit: host_memory.HostMemoryLimit | None = None
+        cls,
+        device: str,
+        root: torch.device,
+        *,
+        limit: host_memory.HostMemoryLimit | None = None,
+        memory_bytes: int | None = None,
     ) -> DeviceMemory:
         """Look up a device.
 
@@ -60,13 +68,23 @@ class DeviceMemory:
             device: A known name; empty for the run's device.
             root: The run's device.
             limit: Limit of host memory before the run; None reads the current one.
+            memory_bytes: Memory in place of the device's; without a name, of a GPU that is not known.
+
+        Raises:
+            ConfigError: No device has that name.
 
         Example:
             >>> memory = DeviceMemory.of("h200", torch.device("cpu"))
             >>> memory.name, memory.workspace_bytes
             ('H200', 33554432)
         """
-        found = devices.named(device) if device else devices.of(root)
+        if memory_bytes is not None:
+            known = cls.of(device, root, limit=limit) if device else cls._of_gpu(gpus.any_gpu(memory_bytes))
+            about = tuple(text for text in known.about if not text.startswith("memory of"))
+            return replace(known, memory_bytes=memory_bytes, about=about)
+        found = gpus.named(device) if device else devices.of(root)
+        if isinstance(found, gpus.GPU):
+            return cls._of_gpu(found)
         if found.is_cpu:
             limit = limit or host_memory.host_memory_limit()
             name = f"{found.name} ({limit.name})" if limit.name else found.name
@@ -78,6 +96,20 @@ class DeviceMemory:
             is_cuda=True,
             capability=found.capability,
             workspace_bytes=workspace,
+        )
+
+    @classmethod
+    def _of_gpu(cls, gpu: gpus.GPU) -> DeviceMemory:
+        """Describe a GPU of the data sheets, or one of which only the memory is known."""
+        unknown = ("attention is chosen as on an NVIDIA A100, since its rules for this GPU are not known",)
+        is_small = gpu.capability not in (0, HOPPER)
+        return cls(
+            gpu.name,
+            gpu.memory_bytes,
+            is_cuda=True,
+            capability=gpu.attention_capability,
+            workspace_bytes=WORKSPACE_BYTES if is_small else HOPPER_WORKSPACE_BYTES,
+            about=gpu.assumed + (() if gpu.capability else unknown),
         )
 
     @property
@@ -113,7 +145,7 @@ class MemoryForecast:
             return [*([taken] if self.memory.taken_bytes else []), *self.prediction.assumed]
         workspace = f"{human_bytes(self.memory.workspace_bytes)} for cuBLAS are included"
         context = f"the driver keeps {human_bytes(CONTEXT_BYTES)}"
-        return [f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]
+        return [*self.memory.about, f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, for JSON."""
@@ -126,12 +158,14 @@ class MemoryForecast:
             "tensors": None if self.peak is None else asdict(self.peak),
             "assumed": self.assumed,
             "reason": self.prediction.reason,
+            "warned": self.prediction.warned,
         }
 
     def __str__(self) -> str:
         peak = self.peak
+        warned = [f"warning: {text}" for text in self.prediction.warned]
         if peak is None:
-            return f"peak not predicted: {self.prediction.reason}"
+            return "\n".join([f"peak not predicted: {self.prediction.reason}", *warned])
         needed = peak.num_bytes + self.memory.workspace_bytes
         left = self.memory.free_bytes - needed
         fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
@@ -156,4 +190,4 @@ class MemoryForecast:
         ]
         header = ["at the peak", "tensors", "category", "operation", "module"]
         tables = [text_table(["peak of phase", *phases], rows), text_table(header, holders, width=WIDTH)]
-        return "\n".join([headline, *tables, *notes])
+        return "\n".join([headline, *tables, *notes, *warned])

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.planner.device_memory import SYNTHETIC_BATCH
+from lightning_eff.planner.gpus import AMPERE
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
-from lightning_eff.run import build_trainer, make
+from lightning_eff.run import build_trainer, choose_optimizers, make
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,8 @@ def dry_run(
     """
     precision = values.get("precision") or {}
     if is_cuda and precision.get("precision") == "auto":
-        values = dict(values) | {"precision": precision | {"precision": "bf16-mixed"}}
+        auto = "bf16-mixed" if not 0 < capability < AMPERE else "32-true"
+        values = dict(values) | {"precision": precision | {"precision": auto}}
     try:
         with redirect_stdout(sys.stderr):
             return _predict(values, example or ExampleBatch.of(values), watch, capability)
@@ -130,9 +131,7 @@ def _predict(
 
     def build_model() -> pl.LightningModule:
         model: pl.LightningModule = make("model", changed["model"])
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, OptimizerChoice):
-                callback.replace(model, keep_own=False)
+        choose_optimizers(trainer, model)
         return model
 
     found = predict(

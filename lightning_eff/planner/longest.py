@@ -22,6 +22,7 @@ import torch
 from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.kernels.devices import Device
+from lightning_eff.planner import gpus
 from lightning_eff.planner.advice import CHECKPOINTING, Compose
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run
@@ -82,11 +83,11 @@ class LongestSequence:
         reason = self.forecast.prediction.reason
         return f"{self.where}{words}: {', '.join([*fits, *fails])}" + (f": {reason}" if reason else "")
 
-    def step_s(self, device: Device, dtype: torch.dtype) -> float | None:
+    def step_s(self, device: Device | gpus.GPU, dtype: torch.dtype) -> float | None:
         """Return the seconds that a batch is expected to take; None where that is not known."""
         flops = self.forecast.prediction.flops - self.forecast.prediction.masked_flops
-        is_known = self.num_tokens and not device.is_estimate
-        return flops / (EFFICIENCY * device.peak(dtype)) if is_known else None
+        peak = gpus.peak(device, dtype)
+        return flops / (EFFICIENCY * peak) if self.num_tokens and peak else None
 
 
 def search(
@@ -138,7 +139,7 @@ def _interpolate(used: Mapping[int, int], low: int, high: int, free_bytes: int) 
 class LongestSequences:
     """The longest sequence with each place for block inputs, as a section of `plan`."""
 
-    device: Device
+    device: Device | gpus.GPU
     dtype: torch.dtype
     num_rows: int = 0
     """Sequences of a batch."""
@@ -176,13 +177,14 @@ class LongestSequences:
         rows = [["tokens", *(f"{each.num_tokens:,}" for each in self.found)]]
         rows += [[name, *map(human_bytes, numbers)] for name, numbers in sizes.items() if any(numbers)]
         times = [each.step_s(self.device, self.dtype) for each in self.found]
-        expected: list[str] = []
-        if any(times):
+        name, peak = str(self.dtype).removeprefix("torch."), gpus.peak(self.device, self.dtype)
+        expected = [] if peak else [f"time of a step: unknown, as the speed of {self.device.name} in {name}"]
+        if peak and any(times):
             rows.append(["expected step", *("-" if time is None else f"{time:.3g} s" for time in times)])
-            name, peak = str(self.dtype).removeprefix("torch."), self.device.peak(self.dtype) / 1e12
             expected = [
                 f"expected, not measured: time of a batch of {self.num_rows} at {EFFICIENCY:.0%} of the "
-                f"{peak:.0f} TFLOP/s of {self.device.name} in {name}; copies to the host are not included"
+                f"{peak / 1e12:.0f} TFLOP/s of {self.device.name} in {name}; copies to the host are not "
+                "included"
             ]
         title = f"longest sequence on {self.device.name}"
         table = text_table([title, *(each.where for each in self.found)], rows, width=WIDTH)
@@ -211,7 +213,12 @@ class _Lengths:
 
 
 def longest_sequences(
-    compose: Compose, memory: DeviceMemory, device: Device, dtype: torch.dtype, *, granule: int = GRANULE
+    compose: Compose,
+    memory: DeviceMemory,
+    device: Device | gpus.GPU,
+    dtype: torch.dtype,
+    *,
+    granule: int = GRANULE,
 ) -> LongestSequences:
     """Search with the recipe's own techniques, and on a GPU with block inputs in host memory too.
 

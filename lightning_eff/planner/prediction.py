@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from lightning_eff.callbacks.attention import Attention
 from lightning_eff.config.ckpt_path import callbacks_of
-from lightning_eff.core.errors import root_cause_line
-from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
+from lightning_eff.kernels.devices import DEVICES, Device
 from lightning_eff.planner.attention import PlannedAttention
 from lightning_eff.planner.fakes import FakeLoader, Fakes
 from lightning_eff.precision.float8 import Float8
@@ -63,6 +63,7 @@ class Prediction:
         masked_flops: Of these, what lies behind a causal mask, which kernels for CUDA leave out.
         host_bytes: Peak of what `in_blocks` leaves out.
         attention: Which attention ran in the first forward pass.
+        warned: Techniques that reach little of the model, in words.
         error: Exception that ended the prediction.
     """
 
@@ -74,6 +75,7 @@ class Prediction:
     masked_flops: int = 0
     host_bytes: int = 0
     attention: list[AttentionRow] = field(default_factory=list[AttentionRow])
+    warned: list[str] = field(default_factory=list[str])
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 
@@ -116,7 +118,7 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    with Fakes() as fakes, PlannedAttention(capability), quietly():
+    with Fakes() as fakes, PlannedAttention(capability), quietly() as warned:
         made = trainer() if callable(trainer) else trainer
         _prepare(made, capability)
 
@@ -127,6 +129,7 @@ def predict(
             return module
 
         found = _predicted(run, fakes, capability)
+        found.warned.extend(dict.fromkeys(str(each.message) for each in warned))
         if isinstance(made.precision_plugin, Float8) and found.peak is not None:
             outcome = made.precision_plugin.outcome()
             found.assumed.append(f"{'' if outcome.effective else 'no effect: '}{outcome.did}")
@@ -134,14 +137,23 @@ def predict(
 
 
 def _prepare(trainer: pl.Trainer, capability: int) -> None:
-    """Check that a Trainer is for one CPU, and tell techniques that depend on the device which is meant."""
+    """Check that a Trainer is for one CPU, and set the planned device on techniques that depend on it."""
     for technique in (trainer.precision_plugin, *callbacks_of(trainer)):
         if isinstance(technique, (Float8, Attention)):
-            technique.planned = next((gpu for gpu in DEVICES.values() if gpu.capability == capability), None)
+            technique.planned = _like(capability)
     device = trainer.strategy.root_device
     if trainer.num_devices != 1 or trainer.world_size != 1 or device.type != "cpu":
         msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"
         raise ValueError(msg)
+
+
+def _like(capability: int) -> Device | None:
+    """Return a GPU of that capability, else one of the next lower one, whose rates are then an estimate."""
+    lower = [gpu for gpu in DEVICES.values() if gpu.capability <= capability]
+    if not capability or capability in [gpu.capability for gpu in lower]:
+        return next((gpu for gpu in lower if gpu.capability == capability), None)
+    nearest = max(lower, key=lambda gpu: gpu.capability, default=DEVICES["a100"])
+    return replace(nearest, name="a GPU", capability=capability, is_estimate=True)
 
 
 def predict_step(
@@ -269,10 +281,14 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
 
 
 @contextmanager
-def quietly() -> Generator[None]:
-    """Suppress warnings and log messages of techniques and Lightning, whose run is not a real one."""
-    with warnings.catch_warnings(), ExitStack() as stack:
+def quietly() -> Generator[list[warnings.WarningMessage]]:
+    """Suppress warnings and log messages of techniques and Lightning, whose run is not a real one.
+
+    What holds for the real run too, that a technique reaches little of the model, is collected.
+    """
+    with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
         warnings.simplefilter("ignore")
+        warnings.simplefilter("always", LittleReachedWarning)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.ERROR)  # torch logs errors that fake tensors raise
-        yield
+        yield warned

@@ -98,6 +98,9 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
     if own_scheme is None:
         return ShardingTable()
     scheme, world_size = own_scheme(), trainer.world_size
+    choice = next((each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice)), None)
+    if choice is None:
+        return ShardingTable("memory per device: not predicted with optimizer=module, which the run builds")
     failure = "the model cannot be built on the meta device"
     try:
         module = model_without_memory(values, adapted_by=trainer)
@@ -106,7 +109,6 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)
             fake = fake if cast is None else fake.to(cast)
-            choice = next(each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice))
             blocks = select_blocks(fake, getattr(strategy, "blocks", None)).values()
             model = ModelWeights.of(fake, blocks, build(fake, choice.optimizer))
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
@@ -128,9 +130,12 @@ def micro_batches_per_step(values: Mapping[str, Any], devices: int) -> int:
     """Return the micro-batches of an optimizer step on each device from a config."""
     callbacks = values.get("callbacks") or {}
     batch_size = (values.get("data") or {}).get("batch_size")
-    global_size = (callbacks.get("gradient_accumulation") or {}).get("global_batch_size")
+    accumulation = callbacks.get("gradient_accumulation") or {}
+    global_size = accumulation.get("global_batch_size")
     micro_size = (callbacks.get("micro_batch") or {}).get("micro_batch_size")
-    count = (values.get("trainer") or {}).get("accumulate_grad_batches") or 1
+    count = (
+        accumulation.get("num_batches") or (values.get("trainer") or {}).get("accumulate_grad_batches") or 1
+    )
     if isinstance(batch_size, int) and isinstance(global_size, int):
         count = max(1, -(-global_size // (batch_size * devices)))
     if isinstance(batch_size, int) and isinstance(micro_size, int):

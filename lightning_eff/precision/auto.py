@@ -89,7 +89,8 @@ class AutoPrecision(Precision):
         device: Device type for autocast; None for the strategy's.
         tf32: Compute float32 matrix products and convolutions on CUDA in TF32 (10 bits of precision); None
             leaves PyTorch's switches unchanged. They are restored at the end of the run.
-        keep_casts: Cache a weight's cast copy for one training step.
+        keep_casts: Cache a weight's cast copy for one training step; not in manual optimization, where
+            weights change within it.
 
     Raises:
         ConfigError: `precision` has another value, or LBFGS is used with `16-mixed`.
@@ -125,6 +126,8 @@ class AutoPrecision(Precision):
         self.tf32 = tf32
         self.keep_casts = keep_casts
         self.scaler: torch.amp.GradScaler | None = None
+        self._steps_inside = False
+        """Whether optimizers step within a training step, which makes earlier casts of their weights old."""
         self._reason = AS_REQUESTED
         self._cast_layers: dict[str, str] = {}
         self._bytes_before = self._bytes_after = 0
@@ -147,6 +150,7 @@ class AutoPrecision(Precision):
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
             checkpoint_stamp.check_on_restore(trainer)
+        self._steps_inside = isinstance(module, pl.LightningModule) and not module.automatic_optimization
         device_type = self._settle_device(module)
         if self.precision == "auto":
             self.precision, self._reason = auto_precision(device_type)
@@ -198,7 +202,8 @@ class AutoPrecision(Precision):
     @override
     def train_step_context(self) -> AbstractContextManager[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         precision = "32-true" if self.precision == "auto" else self.precision  # before convert_module
-        return step_context(precision, str(self.device), keep_casts=self.keep_casts)
+        keep_casts = self.keep_casts and not self._steps_inside
+        return step_context(precision, str(self.device), keep_casts=keep_casts)
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:

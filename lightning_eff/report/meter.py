@@ -137,6 +137,12 @@ class Meter:
         recorder = self._recorder
         return None if recorder is None or not self.probe.num_batches else Peak.of(recorder)
 
+    def peak_bytes(self) -> int | None:
+        """Return the allocator's peak or, without one, that of the counted batches; None without both."""
+        peak, recorder = allocator.peak_bytes(self.device), self._recorder
+        recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
+        return recorded if peak is None else peak
+
     def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
         """Return the figures as plain values, None for what was not measured.
 
@@ -156,8 +162,7 @@ class Meter:
         device = devices.of(self.device)
         tf32 = devices.float32_precision() == "tf32"
         ceiling = None if device.is_estimate else device.peak(dtype, tf32=tf32)
-        peak, recorder = allocator.peak_bytes(self.device), self._recorder
-        recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
+        has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {
             "world_size": world_size,
             "first_batch_samples": num_samples or None,
@@ -166,8 +171,8 @@ class Meter:
             "flops_per_s": flops_per_s,
             # MFU = FLOP/s achieved per device / FLOP/s of its datasheet.
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
-            "peak_bytes": recorded if peak is None else peak,
-            "peak_measured": "live bytes of the first batches" if peak is None else "max_memory_allocated",
+            "peak_bytes": self.peak_bytes(),
+            "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
         }
 
 

@@ -124,6 +124,9 @@ def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
     numbers = [row["numbers"] for row in report["ledger"] if row["technique"] == "callbacks/optimizer_choice"]
     is_small = any(each.get("state_bytes_per_parameter", 8) <= 4 for each in numbers)
     useless += ("optimizer/adamw_bf16",) if is_small else ()
+    # A module that steps its optimizers itself keeps them.
+    rows = [row["numbers"] for row in report["ledger"] if row["technique"] == "optimizer/module"]
+    useless += ("optimizer/", "callbacks/micro_batch") if any(each.get("manual") for each in rows) else ()
     names = LOWERED_BY.get(category, ())
     return [name for name in names if name not in applied and not name.startswith(useless)]
 

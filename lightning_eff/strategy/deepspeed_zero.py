@@ -206,6 +206,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
             result = super().optimizer_step(optimizer, *arguments, **keywords)
         finally:
             zero.custom_loss_scaler = False
+        if self._guard is not None:
+            self._guard.begin()
         if self._divergence is not None:
             self._divergence.compare()
         return result

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
+from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
 from tests.support.models import Net, fit, make_loader
 
 
@@ -97,7 +102,7 @@ def test_a_remainder_is_refused_with_the_numbers_that_fit(
         (
             [],
             {"loader": DataLoader([*make_loader(8)], batch_size=None)},
-            "a training loader with a batch_size",
+            r"a training loader with a batch_size.*\n  try: .*size=None, num_batches=4",
         ),
         ([], {"loader": {"a": make_loader(), "b": make_loader()}}, "one training loader: batches of 2 load"),
         ([], {"accumulate_grad_batches": 2}, "1 with GradientAccumulation"),
@@ -116,3 +121,86 @@ def test_the_loaders_own_batch_is_reported_as_no_effect(net: Callable[..., Net])
     fit(net(), accumulation, max_steps=1)
     assert accumulation.outcome().did == "1 batch of 4 a step"
     assert not accumulation.outcome().effective
+
+
+SIZES = (3, 1, 4, 2, 5, 2, 6)
+"""Samples of each batch of an epoch."""
+
+
+def uneven_batches() -> list[tuple[Tensor, Tensor]]:
+    x, y = token_rows(sum(SIZES))
+    return list(zip(x.split(SIZES), y.split(SIZES), strict=True))
+
+
+class Stream(IterableDataset[Any]):
+    """Batches as WebDataset makes them: without a length and without a batch size."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(uneven_batches())
+
+
+class Pairs(LanguageModel):
+    """Takes the batches of several loaders as one."""
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        if isinstance(batch, dict):
+            x, y = zip(*batch.values(), strict=True)
+            batch = torch.cat(x), torch.cat(y)
+        return super().loss(batch)
+
+
+def loader_of(kind: str) -> Any:
+    if kind == "batch sampler":
+        ends = list(itertools.accumulate(SIZES, initial=0))
+        rows = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+        return DataLoader(TensorDataset(*token_rows(sum(SIZES))), batch_sampler=rows)
+    if kind == "no DataLoader":
+        return Stream()
+    return DataLoader(Stream(), batch_size=None)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["batch_size=None", "batch sampler", "no DataLoader", "two loaders"])
+def test_batches_without_a_common_size_make_the_step_of_one_batch(kind: str, *, weighted: bool) -> None:
+    """T1. A mean of means, or a short last window divided by three, would be off by 1e-1."""
+    torch.manual_seed(1)
+    model, num_steps = Pairs(weighted).double(), 12
+    loader, batches = loader_of(kind), uneven_batches()
+    if kind == "two loaders":
+        loader = CombinedLoader({"a": loader_of(""), "b": loader_of("")}, "max_size_cycle")
+        batches = [tuple(torch.cat([part, part]) for part in batch) for batch in batches]
+    accumulation = GradientAccumulation(num_batches=3)
+    fit(model, accumulation, loader=loader, max_steps=num_steps)
+    expected = language_model(weighted)
+    (optimizer,), (schedule,) = expected.configure_optimizers()
+    for step in range(num_steps):
+        first = step % 3 * 3  # three windows an epoch, of 3, 3 and 1 batches
+        x, y = (torch.cat(part) for part in zip(*batches[first : first + 3], strict=True))
+        optimizer.zero_grad()
+        expected.loss((x, y))[0].backward()
+        expected.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        schedule["scheduler"].step()
+    assert_same_training(model, expected, None)
+    counts = "weights: returned by training_step" if weighted else "samples count equally"
+    assert (
+        accumulation.outcome().did == f"3 batches a step; {counts}; 4 steps cut short by the end of an epoch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({}, r"global_batch_size=None: expected a number of .*\n  try: .*=64\)\n  try: .*num_batches=4\)"),
+        (
+            {"global_batch_size": 8, "num_batches": 2},
+            r"=8: expected None with num_batches=2: .*\n  try: .*None",
+        ),
+        ({"num_batches": 2, "schedule": {0: 8}}, r"num_batches=2: expected None with schedule=\{0: 8\}"),
+        ({"num_batches": 0}, "num_batches=0: expected a whole number of at least 1"),
+        ({"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
+    ],
+)
+def test_one_setting_decides_how_many_batches_make_a_step(keywords: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        GradientAccumulation(**keywords)

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -26,7 +27,7 @@ from tests.support.faults import (
     stateful_model,
 )
 from tests.support.language import assert_same_training, language_model, loader, train_reference
-from tests.support.models import Net, fit, make_trainer
+from tests.support.models import Net, fit, make_trainer, seeded
 from tests.support.ranks import is_equal
 
 PHASES = ("forward", "backward")
@@ -323,3 +324,35 @@ def test_batch_norms_are_warned_of_and_a_search_needs_a_run() -> None:
         train(MicroBatch(), max_steps=1)
     with pytest.raises(ConfigError, match="a running training"):
         MicroBatch().search()
+
+
+class ClassWeights(Net):
+    """Weighs its classes by a tensor of the batch, which is as long as the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = F.cross_entropy(self(batch["x"]), batch["y"], weight=batch["classes"][:3], reduction="none")
+        return losses.sum() / len(losses)
+
+
+@pytest.mark.parametrize("size", [1, 3, "auto"])
+def test_class_weights_that_are_kept_leave_the_step_of_the_full_batch(size: Any) -> None:
+    """T1; with weights that were cut, of three samples the last classes would have none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+    classes = torch.tensor([0.5, 3.0, 1.0, 7.0], dtype=torch.float64)
+    batch = {"x": x, "y": torch.tensor([0, 2, 1, 2]), "classes": classes}
+
+    def trained(*callbacks: pl.Callback) -> ClassWeights:
+        model = seeded(ClassWeights, dropout=0.0).double()
+        fit(model, *callbacks, loader=DataLoader([batch], batch_size=None), max_steps=50)
+        return model
+
+    callback = MicroBatch(micro_batch_size=size, keep=["classes"])
+    ours, plain = trained(callback), trained()
+    assert callback.outcome().effective == (size != "auto")
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ConfigError, match=r"keep='class': .* which has: x, y, classes"):
+        trained(MicroBatch(micro_batch_size=size, keep="class"))
+    with pytest.raises(ConfigError, match="None with a splitter"):
+        MicroBatch(keep=[1], splitter=lambda batch, size: [batch])

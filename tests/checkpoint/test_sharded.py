@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
 from tests.support.processes import before_each_step
 from tests.support.ranks import is_equal
+from tests.support.sharded import rows_of, save_sharded
 
 NUM_RANKS = 3
 
@@ -42,25 +42,9 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
-    def rows(tensor: Tensor) -> Any:
-        share = -(-len(tensor) // num_ranks) if tensor.ndim else 0
-        first = min(rank * share, len(tensor)) if tensor.ndim else 0
-        return (first, tensor[first : first + share].clone()) if tensor.ndim else tensor
-
-    return rows
-
-
 def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
     """Save as ranks would, one after the other; return the token."""
-    content = checkpoint() if content is None else content
-    digests: list[str] = []
-    with sharded_write.new_save(path) as token:
-        for rank in range(num_ranks):
-            rest, rows = split_shards(content, rows_of(rank, num_ranks))
-            digests.append(sharded_write.write_shard(path, token, rank, num_ranks, rows).digest)
-        sharded_write.write_index(path, token, digests, rest, rows)
-    return token
+    return save_sharded(path, checkpoint() if content is None else content, num_ranks)
 
 
 def names(path: Path) -> list[str]:

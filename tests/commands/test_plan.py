@@ -107,8 +107,14 @@ def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> No
     [
         (["lmm"], "did you mean 'lm'"),
         (["lm", "device=h20"], "device='h20': expected one of h100, h200, a100"),
-        (["lm", "device=H100"], "b200, cpu; did you mean 'h100'?"),
+        (["lm", "device=H100"], "mi325x, cpu; did you mean 'h100' or 'h100_nvl'?"),
         (["lm", "device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
+        (["lm", "device=gtx1080"], "try: device.memory=40GiB for any other GPU"),
+        (
+            ["lm", "device.memory=40"],
+            "device.memory='40': expected a size above 0 with its unit, one of KiB,",
+        ),
+        (["lm", "device.speed=9"], "device.speed: expected device=NAME or device.memory=SIZE"),
         (["lm", "callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
         (["lm", BUDGET[0], "callbacks.gradient_checkpointing.policy=ful"], "one of full"),
     ],

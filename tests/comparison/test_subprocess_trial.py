@@ -57,6 +57,12 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         (7, "", FAILED, "exit code 7"),
         (0, "not JSON", FAILED, "ended without a report of its speed: no monitors/efficiency_report"),
         (0, '{"measured": {"num_batches": 0}}', FAILED, "too slow to be timed: 0 steps within its time"),
+        (
+            0,
+            '{"num_steps": 8, "ledger": [{"technique": "optimizer/module", "numbers": {"manual": true}}]}',
+            FAILED,
+            "too few batches to be timed: the module made all 8 steps in them; use more --steps",
+        ),
     ],
 )
 def test_a_failure_keeps_its_reason(

@@ -31,6 +31,7 @@ def test_every_technique_has_a_row_without_a_list_of_them() -> None:
 
 
 ACCUMULATION = {"gradient_accumulation": {"global_batch_size": 64}}
+BATCHES = {"gradient_accumulation": {"global_batch_size": None, "num_batches": 3}}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ ACCUMULATION = {"gradient_accumulation": {"global_batch_size": 64}}
             64,
             16,
         ),
+        ({"data": {"batch_size": 4}, "trainer": {"devices": 2}, "callbacks": BATCHES}, 24, 12),
     ],
 )
 def test_a_step_has_as_many_samples_in_every_row(
@@ -60,6 +62,13 @@ def test_a_batch_is_cut_into_parts_that_divide_it() -> None:
         found = single_technique_trials({"data": {"batch_size": size}, "trainer": {}})
         for name in ("gradient_accumulation", "micro_batch"):
             assert [line.rpartition("=")[2] for line in found[name][-2:]] == [str(size), str(part)]
+
+
+def test_a_number_of_batches_of_the_recipe_gives_way_to_the_same_samples() -> None:
+    values = {"data": {"batch_size": 4}, "trainer": {}, "callbacks": BATCHES}
+    found = single_technique_trials(values)["gradient_accumulation"]
+    prefix = "callbacks.gradient_accumulation"
+    assert found[-3:] == [f"{prefix}.num_batches=null", f"{prefix}.global_batch_size=12", "data.batch_size=3"]
 
 
 def row(name: str, speed: float, peak: float, *, status: str = MEASURED, **more: Any) -> ComparisonRow:

@@ -72,7 +72,7 @@ def test_the_run_folder_lies_under_the_output_root(empty_folder: Path) -> None:
     composed = composition.compose_recipe("lm", ["output_root=elsewhere"])
     assert composed.run_dir.parent == empty_folder / "elsewhere" / "lm"
     assert composed.values["run_dir"] == str(composed.run_dir)
-    assert composed.values["logger"]["save_dir"] == str(composed.run_dir)
+    assert composed.values["logger"]["csv"]["save_dir"] == str(composed.run_dir)
 
 
 USAGE_ERRORS = [
@@ -123,7 +123,7 @@ CONFIG_ERRORS = [
     (["model.d_model={_target_: subprocess.Popen}"], "model.d_model._target_", "torch.nn.Module"),
     (["model.d_model=[{_target_: os.system}]"], "model.d_model[0]._target_", "not a function"),
     (["optimizer._target_=torch.optim.lr_scheduler.StepLR"], "optimizer._target_", "torch.optim.Optimizer"),
-    (["logger._target_=${model._target_}"], "logger._target_", "loggers.Logger"),
+    (["logger._target_=${model._target_}"], "logger.csv._target_", "loggers.Logger"),
     (["model._args_=[1]"], "model._args_", "a parameter of GPT"),
     (["+hydra.callbacks.x._target_=subprocess.Popen"], "hydra.callbacks.x._target_", "no class here"),
     (["+hydra.job_logging.handlers.x.filename=/tmp/x"], "hydra.job_logging.handlers.x.filename", "no class"),
@@ -135,7 +135,7 @@ CONFIG_ERRORS = [
     (["hydra.output_subdir=../../../outside"], "hydra.output_subdir", "under output_root"),
     (["monitors.model_checkpoint.dirpath=/tmp/x"], "monitors.model_checkpoint.dirpath", "under output_root"),
     (["data.cache_dir=/tmp/x"], "data.cache_dir", "under output_root"),
-    (["logger.name=../../../escaped"], "logger.name", "does not leave its folder"),
+    (["logger.name=../../../escaped"], "logger.csv.name", "does not leave its folder"),
     (["monitors.model_checkpoint.filename=../x"], "monitors.model_checkpoint.filename", "does not leave"),
     (["output_root=''"], "output_root", "a folder"),
 ]

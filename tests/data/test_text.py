@@ -11,9 +11,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.data.corpus import tokenized
+from lightning_eff.data.corpus.conversations import field_value
 from lightning_eff.data.corpus.packing import best_fit_bins
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.text import Text
@@ -478,7 +480,7 @@ def test_values_out_of_range_are_named(keywords: dict[str, Any], message: str) -
         ("none.txt", "matches no file, folder or pattern"),
         ("*.md", "matches no file, folder or pattern"),
         (".", "has no file that ends in .txt"),
-        ("model.bin", "is neither text nor .jsonl nor .parquet"),
+        ("model.bin", "is no text, JSON or Parquet"),
     ],
 )
 def test_paths_that_mean_nothing_are_refused_at_once(tmp_path: Path, path: str, message: str) -> None:
@@ -495,3 +497,164 @@ def test_packages_that_are_missing_are_named(
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[hf\]'"):
         prepare(file)
+
+
+ALPACA = [
+    {"instruction": "Add.", "input": "1 2", "output": "3"},
+    {"instruction": "Hi", "input": "", "output": "yo"},
+]
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": "Add.\n\n1 2"}, {"from": "gpt", "value": "3"}]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yo"}]},
+]
+MESSAGES = [
+    {
+        "messages": [
+            {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
+            for turn in row["conversations"]
+        ]
+    }
+    for row in SHAREGPT
+]
+
+
+def write_as(kind: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    import datasets
+
+    file = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "json":
+        file.write_text(json.dumps(rows, indent=1))
+    elif kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    elif kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(file)
+    else:
+        datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(file)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "dict"])
+def test_alpaca_and_sharegpt_are_the_conversations_that_they_mean(
+    prepare: Prepare, tmp_path: Path, kind: str
+) -> None:
+    found = []
+    for number, rows in enumerate((MESSAGES, SHAREGPT, ALPACA)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = prepare(write_as(kind, folder, rows), field="messages", packing=False, context_length=64)
+        (batch,) = batches(data)
+        order = batch["input_ids"].sum(dim=1).argsort()
+        found.append({name: value[order] for name, value in batch.items()})
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], value) for name, value in other.items())
+    learnt = [[token for token in row.tolist() if token != N] for row in found[0]["labels"]]
+    assert sorted(learnt) == sorted([[*b"3", 256], [*b"yo", 256]])
+
+
+@pytest.mark.parametrize(
+    ("row", "roles"),
+    [
+        (
+            {
+                "conversations": [{"from": "system", "value": "s"}, {"from": "gpt", "value": "a"}],
+                "system": "no",
+            },
+            "sa",
+        ),
+        (
+            {
+                "conversations": [{"from": "user", "value": "q"}, {"from": "model", "value": "a"}],
+                "system": "s",
+            },
+            "sqa",
+        ),
+        ({"instruction": "q", "output": "a", "system": "s", "history": [["b", "c"]]}, "sbcqa"),
+        ({"instruction": "q", "input": None, "output": "a", "system": None, "history": None}, "qa"),
+        ({"messages": None, "instruction": "q", "output": "a"}, "qa"),
+        ({"messages": [{"role": "user", "content": "m"}], "instruction": "q", "output": "a"}, "m"),
+    ],
+)
+def test_system_prompts_and_earlier_turns_are_read(row: dict[str, Any], roles: str) -> None:
+    turns = field_value(row, "messages", "here")
+    assert "".join(turn["content"] for turn in turns) == roles
+    assert (turns[0]["role"] == "system") == roles.startswith("s")
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "message"),
+    [
+        (
+            [{"conversations": [{"from": "alien", "value": "x"}]}],
+            "messages",
+            r"json, row 1: .* from 'alien': .*human",
+        ),
+        ([{"instruction": 5, "output": "a"}], "messages", r"row 1: 'messages' is neither a text nor"),
+        (ALPACA, "text", r"'text': expected a field of .*\n  try: data=chat\n  try: data.field=input"),
+        ([*ALPACA, 3], "messages", r"row 3: expected an object .*, not int"),
+    ],
+)
+def test_rows_that_are_no_conversation_are_refused(
+    prepare: Prepare, tmp_path: Path, rows: list[Any], field: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(write_as("json", tmp_path, rows), field=field)
+
+
+def test_json_is_read_where_it_is_named_and_not_in_folders(prepare: Prepare, tmp_path: Path) -> None:
+    write_texts(tmp_path, "abc")
+    expected = rows_of(prepare(tmp_path))
+    lines = tmp_path / "rows.json"
+    lines.write_text('{"text": "abc"}\n')
+    assert rows_of(prepare(tmp_path)) == expected == rows_of(prepare(lines))
+    lines.write_text('[{"text": "abc"},\n {"text" "d"}]')
+    with pytest.raises(ValueError, match=r"rows.json:2: invalid JSON: Expecting ':' delimiter at column 10"):
+        prepare(lines)
+
+
+def test_a_saved_dataset_is_known_by_its_content(prepare: Prepare, tmp_path: Path) -> None:
+    saved = write_as("saved", tmp_path, [{"text": "abc"}])
+    first = rows_of(prepare(saved))
+    for file in saved.iterdir():
+        file.unlink()
+    write_as("saved", tmp_path, [{"text": "abd"}])
+    assert rows_of(prepare(saved)) != first, "not the tokens of before"
+    both = write_as("dict", tmp_path, [{"text": "abc"}])
+    assert rows_of(prepare(both)) == rows_of(prepare(both / "train")) == first
+    (both / "train").rename(both / "test")
+    with pytest.raises(ValueError, match=r"has no split 'train'; there are: test"):
+        prepare(both)
+
+
+def test_a_subset_and_a_split_of_the_hub_are_asked_for(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(*names: str, **keywords: Any) -> list[dict[str, str]]:
+        asked.append((*names, keywords["split"]))
+        return [{"text": "abc"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for end in (":en", ":en:test", "::test"):
+        prepare(f"hf://datasets/owner/name@{'a' * 40}{end}")
+    assert asked == [("owner/name", "en", "train"), ("owner/name", "en", "test"), ("owner/name", "test")]
+    with pytest.raises(FileNotFoundError, match="\n  try: hf://datasets/owner/name, if it is"):
+        prepare("owner/name")
+
+
+def test_workers_share_the_chunks_of_a_stream(
+    prepare: Prepare, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each used to read them all, so that every row came twice."""
+    monkeypatch.setattr(tokenized, "CHUNK", 5)
+    data = prepare(folder, packing=False, cache_dir=None, val_fraction=0.2)
+    for split in ("train", "val"):
+        expected = rows_of(data, split)
+        stream: Any = data._loader(split).dataset
+        loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        rows = [row["input_ids"].tolist() for row in loader]
+        assert sorted(row[0] for row in rows) == sorted(row[0] for row in expected)

@@ -148,7 +148,7 @@ def test_sweeps_that_cannot_be_are_refused_with_what_works(
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
-    monkeypatch.setattr("lightning_eff.commands.train._configure_logging", lambda _: None)
+    monkeypatch.setattr("lightning_eff.commands.train.configure_logging", lambda _: None)
     code, _, err = command("train", "lm", "-m", "seed=1,2", *words)
     assert code == expected
     assert all(message in err for message in messages), err
@@ -160,7 +160,7 @@ def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    monkeypatch.setattr(train, "_configure_logging", lambda _: None)
+    monkeypatch.setattr(train, "configure_logging", lambda _: None)
     task = ["trainer.max_steps=0", f"output_root={tmp_path}"]
     section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
     (tmp_path / "0").mkdir()

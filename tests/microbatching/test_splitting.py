@@ -184,3 +184,65 @@ def test_the_samples_of_nested_sparse_and_packed_tensors_are_counted_and_not_cut
     assert split(tensor, 4)[0].batch is tensor
     with pytest.raises(ConfigError, match=r"splitter=None: .* which only a splitter can cut"):
         split(tensor, 2)
+
+
+KEPT = torch.arange(3.0)
+SAME = torch.arange(10.0, 10.0 + B)
+"""As long as the batch; cut, it would be taken for samples without a word."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "keep", "found"),
+    [
+        ({"x": x(2), "weights": KEPT}, ["weights"], lambda part: part["weights"]),
+        ({"x": x(2), "weights": SAME}, ["weights"], lambda part: part["weights"]),
+        ((x(2), x(), SAME), ["2"], lambda part: part[2]),
+        ((x(2), x(), KEPT), ["[2]"], lambda part: part[2]),
+        ({"x": x(2), "aux": {"weights": SAME}}, ["weights"], lambda part: part["aux"]["weights"]),
+        ({"x": x(2), "aux": [x(), {"w": SAME}]}, ["aux.1.w"], lambda part: part["aux"][1]["w"]),
+        ({"x": x(2), "aux": {"w": SAME, "n": [1]}}, ["aux"], lambda part: part["aux"]["w"]),
+        (Pair(x(2), SAME), ["y"], lambda part: part.y),
+        ({"x": x(2), "row": Row(SAME, "a")}, ["row.x"], lambda part: part["row"].x),
+        (Encoding(x=x(2), weights=SAME), ["weights"], lambda part: part["weights"]),
+        ([x(2), [KEPT, KEPT]], ["1.0", "1.1"], lambda part: part[1][0]),
+    ],
+)
+def test_what_is_kept_is_whole_in_every_micro_batch(batch: Any, keep: list[str], found: Any) -> None:
+    assert num_samples(batch, keep) == B
+    parts = split(batch, 2, keep=keep)
+    assert [part.num_samples for part in parts] == [2, 2, 1]
+    for part in parts:
+        assert type(part.batch) is type(batch)
+        assert torch.equal(found(part.batch), found(batch))
+    rows = [next(leaf for leaf in splitting.leaves(part.batch)) for part in parts]
+    assert torch.equal(torch.cat(rows), x(2)), "the samples are cut"
+
+
+def test_anything_can_be_kept_and_its_containers_are_new() -> None:
+    graph = object()
+    parts = split({"x": x(2), "extra": {"graph": graph, "sizes": [1, 2]}}, 3, keep=["extra"])
+    assert [part.batch["extra"]["graph"] for part in parts] == [graph, graph]
+    parts[0].batch["extra"].clear()
+    assert parts[1].batch["extra"]["sizes"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "keep", "message"),
+    [
+        ({"x": x(2), "aux": {"w": SAME}}, "wieghts", "'wieghts': .* which has: x, aux, aux.w$"),
+        ((x(2), SAME), "2", "keep='2': expected a name or path in the batch, which has: 0, 1$"),
+        ({"x": x(2), "aux": [x(), SAME]}, "1", "keep='1': .* which has: x, aux, aux.0, aux.1$"),
+        (x(2), "x", "which is one Tensor, without names"),
+    ],
+)
+def test_a_name_that_the_batch_lacks_is_refused_with_those_that_it_has(
+    batch: Any, keep: str, message: str
+) -> None:
+    for call in (lambda: num_samples(batch, [keep]), lambda: split(batch, 2, keep=[keep])):
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+def test_what_disagrees_is_proposed_to_be_kept() -> None:
+    with pytest.raises(ConfigError, match=r"try: MicroBatch\(keep=\['aux.w', 'p'\]\)\n  try: .*splitter"):
+        split({"x": x(2), "aux": {"w": KEPT}, "p": KEPT}, 2)

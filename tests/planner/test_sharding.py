@@ -37,6 +37,7 @@ BOTH = {"gradient_accumulation": {"global_batch_size": 45}, "micro_batch": {"mic
         (BATCH | {"callbacks": {"micro_batch": {"micro_batch_size": "auto"}}}, 1, 1),
         (BATCH | {"callbacks": WINDOW}, 3, 6),
         ({"data": {"batch_size": 10}, "callbacks": BOTH}, 2, 9),
+        ({"callbacks": {"gradient_accumulation": {"num_batches": 5}}}, 2, 5),
     ],
 )
 def test_micro_batches_are_read_off_the_config(values: dict[str, Any], devices: int, expected: int) -> None:

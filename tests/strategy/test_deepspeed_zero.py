@@ -58,7 +58,7 @@ def test_configure_optimizers_must_return_one_optimizer() -> None:
 
 def test_a_missing_deepspeed_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(EnvironmentLacksError, match=r"pip install 'deepspeed>=0.19'"):
+    with pytest.raises(EnvironmentLacksError, match=r"pip install 'lightning-eff\[deepspeed\]'"):
         DeepSpeedZero()
 
 

@@ -1,32 +1,37 @@
-"""Documents from text files, JSON Lines, Parquet, a dataset on the hub, and the prose of Python's own help.
+"""Documents from text files, JSON, Parquet, Hugging Face datasets, and the prose of Python's own help.
 
-A text file is one document. A row of JSON Lines, Parquet or the hub is one, in the field that is selected: a
-string, or the turns of a conversation, a list of `{role, content}`. Files are data: they are read and never
-executed.
+A text file is one document. A row of JSON, Parquet or a dataset is one, in the field that is selected: a
+string, or the turns of a conversation (conversations.py has their forms). Files are data: they are read and
+never executed.
 
-JSON Lines are read by `json` and not by `datasets`: pyarrow infers one type for a column, fails where later
-rows have another one, and names no line.
+JSON is read by `json` and not by `datasets`: pyarrow infers one type for a column, fails where later rows
+have another one, and names no line.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_eff.data.corpus.conversations import field_value, is_conversation
+from lightning_eff.data.corpus.extra import import_extra, is_saved, saved_split
+
 PYDOC = "pydoc"
 """A path that stands for the topics of `help()`, English prose that every Python has."""
 HUB = "hf://datasets/"
-"""Prefix of a dataset on the hub: `owner/name`, then perhaps `@revision`."""
+"""Prefix of a dataset on the hub: `owner/name`, then perhaps `@revision`, `:subset` and `:split`."""
+HUB_NAME = re.compile(rf"{HUB}(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<subset>[^:]*))?(:(?P<split>.+))?")
 TEXT = (".txt", ".text", ".md", ".rst")
 LINES = (".jsonl", ".ndjson")
+JSON = (".json",)
+"""Read where a file is named; in folders such files are often settings."""
 TABLES = (".parquet",)
-BINARY = (".arrow", ".bin", ".gz", ".json", ".npy", ".pkl", ".pt", ".safetensors", ".zip", ".zst")
+BINARY = (".arrow", ".bin", ".gz", ".npy", ".pkl", ".pt", ".safetensors", ".zip", ".zst")
 """Suffixes that are rejected, so that a run does not train on them as if they were text."""
 
 Turns = list[dict[str, str]]
@@ -38,15 +43,6 @@ class MissingFieldError(ValueError):
     """A file lacks the field that is selected; the process exits as for any wrong setting."""
 
     exit_code = 2
-
-
-def import_extra(name: str) -> Any:
-    """Import a package of the extra `hf`."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        msg = f"data/text needs {name}: pip install 'lightning-eff[hf]'"
-        raise ModuleNotFoundError(msg) from error
 
 
 def find_sources(paths: Sequence[str]) -> list[str | Path]:
@@ -70,6 +66,10 @@ def find_sources(paths: Sequence[str]) -> list[str | Path]:
             found[text] = text
             continue
         path = Path(text).expanduser()
+        if is_saved(path):
+            folder = saved_split(path, "train")
+            found.setdefault(folder.resolve(), folder)
+            continue
         if path.is_dir():
             files = [file for file in path.rglob("*") if file.suffix.lower() in known]
             reason = f"has no file that ends in {', '.join(known)}"
@@ -79,12 +79,12 @@ def find_sources(paths: Sequence[str]) -> list[str | Path]:
         files = sorted(file for file in files if file.is_file())
         if not files:
             msg = f"paths={text!r} {reason}"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not path.suffix:
+                msg += f"\n  try: {HUB}{text}, if it is a dataset on the hub"
             raise FileNotFoundError(msg)
         for file in files:
             if file.suffix.lower() in BINARY:
-                msg = (
-                    f"paths={str(file)!r} is neither text nor .jsonl nor .parquet: convert it to one of them"
-                )
+                msg = f"paths={str(file)!r} is no text, JSON or Parquet: convert it to one of them"
                 raise ValueError(msg)
             found.setdefault(file.resolve(), file)
     return list(found.values())
@@ -96,8 +96,9 @@ def content_digest(sources: Sequence[str | Path]) -> str:
     for source in sources:
         digest.update(f"{source} ".encode())
         if isinstance(source, Path):
-            with source.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            for part in sorted(source.iterdir()) if source.is_dir() else [source]:
+                with part.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
         elif source == PYDOC:
             digest.update(json.dumps(_topics()).encode())
         else:
@@ -123,7 +124,7 @@ def _topics() -> dict[str, str]:
 
 def _read_rows(source: str | Path, field: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the rows of a source, with their locations."""
-    if not isinstance(source, Path) or source.suffix.lower() in TABLES:
+    if not isinstance(source, Path) or source.is_dir() or source.suffix.lower() in TABLES:
         yield from _table_rows(source)
         return
     try:
@@ -131,37 +132,59 @@ def _read_rows(source: str | Path, field: str) -> Iterator[tuple[dict[str, Any],
     except UnicodeDecodeError as error:
         msg = f"{source}: byte {error.start} is not UTF-8: convert the file, or leave it out"
         raise ValueError(msg) from error
-    yield from _json_rows(source, text) if source.suffix.lower() in LINES else [({field: text}, str(source))]
+    if source.suffix.lower() in JSON and text.lstrip().startswith("["):
+        yield from _json_array(source, text)
+    elif source.suffix.lower() in (*JSON, *LINES):
+        yield from _json_rows(source, text)
+    else:
+        yield {field: text}, str(source)
+
+
+def _json_array(file: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
+    for number, row in enumerate(_parse(text, file), start=1):
+        yield _object(row, f"{file}, row {number}"), f"{file}, row {number}"
 
 
 def _json_rows(file: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            msg = f"{file}:{number}: invalid JSON: {error.msg} at column {error.colno}"
-            raise ValueError(msg) from error
-        except RecursionError as error:
-            msg = f"{file}:{number}: JSON is nested too deeply"
-            raise ValueError(msg) from error
-        if not isinstance(row, dict):
-            msg = f"{file}:{number}: expected an object {{...}}, not {type(row).__name__}"
-            raise ValueError(msg)
-        yield row, f"{file}:{number}"
+        if line.strip():
+            location = f"{file}:{number}"
+            yield _object(_parse(line, file, number), location), location
+
+
+def _parse(text: str, file: Path, number: int | None = None) -> Any:
+    """Parse JSON, of a whole file or of line `number`; an error names file and line."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        msg = f"{file}:{number or error.lineno}: invalid JSON: {error.msg} at column {error.colno}"
+        raise ValueError(msg) from error
+    except RecursionError as error:
+        msg = f"{file}{f':{number}' if number else ''}: JSON is nested too deeply"
+        raise ValueError(msg) from error
+
+
+def _object(row: Any, location: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        msg = f"{location}: expected an object {{...}}, not {type(row).__name__}"
+        raise ValueError(msg)
+    return row
 
 
 def _table_rows(source: str | Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of a Parquet file, or of the training split on the hub; nothing of them is stored."""
+    """Yield the rows of a Parquet file, a saved dataset or one on the hub; nothing of them is stored."""
     datasets = import_extra("datasets")
     number = 0
     try:
-        if isinstance(source, Path):
+        if isinstance(source, Path) and source.is_dir():
+            rows = datasets.load_from_disk(str(source))
+        elif isinstance(source, Path):
             rows = datasets.load_dataset("parquet", data_files=str(source), split="train", streaming=True)
         else:
-            name, _, revision = source.removeprefix(HUB).partition("@")
-            rows = datasets.load_dataset(name, revision=revision or None, split="train", streaming=True)
+            part = _hub_parts(source)
+            names = [part["name"], *([part["subset"]] if part["subset"] else [])]
+            split = part["split"] or "train"
+            rows = datasets.load_dataset(*names, revision=part["revision"], split=split, streaming=True)
         for row in rows:
             number += 1
             yield row, f"{source}:{number}"
@@ -171,10 +194,25 @@ def _table_rows(source: str | Path) -> Iterator[tuple[dict[str, Any], str]]:
         raise ValueError(msg) from error
 
 
+def _hub_parts(source: str) -> dict[str, str | None]:
+    """Return name, revision, subset and split of a dataset on the hub.
+
+    Example:
+        >>> list(_hub_parts("hf://datasets/owner/name@main:en:test").values())
+        ['owner/name', 'main', 'en', 'test']
+    """
+    found = HUB_NAME.fullmatch(source)
+    if found is None:
+        msg = f"paths={source!r}: expected {HUB}owner/name, then perhaps @revision, :subset and :split"
+        raise ValueError(msg)
+    return found.groupdict()
+
+
 def _hub_commit(source: str) -> str:
     from huggingface_hub import HfApi
 
-    name, _, revision = source.removeprefix(HUB).partition("@")
+    part = _hub_parts(source)
+    name, revision = str(part["name"]), part["revision"] or ""
     if re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision  # known without the network
     try:
@@ -189,11 +227,13 @@ def _hub_commit(source: str) -> str:
 
 def _check_content(row: Mapping[str, Any], location: str, field: str) -> str | Turns:
     """Return a row's field: a string, or a list of turns, of which `role` and `content` are kept."""
-    if field not in row:
+    try:
+        value = field_value(row, field, location)
+    except KeyError:
         known = sorted(row)[:12]
         msg = f"data.field={field!r}: expected a field of {location}; there are: {', '.join(known)}"
-        raise MissingFieldError("\n".join([msg, *(f"  try: data.field={name}" for name in known[:3])]))
-    value = row[field]
+        remedies = ["data=chat"] * is_conversation(row) + [f"data.field={name}" for name in known]
+        raise MissingFieldError("\n".join([msg, *(f"  try: {text}" for text in remedies[:3])])) from None
     content: Any = value
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         content = [{key: turn.get(key) for key in ("role", "content")} for turn in value]

@@ -18,7 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from lightning_eff.data.corpus.documents import SourceDocument, Turns, import_extra
+from lightning_eff.data.corpus.documents import SourceDocument, Turns
+from lightning_eff.data.corpus.extra import import_extra
 
 END_OF_BYTES = "<|end|>"
 """The end token, 256, after the 256 bytes."""

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
-from lightning_eff.data.corpus.documents import content_digest, import_extra, read_documents
+from lightning_eff.data.corpus.documents import content_digest, read_documents
+from lightning_eff.data.corpus.extra import import_extra
 from lightning_eff.data.corpus.packing import TokenRows
 from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.corpus.whole_file import write_whole
@@ -30,11 +31,22 @@ CHUNK = 200
 """Documents that are tokenized at once, and that a stream packs into rows."""
 
 
-def tokenize(sources: Sequence[str | Path], field: str, tokenizer: TrainingTokenizer) -> Iterator[Any]:
-    """Yield the documents in chunks: Arrow tables of their tokens, and which of these are targets."""
+def tokenize(
+    sources: Sequence[str | Path], field: str, tokenizer: TrainingTokenizer, *, first: int = 0, every: int = 1
+) -> Iterator[Any]:
+    """Yield the documents in chunks: Arrow tables of their tokens, and which of these are targets.
+
+    Args:
+        sources: Of the documents, which are all read.
+        field: Of their rows.
+        tokenizer: Encodes them.
+        first: Number of the first chunk that is tokenized.
+        every: Of so many chunks one is tokenized.
+    """
     pa = import_extra("pyarrow")
     documents = read_documents(sources, field)
-    while chunk := list(itertools.islice(documents, CHUNK)):
+    chunks = iter(lambda: list(itertools.islice(documents, CHUNK)), [])
+    for chunk in itertools.islice(chunks, first, None, every):
         tokens = tokenizer.encode(chunk)
         masks = [np.asarray(is_target, dtype=bool) for _, is_target in tokens]
         # The first target with a token before it; the number of tokens, or more, if there is none.
@@ -75,10 +87,11 @@ class RowStream(IterableDataset[dict[str, Tensor]]):
     """Rows of documents that are read and tokenized while they are trained on.
 
     Every rank reads all documents and takes its share of each chunk's rows, of which some are repeated so
-    that all ranks have as many: with shares of unequal length one would wait for the others forever.
+    that all ranks have as many: with shares of unequal length one would wait for the others forever. Worker
+    processes take chunks in turn, on every rank the same.
     """
 
-    chunks: Callable[[], Iterator[Any]]
+    chunks: Callable[[int, int], Iterator[Any]]  # of one of so many workers
     make_rows: Callable[[Any], TokenRows]
     seed: int | None  # of the order within a chunk; None keeps it
     rank: int
@@ -86,8 +99,11 @@ class RowStream(IterableDataset[dict[str, Tensor]]):
 
     @override
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        generator, is_empty = torch.Generator().manual_seed(self.seed or 0), True
-        for chunk in self.chunks():
+        found = get_worker_info()
+        worker, num_workers = (found.id, found.num_workers) if found is not None else (0, 1)
+        generator = torch.Generator().manual_seed((self.seed or 0) + 1_000_003 * worker)
+        is_empty = True
+        for chunk in self.chunks(worker, num_workers):
             rows = self.make_rows(chunk)
             is_empty = is_empty and not len(rows)
             order = list(range(len(rows)))
@@ -95,6 +111,6 @@ class RowStream(IterableDataset[dict[str, Tensor]]):
                 order = torch.randperm(len(rows), generator=generator).tolist()
             order += order[: -len(order) % self.world_size]
             yield from (rows[index] for index in order[self.rank :: self.world_size])
-        if is_empty:  # a run by steps would begin one epoch after another, for ever
+        if is_empty and not worker:  # a run by steps would begin one epoch after another, for ever
             msg = "data.paths: none of the documents has text to train on"
             raise ValueError(msg)

@@ -70,9 +70,8 @@ def import_deepspeed(device: str | None = None) -> None:
             import deepspeed  # noqa: F401  # pyright: ignore[reportUnusedImport]
             from deepspeed.accelerator import get_accelerator
     except ImportError as error:
-        text = (
-            f"{ZERO} needs deepspeed, which cannot be imported: {error}\n  try: pip install 'deepspeed>=0.19'"
-        )
+        text = f"{ZERO} needs deepspeed, which cannot be imported: {error}"
+        text += "\n  try: pip install 'lightning-eff[deepspeed]'"
         raise EnvironmentLacksError(text) from error
     finally:
         if warns:

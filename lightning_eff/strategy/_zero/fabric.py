@@ -227,6 +227,8 @@ class ZeroFabric(DeepSpeedStrategy):
         finally:
             zero.custom_loss_scaler, zero.clip_grad = False, 0.0
             rejects, self._rejects_nonfinite = self._rejects_nonfinite, False
+        if self._guard is not None:
+            self._guard.begin()
         with for_fabric():
             if self._divergence is not None:
                 self._divergence.compare()

@@ -47,6 +47,10 @@ class ParameterGuard:
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
         self._parameters = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        self.begin()
+
+    def begin(self) -> None:
+        """Count changes from here on: also after a step, which may change an only parameter in place."""
         # torch 2.13 counts changes of a tensor in place in `_version`, except those of its `.data`.
         self._versions = [
             (name, p, p._version)  # noqa: SLF001

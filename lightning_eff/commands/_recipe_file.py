@@ -1,0 +1,61 @@
+"""Take a word that names a recipe's file for the recipe, found in the file's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_eff.core import catalog
+from lightning_eff.core.errors import UsageError, check_path, suggest_name
+
+SUFFIX = ".yaml"
+
+
+def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a recipe's name, and the user's folders in the order in which they are searched.
+
+    A word that has a slash or ends in `.yaml` is a file, whose folder is searched first; below a folder of
+    `config_dir` it may be a recipe as well.
+
+    Raises:
+        UsageError: There is no such file.
+
+    Example:
+        >>> find_recipe("train", "lm", ["mine"])
+        ('lm', ['mine'])
+        >>> find_recipe("train", "lm.yaml", [])
+        Traceback (most recent call last):
+        lightning_eff.core.errors.UsageError: train: there is no file lm.yaml here; ...
+    """
+    folders = list(config_dir)
+    if "/" not in word and not word.endswith((SUFFIX, ".yml")):
+        return word, folders
+    check_path("RECIPE", word)
+    file = Path(f"{word.removesuffix(SUFFIX)}{SUFFIX}")
+    if file.is_file():
+        return file.stem, [str(file.parent), *folders]
+    if any(Path(folder, file).is_file() for folder in folders):
+        return word.removesuffix(SUFFIX), folders
+    text = f"{verb}: {_missing(verb, word, file)}"
+    raise UsageError(text)
+
+
+def _missing(verb: str, word: str, file: Path) -> str:
+    """Say why there is no such file, with what there is instead."""
+    path = Path(word)
+    found = [each.stem for each in (path if path.is_dir() else file.parent).glob(f"*{SUFFIX}")]
+    if path.is_dir():
+        names = suggest_name("", found).replace("there are: ", "it has: ").replace("there are", "it has")
+        kind = f"a run's folder, which would have a {catalog.RESOLVED}, nor a recipe's file"
+        kind = f"neither {kind}" if verb in ("validate", "test", "predict") else "not a recipe's file"
+        return f"{word} is a folder, {kind}; of recipes {names}"
+    if path.suffix == ".yml" and path.is_file():
+        return f"{word}: a recipe's file ends in {SUFFIX}\n  try: mv {word} {path.with_suffix(SUFFIX)}"
+    if not file.parent.is_dir():
+        return f"there is no file {file}: its folder {file.parent} does not exist"
+    shipped = [entry.name for entry in catalog.recipes()]
+    if file.parent == Path() and file.stem in shipped:
+        text = f"there is no file {file} here; the recipe that ships with the package has no suffix"
+        return f"{text}\n  try: lightning-eff {verb} {file.stem}"
+    where = "here" if file.parent == Path() else f"in {file.parent}"
+    return f"there is no file {file.name} {where}; of recipes {suggest_name(file.stem, found)}"

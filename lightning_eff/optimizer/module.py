@@ -1,0 +1,140 @@
+"""Keep the module's own `configure_optimizers`: its optimizers, its schedulers, and who steps them.
+
+`optimizer=module` trains a LightningModule as Lightning alone does: with one optimizer and a schedule of any
+kind, or with several that the module steps itself (manual optimization), as a GAN does. Nothing is replaced;
+this callback reports what runs, and refuses before the run what Lightning cannot do for such a module. In
+manual optimization `global_step` and `max_steps` count every call of an optimizer's `step`, as in Lightning:
+two optimizers that step once a batch each advance it by two.
+
+Costs: none; the module's own.
+Conflicts: with manual optimization the Trainer's gradient_clip_val and accumulate_grad_batches, which
+    Lightning does not apply there. What else cannot be combined with it is stated with each technique.
+Source: https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff.core import dataloaders
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.shards import full_shape
+from lightning_eff.core.technique import Facts, Outcome, Rule
+from lightning_eff.core.text import human_bytes
+from lightning_eff.report.live_bytes import state_bytes
+
+_NO_CLIPPING = Rule(
+    name="run/manual_clipping",
+    reason="Lightning clips no gradients for a module that steps its optimizers itself; it may call"
+    " self.clip_gradients",
+    remedies=("trainer.gradient_clip_val=null",),
+)
+_NO_ACCUMULATION = Rule(
+    name="run/manual_accumulation",
+    reason="Lightning accumulates nothing for a module that steps its optimizers itself",
+    remedies=("trainer.accumulate_grad_batches=1",),
+)
+
+
+class ModuleOptimizer(Managed):
+    """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report them.
+
+    Raises:
+        ConfigError: The module has no `configure_optimizers`.
+        ConflictError: The Trainer is to clip or accumulate for a module that steps its optimizers itself.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[ModuleOptimizer()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: Sequence[Any] = ()
+        self._schedules: list[str] = []
+        self._is_manual = False
+        self._first_rates: list[list[float]] = []
+
+    def facts(self) -> Facts:
+        """Return what Lightning does not do in manual optimization."""
+        return Facts(excludes=(_NO_CLIPPING, _NO_ACCUMULATION))
+
+    def check_module(self, module: pl.LightningModule) -> None:
+        """Refuse a module without a `configure_optimizers`.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        if not is_overridden("configure_optimizers", module):
+            fault = f"{type(module).__name__} has no configure_optimizers, which optimizer=module keeps"
+            remedies = ["optimizer=adamw", "write one that returns an optimizer of self.parameters()"]
+            raise ConfigError(key="", value=fault, allowed="a module with one", remedies=remedies)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._optimizers = list(trainer.optimizers)
+        self._is_manual = not pl_module.automatic_optimization
+        configs: list[Any] = trainer.lr_scheduler_configs
+        self._schedules = [type(config.scheduler).__name__ for config in configs]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        dataloaders.restore_loader_state(trainer)
+        self._first_rates = [_rates(optimizer) for optimizer in self._optimizers]
+
+    def outcome(self) -> Outcome:
+        """Return which optimizers and schedules run, over how many tensors, and the bytes of their state."""
+        if not self._optimizers:
+            return Outcome(did="not built yet", effective=False)
+        firsts = self._first_rates or [_rates(optimizer) for optimizer in self._optimizers]
+        pairs = zip(self._optimizers, firsts, strict=True)
+        texts = [_text(optimizer, first) for optimizer, first in pairs]
+        texts += [f"schedules {', '.join(self._schedules)}"] if self._schedules else []
+        if self._is_manual:
+            texts.append("the module steps them itself, and each step counts as one optimizer step")
+        held = [state_bytes(optimizer) for optimizer in self._optimizers]
+        tensors = [[len(g["params"]) for g in _groups(optimizer)] for optimizer in self._optimizers]
+        numbers = {
+            "optimizers": [_kind(optimizer).__name__ for optimizer in self._optimizers],
+            "schedules": self._schedules,
+            "manual": self._is_manual,
+            "tensors": tensors,
+            "state_bytes": held,
+        }
+        return Outcome(did=f"the module's own: {'; '.join(texts)}", numbers=numbers)
+
+
+def _kind(optimizer: Any) -> type:
+    return getattr(optimizer, "kind_behind", None) or type(optimizer)
+
+
+def _groups(optimizer: Any) -> Sequence[dict[str, Any]]:
+    """Return the parameters' groups; DeepSpeed shards its own, and its strategy keeps them."""
+    return getattr(optimizer, "whole_groups", optimizer.param_groups)
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _text(optimizer: Any, first: Sequence[float]) -> str:
+    """Return one optimizer's class, tensors, bytes and learning rate."""
+    groups = _groups(optimizer)
+    num_tensors = sum(len(group["params"]) for group in groups)
+    num_parameters = sum(full_shape(p).numel() for group in groups for p in group["params"])
+    held = state_bytes(optimizer)
+    where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"
+    per_parameter = f", {sum(held.values()) / num_parameters:.2f} bytes per parameter" if held else ""
+    text = f"{_kind(optimizer).__name__} over {num_tensors} tensors; state {where}{per_parameter}"
+    last = _rates(optimizer)
+    if not last:
+        return text
+    changed = bool(first) and list(first) != last
+    rate = f"{max(first):.3g} at the start, {max(last):.3g} at the end" if changed else f"{max(last):.3g}"
+    return f"{text}; lr {rate}"

@@ -1,0 +1,138 @@
+"""Send a run's figures to its loggers as `eff/...`, every `log_every_n_steps` optimizer steps.
+
+What the meter measures is not measured again. The norm of the gradient is computed in the steps that are
+logged and in no other; there Lightning waits for the device too, to log the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_eff.core.shards import full_tensor
+from lightning_eff.report.meter import Meter
+
+WITH_GRADIENTS = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+"""Strategies whose `.grad` is the whole gradient, or a DTensor of it."""
+MIB = 2**20
+
+
+class LoggedFigures:
+    """Log from construction on; call `begin_step` before each optimizer step, and `end_batch` after a batch.
+
+    All ranks call both: the norm of a sharded gradient is a collective.
+    """
+
+    def __init__(self, trainer: pl.Trainer, meter: Meter) -> None:
+        self._meter = meter
+        # Lightning 2.6 does not declare the attribute; 0 is never.
+        self._every_n_steps: int = getattr(trainer, "log_every_n_steps", 0) if trainer.loggers else 0
+        self._last_step = trainer.global_step
+        self._num_batches = self._num_samples = self._num_tokens = 0
+        self._rates: dict[int, float | Tensor] = {}
+        self._norm: float | None = None
+        self._has_told = False
+
+    def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        """Keep the rate that a step is about to use and, if it is going to be logged, its gradient's norm."""
+        if not self._every_n_steps:
+            return
+        is_due = (trainer.global_step + 1) % self._every_n_steps == 0
+        if not is_due and len(trainer.optimizers) == 1:
+            return
+        numbers = {id(each): number for number, each in enumerate(trainer.optimizers)}
+        rate = optimizer.param_groups[0]["lr"]  # a scheduler changes a tensor in place
+        kept = rate.detach().clone() if isinstance(rate, Tensor) else rate
+        self._rates[numbers.get(id(optimizer), 0)] = kept
+        if not is_due:
+            return
+        reason = _no_norm(trainer)
+        if not reason and not isinstance(trainer.strategy, DeepSpeedStrategy):
+            given = (p.grad for group in optimizer.param_groups for p in group["params"])
+            self._norm = norm_of(each for each in given if each is not None)
+            reason = "" if self._norm is not None else "the optimizer has taken the gradients already"
+        if reason and not self._has_told:
+            self._has_told = True
+            rank_zero_info("eff/gradient_norm is not logged: %s", reason)
+
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """Log, if a step that is due has ended."""
+        step, every = trainer.global_step, self._every_n_steps
+        is_due = every and step // every > self._last_step // every
+        self._last_step = step
+        if not is_due:
+            return
+        figures = self._rates_by_name() | self._measured(trainer.world_size)
+        if not _no_norm(trainer) and isinstance(trainer.strategy, DeepSpeedStrategy):
+            engine: Any = trainer.strategy.model
+            self._norm = engine.get_global_grad_norm()
+        if self._norm is not None:
+            figures["eff/gradient_norm"] = float(self._norm)
+        self._norm = None
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=step)
+
+    def _rates_by_name(self) -> dict[str, float]:
+        """Return the learning rate of each optimizer's first parameter group."""
+        ends = {number: f"_{number + 1}" if number else "" for number in self._rates}
+        return {f"eff/learning_rate{ends[number]}": float(rate) for number, rate in self._rates.items()}
+
+    def _measured(self, world_size: int) -> dict[str, float]:
+        """Return the figures of the timed batches since the last call; rates are of all ranks."""
+        throughput = self._meter.throughput
+        times_s = throughput.batch_times_s[self._num_batches :]
+        waits_s = throughput.waits_s[self._num_batches :]
+        num_samples = throughput.num_samples - self._num_samples
+        num_tokens = throughput.num_tokens - self._num_tokens
+        self._num_batches = len(throughput.batch_times_s)
+        self._num_samples, self._num_tokens = throughput.num_samples, throughput.num_tokens
+        figures: dict[str, float] = {}
+        if (total_s := sum(times_s)) > 0:
+            figures["eff/samples_per_second"] = num_samples * world_size / total_s
+            figures["eff/data_wait"] = min(1.0, sum(waits_s) / total_s)
+            if num_tokens:
+                figures["eff/tokens_per_second"] = num_tokens * world_size / total_s
+        if (peak := self._meter.peak_bytes()) is not None:
+            figures["eff/memory_mib"] = peak / MIB
+        return figures
+
+
+def norm_of(gradients: Iterable[Tensor]) -> float | None:
+    """Return the 2-norm of all gradients together, before clipping; None without any.
+
+    A collective if one of them is sharded: every rank must call it.
+
+    Example:
+        >>> norm_of([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
+        5.0
+    """
+    norms: dict[bool, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=dtype)
+        norms.setdefault(hasattr(norm, "full_tensor"), []).append(norm)
+    # Sharded and whole ones cannot be stacked together.
+    parts = [full_tensor(torch.linalg.vector_norm(torch.stack(each))).double() for each in norms.values()]
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else None
+
+
+def _no_norm(trainer: pl.Trainer) -> str:
+    """Return why the norm of the gradient is not known; empty if it is."""
+    if len(trainer.optimizers) > 1:
+        return "several optimizers take steps of their own"
+    if isinstance(trainer.strategy, WITH_GRADIENTS):
+        return ""
+    return f"with {type(trainer.strategy).__name__} no rank has the whole gradient"

@@ -1,0 +1,162 @@
+"""Several loggers by name, settings without a name, packages that are not there, and what each one writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_eff.config import composition, loggers
+from lightning_eff.config.recipes import RecipePath
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from tests.support.command_line import Command
+from tests.support.logged import events_of, rows_of
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+CSV = "lightning.pytorch.loggers.CSVLogger"
+TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
+FILES = {
+    "logger/bare.yaml": f"_target_: {CSV}\nsave_dir: ${{run_dir}}\n",
+    "logger/bare_too.yaml": f"_target_: {CSV}\nsave_dir: ${{run_dir}}\n",
+    "unnamed.yaml": "defaults: [lm, _self_]\nlogger:\n  name: mine\n",
+    "adds.yaml": "defaults:\n  - lm\n  - logger: [tensorboard]\n  - _self_\nlogger:\n  csv: {name: mine}\n",
+    "overrides.yaml": "defaults:\n  - lm\n  - override logger: bare\n  - _self_\nlogger:\n  name: mine\n",
+    "own_class.yaml": f"defaults: [lm, _self_]\nlogger:\n  _target_: {TENSORBOARD}\n  name: mine\n",
+}
+
+
+def compose(recipe: str, *overrides: str) -> dict[str, Any]:
+    for name, text in FILES.items():
+        path = Path("mine") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    values = composition.compose_recipe(recipe, overrides, RecipePath((Path("mine").resolve(),))).values
+    return values.get("logger") or {}
+
+
+BOTH = ["logger=[csv,tensorboard]"]
+FORMS: list[tuple[str, list[str], dict[str, str | None]]] = [
+    ("lm", [], {"csv": "metrics"}),
+    ("lm", ["logger=csv"], {"csv": "metrics"}),
+    ("lm", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
+    ("lm", BOTH, {"csv": "metrics", "tensorboard": "tensorboard"}),
+    ("lm", ["+logger=tensorboard"], {"csv": "metrics", "tensorboard": "tensorboard"}),
+    ("lm", [*BOTH, "logger.tensorboard.name=tb"], {"csv": "metrics", "tensorboard": "tb"}),
+    ("lm", ["+logger=tensorboard", "~logger.csv"], {"tensorboard": "tensorboard"}),
+    ("lm", ["logger=none"], {}),
+    ("lm", ["logger=[none]"], {}),
+    ("lm", ["logger=[]"], {}),
+    ("lm", ["~logger"], {}),
+    # Without a name: the only logger's.
+    ("lm", ["logger.name=mine"], {"csv": "mine"}),
+    ("lm", ["logger=tensorboard", "logger.name=mine"], {"tensorboard": "mine"}),
+    ("lm", ["logger=bare"], {"bare": None}),
+    ("unnamed", [], {"csv": "mine"}),
+    ("unnamed", ["logger=none"], {}),
+    ("unnamed", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
+    ("unnamed", ["+logger=tensorboard"], {"csv": "mine", "tensorboard": "tensorboard"}),
+    ("adds", [], {"csv": "mine", "tensorboard": "tensorboard"}),
+    ("adds", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
+    ("overrides", [], {"bare": "mine"}),
+    ("own_class", [], {"csv": "mine"}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides", "names"), FORMS, ids=[f"{f[0]} {f[1]}" for f in FORMS])
+def test_forms_of_choosing_loggers(recipe: str, overrides: list[str], names: dict[str, str | None]) -> None:
+    assert {name: node.get("name") for name, node in compose(recipe, *overrides).items()} == names
+
+
+def test_another_class_for_the_only_logger_takes_what_it_knows() -> None:
+    target = "lightning.pytorch.loggers.logger.DummyLogger"
+    assert compose("lm", f"logger._target_={target}") == {"csv": {"_target_": target}}
+    assert compose("own_class")["csv"]["_target_"] == TENSORBOARD
+
+
+REFUSED = [
+    ([*BOTH, "logger.name=x"], "logger.name", "of one logger: logger.csv.name or logger.tensorboard.name"),
+    (["logger=none", "logger.name=x"], "logger.name", "a logger that has it; there is none"),
+    (["logger.nme=x"], "logger.csv.nme", "did you mean 'name'"),
+    (["logger=[csv,none]"], "logger", "none alone"),
+    (["logger.tensorboard.name=x"], "logger.tensorboard", "'tensorboard' is not in logger"),
+    (["logger.tensorbord.name=x"], "logger.tensorbord", "did you mean 'tensorboard'"),
+    (["logger=comet", "logger.comet.online=false"], "logger.comet.online", "logs nothing at all"),
+    (["logger=[csv,bare]"], "logger", "begin its YAML with `# @package logger.NAME`"),
+    (["logger=[bare,bare_too]"], "logger", "begin its YAML with `# @package logger.NAME`"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "text"), REFUSED, ids=[str(each[0]) for each in REFUSED])
+def test_what_would_be_taken_in_silence_is_refused(overrides: list[str], key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose("lm", *overrides)
+    assert caught.value.key == key
+    assert text in caught.value.allowed
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "comet"])
+def test_a_package_that_is_not_installed_is_said_before_anything_is_written(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "_is_installed", lambda _: False)
+    _, _, err = command("train", "lm", f"+logger={name}", code=3)
+    assert f"logger={name} needs the package {name}" in err
+    assert f"  try: pip install 'lightning-eff[{name}]'" in err
+    assert not Path("outputs").exists()
+    with pytest.raises(EnvironmentLacksError):
+        compose("lm", f"+logger={name}")
+
+
+def test_a_run_its_continuation_and_a_sweep_write_to_folders_of_their_own(
+    tiny: list[str], command: Command
+) -> None:
+    words = ["train", "baseline", *tiny, *BOTH, "trainer.log_every_n_steps=1"]
+    command(*words, code=0)
+    (first,) = Path("outputs/baseline").iterdir()
+    command(*words, "ckpt_path=last", "trainer.max_steps=4", code=0)
+    _, second = sorted(Path("outputs/baseline").iterdir())
+    for folder, steps in ((first, [1, 2]), (second, [3, 4])):
+        rows, events = rows_of(folder / "metrics"), events_of(folder / "tensorboard")
+        assert (list(rows), list(events)) == (steps, steps)
+        assert all(rows[step] == pytest.approx(events[step], rel=1e-6) for step in steps)
+        assert all(row["gradient_norm"] > 0 for row in rows.values())
+    # What is logged is no setting of the training, so that nothing is left to train.
+    command(
+        "train", "baseline", *tiny, "trainer.log_every_n_steps=1", "logger=none", "ckpt_path=auto", code=0
+    )
+    assert len(list(Path("outputs/baseline").iterdir())) == 2
+    command(*words, "-m", "seed=1,2", code=0)
+    (sweep,) = Path("outputs/baseline").glob("sweep_*")
+    assert [list(events_of(sweep / job / "tensorboard")) for job in "01"] == [[1, 2], [1, 2]]
+
+
+def test_weights_and_biases_offline_has_a_run_for_each_of_a_sweep(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    words = ["logger=[csv,wandb]", "logger.wandb.offline=true", "trainer.log_every_n_steps=1"]
+    try:
+        command("train", "baseline", *tiny, *words, "-m", "seed=1,2", code=0)
+    finally:
+        wandb.teardown()
+    for job in "01":
+        (file,) = Path("outputs/baseline").glob(f"sweep_*/{job}/wandb/offline-run-*/*.wandb")
+        content = file.read_bytes()
+        assert b"eff/gradient_norm" in content
+        assert b"eff/learning_rate" in content
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, which are not those of the tested set
+def test_mlflow_in_a_file(tiny: list[str], command: Command) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    words = ["logger=[csv,mlflow]", "trainer.log_every_n_steps=1"]
+    command("train", "baseline", *tiny, *words, code=0)
+    (folder,) = Path("outputs/baseline").iterdir()
+    client = mlflow.MlflowClient(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+    (experiment,) = (each for each in client.search_experiments() if each.name == "lightning-eff")
+    (run,) = client.search_runs([experiment.experiment_id])
+    norms = client.get_metric_history(run.info.run_id, "eff/gradient_norm")
+    expected = {step: row["gradient_norm"] for step, row in rows_of(folder / "metrics").items()}
+    assert {each.step: each.value for each in norms} == pytest.approx(expected)

@@ -1,0 +1,165 @@
+"""Near no-ops say so before the run: how much of a model a technique reaches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.core.errors import LittleReachedWarning, NoEffectWarning
+from lightning_eff.core.reach import Reach, largest_part, weight_matrices
+from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.models.cnn import CNN
+from lightning_eff.optimizer.muon import Muon
+
+
+class Steps(pl.LightningModule):
+    """A network whose training step does not matter."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.num_steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def small_cnn() -> nn.Sequential:
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), *pool, nn.Linear(4, 2))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def loader(batch: Tensor) -> DataLoader[Any]:
+    return DataLoader(batch, batch_size=2)  # pyright: ignore[reportArgumentType]
+
+
+def fit(net: nn.Module, callback: pl.Callback, batch: Tensor) -> Steps:
+    module = Steps(net)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", devices=1, enable_model_summary=False, callbacks=[callback], **quiet
+    )
+    trainer.fit(module, loader(batch))
+    return module
+
+
+IMAGES, ROWS = torch.ones(2, 3, 8, 8), torch.ones(2, 4)
+
+
+def test_adapters_of_a_cnns_head_alone_are_named_with_the_layers_to_target() -> None:
+    """2 convolutions of 3*4*9 and 4*4*9 weights, and a head of 4*2: 8 of 260."""
+    with keep_overrides(), pytest.warns(LittleReachedWarning) as caught:
+        fit(small_cnn(), PeftAdapter(), IMAGES)
+    (text,) = (str(each.message) for each in caught if each.category is LittleReachedWarning)
+    assert "1 of 3 weight matrices (net.5; 3.1% of their weights)" in text
+    assert "among them 2 convolutions" in text
+    assert text.endswith("try: callbacks.peft_adapter.target_modules=[net.0,net.2,net.5]")
+    assert issubclass(LittleReachedWarning, NoEffectWarning)
+
+
+def test_the_remedy_for_adapters_adapts_the_convolutions() -> None:
+    callback = PeftAdapter(target_modules=["net.0", "net.2", "net.5"], options={"r": 2})
+    fit(small_cnn(), callback, IMAGES)  # a warning would be an error
+    assert callback.outcome().numbers["layers"] == ["net.0", "net.2", "net.5"]
+
+
+def test_it_is_said_before_the_first_step() -> None:
+    callbacks = (PeftAdapter(), OptimizerChoice(optimizer=functools.partial(Muon, lr=1e-3)))
+    for callback in callbacks:
+        module = Steps(small_cnn())
+        trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[callback], max_steps=1)
+        with pytest.raises(LittleReachedWarning):  # pyproject.toml turns warnings into errors
+            trainer.fit(module, loader(IMAGES))
+        assert module.num_steps == 0
+
+
+def test_what_is_trained_in_full_is_reached() -> None:
+    net = small_cnn()
+    fit(net, PeftAdapter(modules_to_save=["net.0", "net.2"]), IMAGES)
+
+
+def test_named_layers_are_taken_as_meant() -> None:
+    fit(small_cnn(), PeftAdapter(target_modules=["net.5"]), IMAGES)
+
+
+def test_muon_says_how_little_of_a_cnn_it_steps() -> None:
+    choice = OptimizerChoice(optimizer=functools.partial(Muon, lr=1e-3))
+    with keep_overrides(), pytest.warns(LittleReachedWarning) as caught:
+        fit(small_cnn(), choice, IMAGES)
+    (text,) = (str(each.message) for each in caught if each.category is LittleReachedWarning)
+    assert "Muon steps only 1 hidden matrix with 3.1% of the weights of layers" in text
+    assert "AdamW steps 2 tensors" in text
+    assert text.endswith("try: optimizer=adamw")
+
+
+def test_muon_is_silent_where_matrices_have_most_weights() -> None:
+    """A patch convolution, a table that is no layer's, and a vocabulary larger than all layers."""
+    net = nn.ModuleDict({"table": nn.Embedding(999, 8), "patch": nn.Conv2d(3, 8, 2), "mix": mlp()})
+    wide = nn.Linear(64, 64)
+    groups = [
+        {"params": [wide.weight], "hidden": True},
+        {"params": [*net["patch"].parameters(), *net["table"].parameters()], "hidden": False},
+    ]
+    Muon(groups, lr=1e-3)
+    Muon(wide.parameters(), lr=1e-3)
+
+
+def test_the_compiler_without_blocks_names_a_part_that_it_compiles() -> None:
+    with keep_overrides(), pytest.warns(LittleReachedWarning, match="compiles nothing") as caught:
+        fit(mlp(), TorchCompile(backend="eager"), ROWS)
+    assert str(caught[0].message).endswith("try: callbacks.torch_compile.target=net")
+    callback = TorchCompile(backend="eager", target="net")
+    fit(mlp(), callback, ROWS)
+    assert callback.outcome().effective
+
+
+def test_the_part_to_compile() -> None:
+    assert largest_part(CNN()) == "forward"
+    assert largest_part(Steps(mlp())) == "net"
+    assert largest_part(pl.LightningModule()) == ""
+
+
+@pytest.mark.parametrize(
+    ("weights", "layers", "little"),
+    [
+        ({"conv.weight": 900, "head.weight": 9}, ["head"], False),  # half of them
+        ({"a.weight": 9, "b.weight": 9, "head.weight": 9}, ["head"], True),  # the head only
+        ({"a.weight": 9, "mid.weight": 9, "b.weight": 9}, ["mid"], False),
+        ({f"{i}.weight": 9 for i in range(5)}, ["2"], True),  # less than a quarter
+        ({f"{i}.weight": 9 for i in range(4)}, ["1"], False),
+        ({"rnn.weight_ih_l0": 9, "rnn.weight_hh_l0": 9, "head.weight": 9}, ["head"], True),
+        ({"10.weight": 9, "11.weight": 9, "1.weight": 9}, ["1"], True),  # not every name that begins so
+    ],
+)
+def test_little_is_the_head_only_or_less_than_a_quarter(
+    weights: dict[str, int], layers: list[str], little: bool
+) -> None:
+    assert Reach.of(weights, layers).is_little is little
+
+
+def test_transformers_are_far_from_little() -> None:
+    """Also `nn.MultiheadAttention`, half of whose block has no linear layer, and one block alone."""
+    for num_layers in (1, 4):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        model = nn.ModuleDict({"table": nn.Embedding(999, 8), "encoder": encoder, "head": nn.Linear(8, 3)})
+        sizes = {name: weight.numel() for name, weight in weight_matrices(model).items()}
+        linear = [name for name, part in model.named_modules() if type(part) is nn.Linear]
+        assert not Reach.of(sizes, linear).is_little

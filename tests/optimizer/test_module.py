@@ -1,0 +1,297 @@
+"""optimizer=module: a GAN, schedules of a module's own, by the Trainer and by the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.exact_resume import ExactResume
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.triton_gemm import TritonGemm
+from lightning_eff.config.composition import compose_recipe
+from lightning_eff.core.errors import ConflictError
+from lightning_eff.monitors.gradient_check import GradientCheck
+from lightning_eff.monitors.progress import Progress
+from lightning_eff.optimizer.module import ModuleOptimizer
+from lightning_eff.precision.auto import AutoPrecision
+from tests.support import gan
+from tests.support.command_line import Command
+from tests.support.models import fit, seeded
+from tests.support.ranks import is_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
+RECIPE = """# A GAN with its own optimizers.
+defaults:
+  - run
+  - trainer: default
+  - model: gan
+  - data: numbers
+  - optimizer: module
+  - scheduler: cosine
+  - precision: fp32
+  - strategy: auto
+  - checkpoint_io: durable
+  - logger: none
+  - monitors: [gradient_check, efficiency_report, model_checkpoint]
+  - callbacks: [exact_resume]
+  - _self_
+trainer: {accelerator: cpu, max_epochs: 2, gradient_clip_val: null}
+optimizer: {lr: 3.0}
+"""
+
+
+def loader(dtype: torch.dtype) -> Any:
+    rows = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return DataLoader(TensorDataset(rows), batch_size=4)
+
+
+def train(
+    *callbacks: pl.Callback, kind: Any = gan.GAN, dtype: torch.dtype = torch.float64, **keywords: Any
+) -> tuple[Any, pl.Trainer]:
+    options = {name: keywords.pop(name) for name in ("toggles", "clip", "schedule") if name in keywords}
+    model = seeded(kind, **({"optimizer": "SGD", "lr": 0.05} if kind is gan.GAN else {}), **options)
+    return model, fit(model.to(dtype), *callbacks, loader=loader(dtype), **({"max_steps": 20} | keywords))
+
+
+def assert_same_weights(model: Any, plain: Any) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
+    "alone": list,
+    "watched": lambda: [ExactResume(), GradientCheck()],
+    "recomputed": lambda: [GradientCheckpointing(blocks=["generator.*", "discriminator.*"])],
+}
+
+
+@pytest.mark.parametrize("techniques", TECHNIQUES.values(), ids=list(TECHNIQUES))
+def test_a_gan_trains_bit_for_bit_as_by_lightning_alone(techniques: Callable[[], list[pl.Callback]]) -> None:
+    plain, _ = train(clip=0.1)
+    own = ModuleOptimizer()
+    model, trainer = train(own, *techniques(), clip=0.1)
+    assert model.seen == plain.seen
+    assert len(model.seen) == 10
+    assert trainer.global_step == 20
+    assert_same_weights(model, plain)
+    numbers = own.outcome().numbers
+    assert numbers["optimizers"] == ["SGD", "SGD"]
+    assert numbers["schedules"] == ["StepLR", "StepLR"]
+    assert numbers["tensors"] == [[4], [4]]
+    assert numbers["manual"]
+    assert "lr 0.05 at the start, 0.00625 at the end" in own.outcome().did
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_the_second_network_sees_what_the_first_optimizer_has_stepped(precision: Any) -> None:
+    """Without toggling a cast that is kept for the whole step would be that of the weights before it."""
+    single: dict[str, Any] = {"toggles": False, "dtype": torch.float32}
+    scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None  # pyright: ignore[reportPrivateImportUsage]
+    plain, _ = train(plugins=[MixedPrecision(precision, "cpu", scaler=scaler)], **single)
+    assert plain.seen != train(**single)[0].seen
+    for callbacks in ([], [TritonGemm(min_features=1)]):
+        model, _ = train(*callbacks, plugins=[AutoPrecision(precision=precision)], **single)
+        assert model.seen == plain.seen
+        assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("schedule", ["plateau", "one_cycle"])
+def test_a_schedule_of_the_modules_own_is_stepped_as_by_lightning_alone(schedule: str) -> None:
+    plain, _ = train(kind=gan.Scheduled, schedule=schedule, max_steps=10)
+    own = ModuleOptimizer()
+    model, _ = train(own, GradientAccumulation(global_batch_size=4), kind=gan.Scheduled, schedule=schedule)
+    assert model.rates[:10] == plain.rates
+    assert len(set(plain.rates)) > 3
+    assert not own.outcome().numbers["manual"]
+
+
+class Stateful(DataLoader[Any]):
+    """Ten batches; a loader that keeps its position itself."""
+
+    def __init__(self) -> None:
+        super().__init__(TensorDataset(torch.zeros(40, 8)), batch_size=4)
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while self.position < 10:
+            self.position += 1
+            yield [torch.full((4, 8), float(self.position))]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class AsksForSteps(gan.Scheduled):
+    """Its schedule asks for the number of steps, for which Lightning makes the loaders too early."""
+
+    def configure_optimizers(self) -> Any:
+        self.seen: list[float] = []
+        assert self.trainer.estimated_stepping_batches == 20
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(float(batch[0][0, 0]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch",
+    "ignore:Be aware that when using `ckpt_path`, callbacks used to create",
+)
+def test_a_loader_that_keeps_its_position_resumes_there_though_the_schedule_asks_for_steps(
+    tmp_path: Path,
+) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    limits: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    whole = AsksForSteps()
+    fit(whole, ModuleOptimizer(), saver, loader=Stateful(), **limits)
+    parts = AsksForSteps()
+    fit(parts, ModuleOptimizer(), loader=Stateful(), max_epochs=2, ckpt_path=str(tmp_path / "step=4.ckpt"))
+    assert parts.seen == whole.seen[4:]
+
+
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        (GradientAccumulation(global_batch_size=8), "the module decides itself when it steps"),
+        (MicroBatch(micro_batch_size=2), "the module runs its backward passes itself"),
+    ],
+)
+def test_what_needs_lightnings_own_steps_is_refused(callback: pl.Callback, text: str) -> None:
+    with pytest.raises(ConflictError, match=text):
+        train(ModuleOptimizer(), callback)
+
+
+def test_progress_counts_the_steps_that_the_module_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    train(Progress(every_n_seconds=0.001), max_epochs=2, max_steps=-1, enable_progress_bar=True)
+    assert "step 40/40  0 s left" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def recipe(empty_folder: Path) -> list[str]:
+    """Return the words that follow a verb, beside a module and a recipe of the user's own."""
+    source = Path(gan.__file__).read_text(encoding="utf-8")
+    for name, text in {
+        "gan.py": source,
+        "mine/gan.yaml": RECIPE,
+        "mine/model/gan.yaml": "_target_: gan.GAN\n",
+        "mine/data/numbers.yaml": "_target_: gan.Numbers\n",
+    }.items():
+        (empty_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (empty_folder / name).write_text(text)
+    return ["gan", "--config-dir", "mine"]
+
+
+def state(folder: Path, step: int) -> dict[str, Any]:
+    file = next(iter(folder.glob(f"**/*{step}*.ckpt")))
+    saved = torch.load(file, weights_only=True)
+    return {key: saved[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "model"),
+    [
+        (14, 40, []),
+        (20, 40, []),  # at the end of an epoch
+        (7, 20, ["model._target_=gan.Scheduled", "model.schedule=plateau"]),
+        (7, 20, ["model._target_=gan.Scheduled", "model.schedule=one_cycle"]),
+    ],
+    ids=["gan", "gan, epoch", "plateau", "one_cycle"],
+)
+def test_a_recipe_in_parts_ends_as_in_one(
+    recipe: list[str], command: Command, stop: int, steps: int, model: list[str]
+) -> None:
+    words = ["train", *recipe, *model]
+    _, _, said = command(*words, "output_root=whole", code=0)
+    assert "optimizer.lr, scheduler of the recipe left out" in said
+    assert f"Finished {steps} optimizer steps" in said
+    command(*words, "output_root=parts", f"trainer.max_steps={stop}", code=0)
+    command(*words, "output_root=parts", "ckpt_path=last", f"trainer.max_steps={steps}", code=0)
+    whole, parts = state(Path("whole"), steps), state(Path("parts"), steps)
+    assert whole["global_step"] == parts["global_step"] == steps
+    assert len(whole["optimizer_states"]) == len(whole["lr_schedulers"]) == (1 if model else 2)
+    assert is_equal(parts, whole)
+    report = json.loads(next(iter(Path("parts").glob(f"**/checkpoints/*{steps}*"))).parents[1].joinpath(
+        "efficiency.json").read_text())  # fmt: skip
+    assert (report["first_step"], report["num_steps"]) == (stop, steps - stop)
+
+
+def test_a_gan_that_failed_goes_on_by_itself(
+    recipe: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", *recipe, "ckpt_path=auto"]
+    command(*words, "output_root=whole", code=0)
+    optimizers, calls = pl.LightningModule.optimizers, list[int]()
+
+    def fail_once(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 13:
+            msg = "broken on purpose"
+            raise RuntimeError(msg)
+        return optimizers(self, *arguments, **keywords)
+
+    monkeypatch.setattr(pl.LightningModule, "optimizers", fail_once)
+    command(*words, "output_root=parts", code=1)
+    command(*words, "output_root=parts", code=0)
+    assert len(calls) < 10 + 20, "it began anew"
+    assert is_equal(state(Path("parts"), 40), state(Path("whole"), 40))
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "texts"),
+    [
+        (["trainer.gradient_clip_val=1.0"], 5, ["clips no gradients", "try: trainer.gradient_clip_val=null"]),
+        (["+trainer.accumulate_grad_batches=2"], 5, ["try: trainer.accumulate_grad_batches=1"]),
+        (["scheduler=linear"], 2, ["scheduler=linear with optimizer=module", "try: scheduler=none"]),
+        (["optimizer.lr=1.0"], 2, ["optimizer.lr=1.0: expected nothing beside optimizer=module"]),
+        (["optimizer=adamw"], 2, ["GAN uses manual optimization", "try: optimizer=module"]),
+        (["+callbacks=micro_batch"], 5, ["the module runs its backward passes itself"]),
+        (
+            ["model._target_=gan.WithoutOptimizer"],
+            2,
+            ["WithoutOptimizer has no configure_optimizers", "try: optimizer=adamw"],
+        ),
+        (
+            ["model._target_=gan.Scheduled", "model.schedule=two"],
+            1,
+            ["multiple optimizers is only supported with manual optimization"],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_a_few_words(
+    recipe: list[str], command: Command, words: list[str], exit_code: int, texts: list[str]
+) -> None:
+    _, _, said = command("train", *recipe, *words, code=exit_code)
+    assert all(text in said for text in texts), said
+    if exit_code != 1:
+        assert not Path("outputs").exists()
+
+
+def test_plan_predicts_both_optimizers(recipe: list[str], command: Command) -> None:
+    _, out, _ = command("plan", *recipe, "--json", code=0)
+    found = json.loads(out)["peak"]["tensors"]["by_category"]
+    # Two averages a parameter, and a count of steps for each of eight tensors.
+    sizes = {"parameters": 377 * 4, "gradients": 377 * 4, "optimizer state": 377 * 8 + 8 * 4}
+    assert {name: found[name] for name in sizes} == sizes
+
+
+def test_a_recipes_settings_of_another_optimizer_are_left_out(empty_folder: Path) -> None:
+    values = compose_recipe("full_finetune", ["optimizer=module", "model.name=x"]).values
+    assert values["optimizer"] == {"_target_": "lightning_eff.optimizer.module.ModuleOptimizer"}
+    assert values["scheduler"] is None
