@@ -66,7 +66,9 @@ def _error_lines(error: BaseException) -> list[str]:
     if error.__dict__.get("is_reported"):
         return []
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return ["stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"]
+        return [
+            "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
+        ]
     lines = f"error: {root_cause_line(error)}".splitlines()[: MAX_ERROR_LINES - 1]
     if hasattr(error, "exit_code"):  # an error of this package: its text is complete
         return lines

@@ -33,12 +33,11 @@ from typing_extensions import override
 
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
+from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.microbatching import lightning_loop
-
-PREFIX = "callbacks.gradient_accumulation"
 
 
 class GradientAccumulation(Managed):
@@ -141,21 +140,10 @@ class GradientAccumulation(Managed):
                 allowed="a training loader with a batch_size, which divides it into batches",
                 remedies=[f"{PREFIX}.{self._set_key}=null {PREFIX}.num_batches=4"],
             )
-        # accumulate_grad_batches = global_batch_size / (batch_size * world_size), without a remainder
-        world_size, unit = trainer.world_size, batch_size * trainer.world_size
+        world_size = trainer.world_size
         for start, size in self._global_batch_sizes.items():
-            self._accumulate_grad_batches[start], remainder = divmod(size, unit)
-            if not remainder:
-                continue
-            multiples = [str(multiple * unit) for multiple in (size // unit, size // unit + 1) if multiple]
-            ranks = f" x {world_size} ranks" if world_size > 1 else ""
-            override = f"{PREFIX}.global_batch_size"
-            raise ConfigError(
-                key=self._set_key,
-                value=size,
-                allowed=f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(multiples)}",
-                remedies=[f"{override}={multiple}" for multiple in multiples if self.schedule is None],
-            )
+            count = batches_per_step(size, batch_size, world_size, key=self._set_key)
+            self._accumulate_grad_batches[start] = count
         self._describe(f"of {batch_size} a step", world_size)
         self._set_current(trainer)
         return loader

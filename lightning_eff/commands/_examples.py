@@ -16,7 +16,7 @@ EXAMPLES = {
   lightning-eff plan lm                 what is on, who set it, and the memory of a step
   lightning-eff plan lm device=rtx4090  on another GPU: l4, a10, h100, mi300x, ... or device.memory=40GiB
   lightning-eff plan long_context model.name=NAME device=h200   the longest sequence that fits
-  lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu
+  lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu data.batch_size=2
                                         and the memory of each of 1 to 1,024 devices
 
 Exit code 5 when a combination is refused, 3 when this machine lacks something; both with a remedy.

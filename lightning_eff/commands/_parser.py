@@ -186,7 +186,8 @@ def build() -> tuple[_Parser, dict[str, _Parser]]:
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long options of a verb's parser."""
-    return re.findall(r"--[a-z][\w-]*", parser.format_help())
+    about = parser.format_help().removesuffix(parser.epilog or "")  # examples name options of other commands
+    return re.findall(r"--[a-z][\w-]*", about)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

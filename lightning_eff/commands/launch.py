@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.recipes import RecipePath
+from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import num_devices
@@ -25,6 +27,7 @@ def main(options: argparse.Namespace) -> int:
         allowed = f"none: {k8s if options.kind == 'k8s' else 'SLURM starts the ranks'}"
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
     job = _job(options, values["trainer"], str(values["output_root"]), path)
+    check_global_batch(values, job.nodes * job.tasks)
     if options.kind == "slurm":
         sys.stdout.write(job.sbatch())
         return EXIT_OK
@@ -58,6 +61,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         if useless:
             text = f"launch slurm: {useless[0]} is of k8s alone"
             raise UsageError(text)
+    _check_names(options)
     root = root if any(word.startswith("output_root=") for word in words) else SHARED
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
         allowed = f"the path at which pods mount the runs, as in {SHARED}"
@@ -73,3 +77,21 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         folder=root,
         **{name: value for name, value in named.items() if value},
     )
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    """Reject what Kubernetes would not take as the name of an image or of a claim.
+
+    Raises:
+        ConfigError: As said.
+    """
+    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    patterns = {"claim": rf"{label}(\.{label})*", "image": r"[a-z0-9][\w.:/@-]*"}
+    allowed = {
+        "claim": "the name of a PersistentVolumeClaim: lower-case letters, digits and '-'",
+        "image": "an image, as in registry/lightning-eff:latest",
+    }
+    for name, pattern in patterns.items():
+        value = getattr(options, name)
+        if value is not None and re.fullmatch(pattern, value) is None:
+            raise ConfigError(key=f"--{name}", value=value, allowed=allowed[name])

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
+from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
 from lightning_eff.core.text import WIDTH, human_bytes, line_width, print_json, text_table
+from lightning_eff.launch.job import num_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,8 +60,9 @@ def main(options: argparse.Namespace) -> int:
     def compose(words: Sequence[str]) -> dict[str, Any]:
         return as_devices(compose_recipe(options.recipe, [*options.overrides, *words], path).values)
 
+    values = as_devices(composed.values)
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to the standard output, which may be JSON
-        trainer = build_trainer(as_devices(composed.values))
+        trainer = build_trainer(values)
     rows, findings = _judge(trainer, composed.chain, options.overrides, device)
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
@@ -74,6 +77,7 @@ def main(options: argparse.Namespace) -> int:
             wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
             sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
+    check_global_batch(values, num_ranks(values["trainer"]))
     if isinstance(error, PRE_RUN_ERRORS):
         raise error  # as `train` would
     return EXIT_OK

@@ -21,8 +21,10 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.core import host_memory
+from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
     EXIT_OK,
+    PRE_RUN_ERRORS,
     ConfigError,
     ConflictWarning,
     NoEffectWarning,
@@ -61,7 +63,9 @@ def told_to_parent(launch: Launch) -> Generator[None]:
         yield
     except BaseException as error:
         if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
-            error.__dict__["is_reported"] = True
+            # Its summary comes after the last restart: where there are some, each attempt says why it failed.
+            is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+            error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
         raise
 
 
@@ -151,8 +155,12 @@ class _Job:
             from lightning_eff import run
 
             ray = run.make("launch", values["launch"])
+            typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
+            recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
+            values = {**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")}
             ray.check(values)
-            return ray.run(train_in_worker, words, folder)
+            return ray.run(train_in_worker, [*words, *(f"trainer.{key}=auto" for key in recipes_own)], folder)
+        check_global_batch(values, num_ranks(values["trainer"]))
         return run_ranks(words, folder, values["trainer"])
 
     def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:

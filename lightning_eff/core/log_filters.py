@@ -14,6 +14,8 @@ IGNORED_MESSAGES = {
     "torchao": r"Failed to load .+\.so: ",
     # torch 2.13.0, about how torchao 0.18.0 calls it
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",
+    # Lightning 2.6.6: the script for SLURM requeues the job, after the checkpoint
+    "lightning.pytorch.trainer.connectors.signal_connector": r"SLURM auto-requeueing enabled",
     # bitsandbytes 0.50.2 on processors with AVX512-BF16: kernels from a hub, of which it has its own
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }

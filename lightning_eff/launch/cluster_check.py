@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.launch.job import Launch, check_machines
+from lightning_eff.launch.job import Launch, check_machines, check_tasks
 from lightning_eff.report.installation import CheckResult, check_result
 
 WAIT_S = 60.0
@@ -58,6 +58,8 @@ def inspect_cluster(output_root: Path) -> list[CheckResult]:
     try:
         if not launch.by:
             check_machines({"num_nodes": "auto"})
+        elif launch.by == "slurm":
+            check_tasks({"devices": "auto", "num_nodes": "auto"}, launch)
     except ConfigError as error:
         text, _, fix = str(error).partition("\n  try: ")
         return [CheckResult("launcher", text, "problem", fix)]

@@ -89,8 +89,8 @@ class ClusterJob:
         patch = {
             "manager": "lightning-eff",
             "trainingRuntimeSpec": _in_pods({
-                "volumes": [self._volume()],
-                "containers": [{"name": "node", "volumeMounts": [self._mount()]}],
+                "volumes": self._volumes(),
+                "containers": [{"name": "node", "volumeMounts": self._mounts()}],
             }),
         }  # fmt: skip
         trainer: dict[str, Any] = {
@@ -118,7 +118,7 @@ class ClusterJob:
                 {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},
             ],
         )
-        pods = {"restartPolicy": "Never", "volumes": [self._volume()], "containers": [container]}
+        pods = {"restartPolicy": "Never", "volumes": self._volumes(), "containers": [container]}
         job = {
             "completionMode": "Indexed", "completions": self.nodes, "parallelism": self.nodes,
             "backoffLimit": 0, "template": {"spec": pods},
@@ -135,8 +135,8 @@ class ClusterJob:
         words = ["launch=ray", f"launch.workers={self.nodes * self.tasks}"]
         words += ["launch.gpu=true"] if self.gpus else []
         command = ["lightning-eff", *self._train(*words, f"output_root={self.folder}")]
-        head = {"volumes": [self._volume()], "containers": [self._container()]}
-        pods = {"volumes": [self._volume()], "containers": [self._container(has_gpus=True)]}
+        head = {"volumes": self._volumes(), "containers": [self._container()]}
+        pods = {"volumes": self._volumes(), "containers": [self._container(has_gpus=True)]}
         group = {
             "groupName": "workers", "replicas": self.nodes, "minReplicas": self.nodes,
             "maxReplicas": self.nodes, "rayStartParams": {}, "template": {"spec": pods},
@@ -155,11 +155,13 @@ class ClusterJob:
     def _object(self, version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
         return {"apiVersion": version, "kind": kind, "metadata": {"name": self.name}, "spec": spec}
 
-    def _volume(self) -> dict[str, Any]:
-        return {"name": "outputs", "persistentVolumeClaim": {"claimName": self.claim}}
+    def _volumes(self) -> list[dict[str, Any]]:
+        """Return the runs, and shared memory: a container has 64 MB of it, NCCL and loaders need more."""
+        runs = {"name": "outputs", "persistentVolumeClaim": {"claimName": self.claim}}
+        return [runs, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
 
-    def _mount(self) -> dict[str, str]:
-        return {"name": "outputs", "mountPath": self.folder}
+    def _mounts(self) -> list[dict[str, str]]:
+        return [{"name": "outputs", "mountPath": self.folder}, {"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
 
     def _resources(self) -> dict[str, Any]:
         return {"limits": {"nvidia.com/gpu": self.gpus}}
@@ -167,7 +169,7 @@ class ClusterJob:
     def _container(
         self, command: Sequence[str] = (), *, has_gpus: bool | None = None, env: Sequence[Any] = ()
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": "node", "image": self.image, "volumeMounts": [self._mount()]}
+        found: dict[str, Any] = {"name": "node", "image": self.image, "volumeMounts": self._mounts()}
         found |= {"command": list(command), "env": list(env)} if command else {}
         has_gpus = bool(command) if has_gpus is None else has_gpus
         return found | ({"resources": self._resources()} if self.gpus and has_gpus else {})

@@ -86,13 +86,14 @@ def test_the_number_of_steps_is_known_before_the_optimizer_is_made(
     assert callbacks[1].outcome().numbers["num_workers"] == [0]
 
 
-@pytest.mark.parametrize(("size", "fits"), [(10, ("8 or 12", 8)), (3, ("4", 4))])
+@pytest.mark.parametrize(("size", "fits"), [(10, ("8 or 12", 2, 8)), (3, ("4", 3, 4))])
 def test_a_remainder_is_refused_with_the_numbers_that_fit(
-    size: int, fits: tuple[str, int], net: Callable[..., Net]
+    size: int, fits: tuple[str, int, int], net: Callable[..., Net]
 ) -> None:
     with pytest.raises(ConfigError, match="a multiple of 4") as error:
         fit(net(), GradientAccumulation(global_batch_size=size))
-    message = f": {fits[0]}\n  try: GradientAccumulation(global_batch_size={fits[1]})"
+    sizes, batch_size, multiple = fits
+    message = f": {sizes}\n  try: batch_size={batch_size}\n  try: GradientAccumulation(global_batch_size={multiple})"
     assert message in str(error.value)
 
 

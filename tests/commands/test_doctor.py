@@ -41,6 +41,7 @@ def test_a_problem_is_an_exit_code_and_a_note_is_not(
         ({}, "runs", 0, "written by this rank"),
         ({}, "file/runs", 3, "Not a directory"),
         ({"PET_NNODES": "2"}, "runs", 3, "each machine would train alone"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "runs", 3, "srun --ntasks-per-node=1 lightning-eff"),
     ],
 )
 def test_a_process_alone_says_what_it_sees_of_a_cluster(

@@ -45,6 +45,7 @@ def test_kubernetes_accepts_what_is_printed(command: Command, kind: str, gpus: s
     assert job["metadata"]["name"] == "images-large"
     assert out.count("nvidia.com/gpu: 8") == (gpus == "8")
     assert "claimName: outputs" in out
+    assert out.count("mountPath: /dev/shm") == out.count("mountPath: /outputs")
     assert job == json.loads(command(*words, "--json")[1])
     broken = json.loads(json.dumps(job).replace('"name": "images-large"', '"name": "images_large"'))
     with pytest.raises(jsonschema.ValidationError):
@@ -71,12 +72,12 @@ def test_words_are_those_that_were_typed_whatever_is_in_them(command: Command) -
 
 
 def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts(command: Command) -> None:
-    _, script, _ = command("launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3")
+    _, script, _ = command("launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3", "data.batch_size=1")
     lines = script.splitlines()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4"} <= set(lines)
     (run,) = (line for line in lines if line.startswith("srun"))
     assert shlex.split(run)[2:] == [
-        "lightning-eff", "train", "zero2", "seed=3", "trainer.devices=auto", "trainer.accelerator=gpu",
+        "lightning-eff", "train", "zero2", "seed=3", "data.batch_size=1", "trainer.devices=auto", "trainer.accelerator=gpu",
         "ckpt_path=auto",
     ]  # fmt: skip
     _, script, _ = command("launch", "slurm", "zero2", "ckpt_path=last")
@@ -103,6 +104,10 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
         (["k8s", "lm", "output_root=runs"], 2, "output_root='runs': expected the path at which pods mount"),
         (["slurm", "lm", "--claim", "runs"], 2, "launch slurm: --claim is of k8s alone"),
         (["slurm", "lm", "--json"], 2, "launch slurm: --json is of k8s alone"),
+        (["k8s", "lm", "--claim", "My_Runs"], 2, "--claim='My_Runs': expected the name of a Persistent"),
+        (["k8s", "lm", "--image="], 2, "--image='': expected an image, as in registry/lightning-eff"),
+        (["slurm", "lm", "--time", "8:00"], 2, "unknown option '--time'; did you mean '--image'?"),
+        (["slurm", "zero2", "--nodes", "2", "--gpus", "8"], 2, "try: data.batch_size=1\n"),
         (["pbs", "lm"], 2, "expected slurm or k8s first, not 'pbs'"),
         (["slurm"], 2, "expected a recipe"),
         (["slurm", "lm", "model.width=3"], 2, "model.width=3: expected a parameter of GPT"),

@@ -21,11 +21,13 @@ LAUNCHERS = {
     "own": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
+STOPPED_LINE = "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
 FAULTY = """
 import os, signal, time
 from pathlib import Path
 import lightning.pytorch as pl, torch
 from torch.utils.data import DataLoader, TensorDataset
+
 
 def fault(here):
     kind, rank, place = os.environ["FAULT"].split(":")
@@ -151,7 +153,7 @@ def assert_stopped(lines: list[str], *, is_told: bool = True) -> None:
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
     assert sum("Stopped after" in line for line in lines) == 1, lines
     if is_told:
-        assert lines[-1] == "stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"
+        assert lines[-1] == STOPPED_LINE
 
 
 @SLOW
@@ -187,7 +189,7 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
         return
     assert process.returncode == 128 + number, lines
     assert len(list(Path("outputs/baseline").glob("*/checkpoints/*.ckpt"))) == 1
-    assert lines[-1] == "stopped; with ckpt_path=auto the same command goes on from its newest checkpoint"
+    assert lines[-1] == STOPPED_LINE
 
 
 @SLOW

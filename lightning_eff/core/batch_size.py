@@ -1,0 +1,92 @@
+"""How many batches of a loader make the global batch of an optimizer step, on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_eff.core.errors import ConfigError
+
+PREFIX = "callbacks.gradient_accumulation"
+GLOBAL_BATCH_SIZE = f"{PREFIX}.global_batch_size"
+
+
+def batches_per_step(
+    global_batch_size: int, batch_size: int, num_ranks: int, *, key: str = "global_batch_size"
+) -> int:
+    """Return the batches of each rank in an optimizer step.
+
+    Args:
+        global_batch_size: Samples of a step, on all ranks.
+        batch_size: Samples of a batch, on each rank.
+        num_ranks: Ranks that have a batch each.
+        key: Setting that is named where the batches do not fit; the remedies are for `global_batch_size`.
+
+    Raises:
+        ConfigError: `global_batch_size` is no multiple of the samples that all ranks have at once.
+
+    Example:
+        >>> batches_per_step(64, 8, num_ranks=2)
+        4
+        >>> batches_per_step(16, 16, num_ranks=2)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: global_batch_size=16: expected a multiple of 32 (batches of ...
+    """
+    unit = batch_size * num_ranks
+    count, remainder = divmod(global_batch_size, unit)
+    if not remainder:
+        return count
+    multiples = [multiple * unit for multiple in (count, count + 1) if multiple]
+    ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
+    allowed = f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(map(str, multiples))}"
+    remedies: list[str] = []
+    if key.endswith("global_batch_size"):
+        on_rank, rest = divmod(global_batch_size, num_ranks)
+        if on_rank and not rest:  # the same training: the largest batch that divides a rank's share
+            fits = next(size for size in range(min(batch_size, on_rank), 0, -1) if on_rank % size == 0)
+            remedies.append(f"data.batch_size={fits}")
+        remedies += [f"{GLOBAL_BATCH_SIZE}={multiple}" for multiple in multiples]
+    raise ConfigError(key=key, value=global_batch_size, allowed=allowed, remedies=remedies)
+
+
+def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: int | None = None) -> None:
+    """Reject a config whose global batch does not fit each number of ranks, before any of them is started.
+
+    Only data modules of this package are known to have a batch of `data.batch_size` on each rank; of others
+    the callback sees the loader, in the run.
+
+    Args:
+        values: A run's config.
+        least_ranks: Ranks that are started.
+        most_ranks: Where their number may change during the run, the largest one.
+
+    Raises:
+        ConfigError: As `batches_per_step`.
+
+    Example:
+        >>> values = {"callbacks": {"gradient_accumulation": {"global_batch_size": 16}}}
+        >>> values["data"] = {"_target_": "lightning_eff.data.text.Text", "batch_size": 4}
+        >>> check_global_batch(values, 1, 3)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: callbacks...=16: expected a multiple of 24, to fit any of ...
+    """
+    data: Any = values.get("data") or {}
+    accumulation: Any = (values.get("callbacks") or {}).get("gradient_accumulation") or {}
+    size, batch_size = accumulation.get("global_batch_size"), data.get("batch_size")
+    is_ours = str(data.get("_target_")).startswith(f"{__name__.partition('.')[0]}.")
+    if not (is_ours and isinstance(size, int) and isinstance(batch_size, int) and min(size, batch_size) > 0):
+        return
+    if most_ranks in (None, least_ranks):
+        batches_per_step(size, batch_size, least_ranks, key=GLOBAL_BATCH_SIZE)
+        return
+    counts = range(least_ranks, (most_ranks or 0) + 1)
+    if all(size % (batch_size * count) == 0 for count in counts):
+        return
+    unit = batch_size * math.lcm(*counts)
+    allowed = (
+        f"a multiple of {unit}, to fit any of {least_ranks} to {most_ranks} ranks (batches of {batch_size})"
+    )
+    by_batches = f"{GLOBAL_BATCH_SIZE}=null {PREFIX}.num_batches=1  # a step of fewer ranks is smaller"
+    remedies = [f"{GLOBAL_BATCH_SIZE}={unit}", by_batches]
+    raise ConfigError(key=GLOBAL_BATCH_SIZE, value=size, allowed=allowed, remedies=remedies)
