@@ -102,8 +102,8 @@ def test_what_contradicts_the_run_is_rejected_before_ray_starts(
         ),
         (
             {"workers": [4, 9], "cpus": 2},
-            "launch.workers=[4, 9]: expected at most 3 as the least: this machine has 6 cores, and a worker gets "
-            "2 (launch.cpus)\n  try: launch.workers=[3,9]\n",
+            "launch.workers=[4, 9]: expected at most 3 as the least: this machine has 6 cores, and a worker "
+            "gets 2 (launch.cpus)\n  try: launch.workers=[3,9]\n",
         ),
         (
             {"cpus": 7},
