@@ -129,6 +129,12 @@ def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")
 
 
+def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
+        driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
+
+
 def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
     with driver._first_lines() as streams:
         sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")

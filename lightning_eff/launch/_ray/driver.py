@@ -31,6 +31,7 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.core.machine import num_cores
 from lightning_eff.launch._ray.worker import FOLDER, code_file, error_file, output_file, stop_file, work
+from lightning_eff.launch.job import make_folder
 from lightning_eff.launch.ranks import STOPPED, first_failure, handled
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def run(
     """Train in workers of Ray; arguments, result and errors are those of `Ray.run`."""
     shared = folder / FOLDER
     shutil.rmtree(shared, ignore_errors=True)
+    make_folder(folder.parent)
     shared.mkdir(parents=True)
     stop_file(folder).touch()
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # else Ray resumes from it
