@@ -67,7 +67,8 @@ def fsdp2(path: Path) -> dict[str, Any]:
     found["by_value"] = Loop(FSDP2Fabric(), dtype).train(0, NUM_STEPS, value=0.01).gathered()
     found |= with_the_trainer(path, FSDP2Fabric, FSDP2(), dtype)
     return found | {
-        "refused": [refused(act) for act in (auto_size, wrapped, foreign, too_early, lacking(path))]
+        "refused": [refused(act) for act in (auto_size, wrapped, foreign, too_early, lacking(path))],
+        "order": [refused(act) for act in (placed(FSDP2Fabric), half_window)],
     }
 
 
@@ -91,7 +92,11 @@ def zero(path: Path) -> dict[str, Any]:
         found[f"discarded_{stage}"] = loop.train(0, NUM_STEPS).gathered()
     found["exact_3"] = exact(ZeroFabric(stage=3), dtype)
     found["evaluated"] = [evaluated(stage, path, dtype) for stage in (2, 3)]
-    return found | {"refused": [refused(act) for act in REFUSED_BY_ZERO]}
+    order = placed(ZeroFabric), loaded_early(path), closure, discarded, stepped_twice
+    return found | {
+        "refused": [refused(act) for act in REFUSED_BY_ZERO],
+        "order": [refused(act) for act in order],
+    }
 
 
 def evaluated(stage: Any, path: Path, dtype: torch.dtype) -> Tensor:
@@ -132,6 +137,47 @@ def not_finite() -> None:
 
 
 REFUSED_BY_ZERO = (clip(clip_val=0.1), clip(max_norm=0.1, norm_type=1), second_model, changed, not_finite)
+
+
+def placed(strategy: Any) -> Any:
+    def act() -> None:
+        fabric, model = Fabric(accelerator="cpu", devices=2, strategy=strategy()), tower(torch.float32)
+        fabric.launch()
+        optimizer: Any = model.optimizer()
+        fabric.setup(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+    return act
+
+
+def half_window() -> None:
+    loop = Loop(FSDP2Fabric(), torch.float64)
+    with loop.fabric.no_backward_sync(loop.model):
+        loop.fabric.backward(loop.model(data(torch.float64)[0][0]).sum())
+    loop.optimizer.step()
+
+
+def loaded_early(path: Path) -> Any:
+    def act() -> None:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroFabric())
+        fabric.launch()
+        fabric.load(path / "ours.ckpt", {"optimizer": tower(torch.float32).optimizer()})
+
+    return act
+
+
+def closure() -> None:
+    Loop(ZeroFabric(), torch.float32).optimizer.step(lambda: None)
+
+
+def discarded() -> None:
+    loop = Loop(ZeroFabric(), torch.float32)
+    loop.fabric.backward(loop.model(data(torch.float32)[0][0]).sum())
+    loop.optimizer.zero_grad()
+    loop.optimizer.step()
+
+
+def stepped_twice() -> None:
+    Loop(ZeroFabric(), torch.float32).train(0, 1).optimizer.step()
 
 
 def auto_size() -> None:
@@ -271,6 +317,20 @@ def test_what_does_not_fit_is_refused(run: Any) -> None:
     assert "SGD holds parameters that are not sharded" in early
     assert "try: model = fabric.setup_module(model)" in early
     assert "ours.ckpt has no 'net'; it has 'model', 'optimizer', 'schedule', 'step'" in lacking
+
+
+def test_a_wrong_order_is_refused(run: Any) -> None:
+    by_place, *order = run.results["order"]
+    assert "fabric.setup got StepLR as an optimizer" in by_place
+    assert "try: fabric.setup(model, optimizer, scheduler=scheduler)" in by_place
+    if run.name == "fsdp2":
+        (half,) = order
+        assert "the window of no_backward_sync is not complete" in half
+        return
+    early, closed, *empty = order
+    assert "SGD was not set up, and has no state yet" in early
+    assert "DeepSpeed's step takes no closure" in closed
+    assert ["optimizer.step has no gradients since the last step" in text for text in empty] == [True, True]
 
 
 def test_one_device_and_wrong_values_are_refused() -> None:

@@ -34,6 +34,7 @@ from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, State
 from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
+from lightning_eff.core.machine import num_cores
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 
@@ -163,7 +164,7 @@ class DataPreload(Managed):
             return self._measured[key]
         measured: WorkerChoice | None = None
         self._not_measured = "its dataset has no indices"
-        most, budget_s = worker_trials.num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
+        most, budget_s = num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
         try:
             measured = worker_trials.choose_num_workers(loader, max_workers=most, budget_s=budget_s)
             self._not_measured = measured.reason if measured is not None else self._not_measured

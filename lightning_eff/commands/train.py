@@ -25,7 +25,6 @@ from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
     EXIT_OK,
     PRE_RUN_ERRORS,
-    ConfigError,
     ConflictWarning,
     NoEffectWarning,
     SlowPathWarning,
@@ -41,6 +40,7 @@ from lightning_eff.launch.job import (
     check_not_started,
     check_sweep,
     check_tasks,
+    make_folder,
     num_ranks,
     shared_run_dir,
 )
@@ -182,11 +182,7 @@ class _Job:
             raise explained from None
         if self._prepared.is_finished:
             self.reports.append(self._prepared.fit())
-        try:  # here a disk that refuses is an error of the setting, not of the run
-            run_dir.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            allowed = f"a folder that can be created ({error})"
-            raise ConfigError(key="output_root", value=str(run_dir.parent), allowed=allowed) from error
+        make_folder(run_dir.parent)
         return run_dir
 
     @keep_overrides()

@@ -36,6 +36,13 @@ def machine_info(device: torch.device) -> dict[str, Any]:
     }
 
 
+def num_cores(num_processes: int = 1) -> int:
+    """Return the cores that each of several processes on this machine may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, cores // num_processes)
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of the chip from its driver, or on the CPU from PyTorch."""
     if device.type == "cuda":

@@ -120,8 +120,8 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
     """Reject a process that would train alone although its machine is one of several.
 
     Raises:
-        ConfigError: Kubeflow started several machines, without torchrun, or `NODE_RANK` is set and
-            `trainer.num_nodes` is not.
+        ConfigError: Several machines or processes were started without torchrun (`PET_NNODES`, `WORLD_SIZE`),
+            or `NODE_RANK` is set and `trainer.num_nodes` is not.
 
     Example:
         >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})
@@ -135,6 +135,14 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
             allowed="torchrun, which reads it: each machine would train alone",
             remedies=["torchrun -m lightning_eff train ..."],
         )
+    processes = environment.get("WORLD_SIZE", "1")
+    if num_nodes(trainer) == 1 and processes not in ("1", str(num_ranks(trainer))):
+        allowed = "torchrun: something started as many processes, and each would train alone"
+        remedies = [
+            "torchrun -m lightning_eff train ...",
+            "env -u WORLD_SIZE -u RANK lightning-eff train ...  # it is the only one",
+        ]
+        raise ConfigError(key="WORLD_SIZE", value=processes, allowed=allowed, remedies=remedies)
     if trainer.get("num_nodes") == "auto" and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys():
         rank = environment["NODE_RANK"]
         allowed = f"the number of machines, of which NODE_RANK={rank} says that this is one"
@@ -156,7 +164,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
         lightning_eff.core.errors.ConfigError: trainer.devices=1: expected 2: torchrun started 2 ...
     """
     tasks, local = launch.num_tasks, launch.num_local_tasks
-    if not launch.by:
+    if launch.by in ("", "lightning"):
         check_machines(trainer)
     if tasks is None or launch.by == "ray":  # which says how many devices there are
         return
@@ -215,6 +223,19 @@ def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_jso
         text = f"--json: runs of {remote[0]} end in other processes; "
         text += "their reports are efficiency.json in their folders"
         raise UsageError(text)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder below the output root; a disk that refuses is an error of the setting, not of the run.
+
+    Raises:
+        ConfigError: It cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        allowed = f"a folder that can be created ({error})"
+        raise ConfigError(key="output_root", value=str(path), allowed=allowed) from error
 
 
 def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> Path:

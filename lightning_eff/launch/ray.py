@@ -17,13 +17,15 @@ Source: https://docs.ray.io/en/latest/train/train.html (Ray Train V2).
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.arguments import Count, check_arguments
+from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.launch.job import Launch, num_ranks
 
@@ -50,16 +52,16 @@ class Ray:
         ((1, 4), (2, 2))
         >>> Ray(workers=[4, 1])
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: workers=[4, 1]: expected a number of at least 1, or ...
+        lightning_eff.core.errors.ConfigError: workers=[4, 1]: expected the least and then the most, ...
     """
 
     @check_arguments
     def __init__(
         self,
         *,
-        workers: int | list[int] = 1,
+        workers: Count | tuple[Count, Count] = 1,
         gpu: bool = False,
-        cpus: int = 1,
+        cpus: Count = 1,
         max_failures: int = 3,
         address: str | None = None,
     ) -> None:
@@ -68,23 +70,27 @@ class Ray:
         self.cpus = cpus
         self.max_failures = max_failures
         self.address = address
-        bounds = workers if isinstance(workers, list) else [workers, workers]
-        if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
-            allowed = "a number of at least 1, or the least and then the most, as in [1, 4]"
+        least, most = (workers, workers) if isinstance(workers, int) else workers
+        if least > most:
+            allowed = "the least and then the most, as in [1, 4]"
             raise ConfigError(key="workers", value=workers, allowed=allowed)
-        if cpus < 1:
-            raise ConfigError(key="cpus", value=cpus, allowed="a number of at least 1")
         if max_failures < -1:
             raise ConfigError(
                 key="max_failures", value=max_failures, allowed="at least 0, or -1 for no limit"
             )
-        self.bounds = (bounds[0], bounds[1])
+        self.bounds = (least, most)
+
+    @property
+    def cluster(self) -> str:
+        """Where Ray runs: an address, or `local` for one that is started for this run."""
+        return self.address or os.environ.get("RAY_ADDRESS") or "local"
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Reject settings of the run that contradict these, before Ray is started.
 
         Raises:
-            ConfigError: The number of devices, the accelerator or the folder of checkpoints is another one.
+            ConfigError: The number of devices, the accelerator or the folder of checkpoints is another one; a
+                Ray of its own on this machine has too few cores; or the global batch does not fit.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))
@@ -106,6 +112,28 @@ class Ray:
             key = "monitors.model_checkpoint.dirpath"
             allowed = f"{folder}, where a restarted run looks for them"
             raise ConfigError(key=key, value=saver["dirpath"], allowed=allowed)
+        if self.cluster == "local":
+            most = min(most, self._check_cores())
+        check_global_batch(values, least, most)
+
+    def _check_cores(self) -> int:
+        """Reject more workers than a Ray of this machine alone will ever have cores for; return how many."""
+        from lightning_eff.core.machine import num_cores  # imports torch
+
+        cores, (least, most) = num_cores(), self.bounds
+        room = cores // self.cpus
+        if least <= room:
+            return room
+        elsewhere = "launch.address=auto  # a running cluster"
+        if not room:
+            allowed = f"at most {cores}: this machine has {cores} cores"
+            remedies = ["launch.cpus=1", elsewhere]
+            raise ConfigError(key="launch.cpus", value=self.cpus, allowed=allowed, remedies=remedies)
+        is_fixed = isinstance(self.workers, int)
+        each = f", and a worker gets {self.cpus} (launch.cpus)" if self.cpus > 1 else ""
+        allowed = f"at most {room}{'' if is_fixed else ' as the least'}: this machine has {cores} cores{each}"
+        remedies = [f"launch.workers={room if is_fixed else f'[{room},{most}]'}", elsewhere]
+        raise ConfigError(key="launch.workers", value=self.workers, allowed=allowed, remedies=remedies)
 
     def run(
         self, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path

@@ -25,6 +25,14 @@ def test_versions_are_the_installed_ones_in_plain_types(monkeypatch: pytest.Monk
     assert machine.machine_info(CPU)["no-such-package-at-all"] == "not installed"
 
 
+def test_cores_are_divided_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    assert [machine.num_cores(n) for n in (1, 4, 12, 100)] == [12, 3, 1, 1]
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: None)
+    assert machine.num_cores() == 1
+
+
 @pytest.mark.parametrize(
     ("device", "names"), [("cpu", ("CXX", "g++", "clang++")), ("cuda", ("CC", "gcc", "clang"))]
 )

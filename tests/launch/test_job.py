@@ -106,6 +106,19 @@ def test_tasks_that_do_not_fit_are_refused_with_what_does(
         ({"num_nodes": "auto"}, {"NODE_RANK": "0"}, ""),
         ({"num_nodes": "auto"}, {"NODE_RANK": "0", "MASTER_ADDR": "a"}, "try: trainer.num_nodes=1 (it is"),
         ({"num_nodes": 2}, {"PET_NNODES": "1:4"}, "PET_NNODES='1:4': expected torchrun"),
+        ({"devices": 1, "num_nodes": "auto"}, {"WORLD_SIZE": "1", "RANK": "0"}, ""),
+        ({"devices": 1, "num_nodes": 4}, {"WORLD_SIZE": "4", "NODE_RANK": "2"}, ""),
+        ({"devices": 4, "num_nodes": 1}, {"WORLD_SIZE": "4"}, ""),
+        (
+            {"devices": 1, "num_nodes": "auto"},
+            {"WORLD_SIZE": "4", "RANK": "2"},
+            "WORLD_SIZE='4': expected torchrun",
+        ),
+        (
+            {"devices": 2},
+            {"WORLD_SIZE": "4", "RANK": "2"},
+            "try: env -u WORLD_SIZE -u RANK lightning-eff train",
+        ),
     ],
 )
 def test_a_machine_of_several_does_not_train_alone(
@@ -215,3 +228,23 @@ def test_the_ranks_of_each_attempt_meet_at_an_address_of_their_own(monkeypatch: 
         assert found == [Path(attempt)] * 2
         assert int(os.environ["MASTER_PORT"]) != store.port
         assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "rank", "error", "is_reported"),
+    [
+        ("0", 0, ConfigError("x", 1, allowed="2"), True),
+        ("3", 0, ConfigError("x", 1, allowed="2"), False),
+        ("3", 1, ConfigError("x", 1, allowed="2"), True),
+        ("3", 1, RuntimeError("of one rank"), False),
+    ],
+)
+def test_each_attempt_under_torchrun_says_why_it_failed(
+    restarts: str, rank: int, error: Exception, is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own summary comes after the last; a setting that all ranks refuse is printed by one of them."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setattr(train, "tell_parent", lambda error: True)
+    with pytest.raises(type(error)), train.told_to_parent(Launch("lightning", rank)):
+        raise error
+    assert error.__dict__["is_reported"] is is_reported

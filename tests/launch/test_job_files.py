@@ -72,13 +72,15 @@ def test_words_are_those_that_were_typed_whatever_is_in_them(command: Command) -
 
 
 def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts(command: Command) -> None:
-    _, script, _ = command("launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3", "data.batch_size=1")
+    _, script, _ = command(
+        "launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3", "data.batch_size=1"
+    )
     lines = script.splitlines()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4"} <= set(lines)
     (run,) = (line for line in lines if line.startswith("srun"))
     assert shlex.split(run)[2:] == [
-        "lightning-eff", "train", "zero2", "seed=3", "data.batch_size=1", "trainer.devices=auto", "trainer.accelerator=gpu",
-        "ckpt_path=auto",
+        "lightning-eff", "train", "zero2", "seed=3", "data.batch_size=1", "trainer.devices=auto",
+        "trainer.accelerator=gpu", "ckpt_path=auto",
     ]  # fmt: skip
     _, script, _ = command("launch", "slurm", "zero2", "ckpt_path=last")
     assert "#SBATCH --ntasks-per-node=2\n" in script, "the recipe's two CPUs"

@@ -39,10 +39,14 @@ def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": 0}, "workers=0: expected a number of at least 1"),
-        ({"workers": [1, 2, 3]}, r"workers=\[1, 2, 3\]: expected a number"),
-        ({"workers": [2, 1]}, r"workers=\[2, 1\]: expected a number"),
-        ({"cpus": 0}, "cpus=0: expected a number of at least 1"),
+        ({"workers": 0}, "workers=0: expected a whole number of at least 1, or a list of 2"),
+        (
+            {"workers": [1, 2, 3]},
+            r"workers=\[1, 2, 3\]: expected a whole number of at least 1, or a list of 2",
+        ),
+        ({"workers": [2, 1]}, r"workers=\[2, 1\]: expected the least and then the most, as in"),
+        ({"workers": "a"}, "workers='a': expected a whole number of at least 1, or a list of 2"),
+        ({"cpus": 0}, "cpus=0: expected a whole number of at least 1"),
         ({"max_failures": -2}, "max_failures=-2: expected at least 0, or -1"),
     ],
 )
@@ -71,8 +75,9 @@ def test_settings_that_cannot_be_used_are_rejected(options: dict[str, Any], text
     ],
 )
 def test_what_contradicts_the_run_is_rejected_before_ray_starts(
-    options: dict[str, Any], changed: dict[str, Any], text: str
+    options: dict[str, Any], changed: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lightning_eff.core.machine.num_cores", lambda: 4)
     values = {"trainer": {"devices": "auto", "accelerator": "auto"}, "run_dir": "out"}
     values["trainer"] = {**values["trainer"], **changed.get("trainer", {})}
     values |= {key: value for key, value in changed.items() if key != "trainer"}
@@ -82,6 +87,77 @@ def test_what_contradicts_the_run_is_rejected_before_ray_starts(
     with pytest.raises(ConfigError) as raised:
         Ray(**options).check(values)
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": 6}, ""),
+        ({"workers": [1, 1000]}, ""),
+        ({"workers": 1000, "address": "auto"}, ""),
+        ({"workers": 3, "cpus": 2}, ""),
+        (
+            {"workers": 1000},
+            "launch.workers=1000: expected at most 6: this machine has 6 cores\n  try: launch.workers=6\n",
+        ),
+        (
+            {"workers": [4, 9], "cpus": 2},
+            "launch.workers=[4, 9]: expected at most 3 as the least: this machine has 6 cores, and a worker "
+            "gets 2 (launch.cpus)\n  try: launch.workers=[3,9]\n",
+        ),
+        (
+            {"cpus": 7},
+            "launch.cpus=7: expected at most 6: this machine has 6 cores\n  try: launch.cpus=1\n",
+        ),
+    ],
+)
+def test_a_ray_of_this_machine_starts_no_more_workers_than_it_has_cores_for(
+    options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("lightning_eff.core.machine.num_cores", lambda: 6)
+    values = {"trainer": {"devices": "auto"}, "run_dir": "out"}
+    if not text:
+        Ray(**options).check(values)
+        return
+    with pytest.raises(ConfigError) as raised:
+        Ray(**options).check(values)
+    assert str(raised.value) == f"{text}  try: launch.address=auto  # a running cluster"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    Ray(**options).check(values)
+
+
+def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_go_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_eff.core.machine.num_cores", lambda: 3)
+    values: dict[str, Any] = {"trainer": {}, "run_dir": "out"}
+    values["data"] = {"_target_": "lightning_eff.data.text.Text", "batch_size": 4}
+    values["callbacks"] = {"gradient_accumulation": {"global_batch_size": 16}}
+    Ray(workers=[1, 2]).check(values)
+    with pytest.raises(ConfigError, match="=16: expected a multiple of 24, to fit any of 1 to 3 ranks"):
+        Ray(workers=[1, 4]).check(values)  # of which this machine has cores for three
+    with pytest.raises(ConfigError, match=r"expected a multiple of 32 .*\n  try: data.batch_size=2\n"):
+        Ray(workers=8, address="auto").check(values)
+    Ray(workers=8, address="auto").check(values | {"data": {"_target_": "mine.Data", "batch_size": 4}})
+
+
+def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+
+    def run(self: Ray, train: Any, words: list[str], folder: Path) -> dict[str, Any]:
+        started.append(words)
+        return {}
+
+    monkeypatch.setattr(Ray, "run", run)
+    monkeypatch.setattr("lightning_eff.core.machine.num_cores", lambda: 2)
+    own = ["data.batch_size=4", f"output_root={tmp_path}"]
+    code, _, log = command("train", "fsdp2", "launch=ray", "launch.workers=[1,2]", *own)
+    assert code == 0, log
+    assert started[0][-2:] == ["trainer.devices=auto", "trainer.num_nodes=auto"]
+    assert command("train", "fsdp2", "launch=ray", "launch.workers=1", "trainer.devices=2", *own)[0] == 2
 
 
 @pytest.mark.parametrize("started", [Launch("torchrun", 0, 2, 2), Launch("lightning")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,8 +125,34 @@ def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         with worker.output_file(tmp_path, 0, "stdout").open("a") as file:
             file.write(text)
         worker.output_file(tmp_path, 1, "stderr").write_text("rank 1: three\n")
-        driver._print_new(tmp_path, printed)
+        driver._print_new(tmp_path, printed, {"stdout": sys.stdout, "stderr": sys.stderr})
     assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")
+
+
+def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
+        driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
+
+
+def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with driver._first_lines() as streams:
+        sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
+        streams["stdout"].write("{}\n")
+    assert capsys.readouterr() == ("{}\n", "(raylet) Raylet is terminated.\n")
+
+
+def test_a_signal_ends_a_run_that_waits_for_room(
+    in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Waiting:
+        fit = threading.Event().wait
+
+    torch: Any = SimpleNamespace(TorchTrainer=lambda *_, **__: Waiting)
+    train: Any = in_worker
+    train.ScalingConfig = train.RunConfig = train.FailureConfig = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "ray.train.torch", torch)
+    assert driver._fit(Ray(), {}, tmp_path, [signal.SIGINT]) is None
 
 
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:

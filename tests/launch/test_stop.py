@@ -21,7 +21,9 @@ LAUNCHERS = {
     "own": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
-STOPPED_LINE = "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
+STOPPED_LINE = (
+    "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
+)
 FAULTY = """
 import os, signal, time
 from pathlib import Path

@@ -7,7 +7,6 @@ state. Only a map-style dataset can be tried: a stream would be consumed.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -41,13 +40,6 @@ class WorkerChoice:
     num_workers: int
     seconds_per_batch: dict[int, float]  # by number of workers; 0 is this process
     reason: str = ""  # why workers were not tried, or not trusted; empty if they were
-
-
-def num_cores(num_processes: int = 1) -> int:
-    """Return the cores that each of several processes on this machine may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, cores // num_processes)
 
 
 def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice | None:

@@ -6,17 +6,20 @@ Ray's `fit` runs in a thread, so that signals are handled at once, and so that R
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from typing_extensions import override
 
 from lightning_eff.core.errors import (
     EXIT_FAILED,
@@ -26,7 +29,9 @@ from lightning_eff.core.errors import (
     RankError,
     root_cause_line,
 )
+from lightning_eff.core.machine import num_cores
 from lightning_eff.launch._ray.worker import FOLDER, code_file, error_file, output_file, stop_file, work
+from lightning_eff.launch.job import make_folder
 from lightning_eff.launch.ranks import STOPPED, first_failure, handled
 
 if TYPE_CHECKING:
@@ -52,6 +57,7 @@ def run(
     """Train in workers of Ray; arguments, result and errors are those of `Ray.run`."""
     shared = folder / FOLDER
     shutil.rmtree(shared, ignore_errors=True)
+    make_folder(folder.parent)
     shared.mkdir(parents=True)
     stop_file(folder).touch()
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # else Ray resumes from it
@@ -60,10 +66,10 @@ def run(
     config = {"train": train, "words": list(words), "folder": str(folder), "cwd": str(Path.cwd())}
     try:
         # Twice: Ray sets a handler of its own while it starts, and loses a KeyboardInterrupt.
-        with _forwarded(folder) as early, _started(options), _forwarded(folder):
-            error = None if early else _fit(options, config, folder)
+        with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
+            error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
-        stopped = 128 + early[0] if early else 0
+        stopped = next((128 + number for number in (*early, *later)), 0)
         code = int(code_file(folder).read_text()) if code_file(folder).is_file() else stopped
     finally:
         shutil.rmtree(shared, ignore_errors=True)
@@ -82,13 +88,11 @@ def run(
 def _started(options: Ray) -> Generator[None]:
     """Start a Ray of our own, or connect to a running cluster; end all processes of the former."""
     ray: Any = importlib.import_module("ray")
-    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = options.cluster
     keywords: dict[str, Any] = {}
     if address == "local":
-        # As many workers as were asked for also on fewer cores, like ranks that the command starts.
-        needed = options.bounds[0] * options.cpus
         keywords = {
-            "num_cpus": max(os.cpu_count() or 1, needed),
+            "num_cpus": num_cores(),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
         }
@@ -144,8 +148,11 @@ def _forwarded(folder: Path) -> Generator[list[int]]:
         yield received
 
 
-def _fit(options: Ray, config: dict[str, Any], folder: Path) -> BaseException | None:
-    """Run the workers, and print meanwhile what they print; return Ray's error."""
+def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[int]) -> BaseException | None:
+    """Run the workers, and print meanwhile what they print; return Ray's error.
+
+    Ends at once when a signal is received that no worker is there to read: Ray waits for room.
+    """
     train: Any = importlib.import_module("ray.train")
     least, most = options.bounds
     trainer = importlib.import_module("ray.train.torch").TorchTrainer(
@@ -173,22 +180,40 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path) -> BaseException | 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
     printed: dict[Path, int] = {}
-    while thread.is_alive():
-        thread.join(POLL_S)
-        _print_new(folder, printed)
-    _print_new(folder, printed)
+    with _first_lines() as streams:
+        while thread.is_alive() and not (received and not _num_ranks(folder)):
+            thread.join(POLL_S)
+            _print_new(folder, printed, streams)
+        _print_new(folder, printed, streams)
     return errors[0] if errors else None
 
 
-def _print_new(folder: Path, printed: dict[Path, int]) -> None:
+class _FirstLines(io.StringIO):
+    """Standard output while Ray prints to it, which tells of a lost machine with pages of counters."""
+
+    @override
+    def write(self, text: str, /) -> int:
+        if text.strip():
+            sys.stderr.write(f"{text.strip().splitlines()[0]}\n")
+        return len(text)
+
+
+@contextmanager
+def _first_lines() -> Generator[dict[str, TextIO]]:
+    """Keep standard output for the run's own; yield it, and the standard error."""
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    with redirect_stdout(_FirstLines()):
+        yield streams
+
+
+def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, TextIO]) -> None:
     """Print what the ranks have printed since the last call; `printed` has the bytes of each file so far."""
-    for stream in ("stdout", "stderr"):
+    for stream, target in streams.items():
         for file in sorted((folder / FOLDER).glob(output_file(folder, 0, stream).name.replace("0", "*"))):
             with file.open("rb") as opened:
                 opened.seek(printed.get(file, 0))
                 text = opened.read()
             printed[file] = printed.get(file, 0) + len(text)
-            target = getattr(sys, stream)
             target.write(text.decode(errors="replace"))
             target.flush()
 

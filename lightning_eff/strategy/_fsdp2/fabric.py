@@ -36,10 +36,15 @@ _LATER = "model = fabric.setup_module(model), then build the optimizer and fabri
 class ReductionControl:
     """What `fabric.no_backward_sync` asks; Lightning's own leaves reduction off after `enabled=False`."""
 
+    def __init__(self) -> None:
+        self.is_in_window = False
+        """Whether there may be gradients that a later backward pass is to reduce."""
+
     @contextmanager
     def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:  # noqa: FBT001
         """Return a context without gradient reduction; full gradients stay on each rank."""
         module.set_requires_gradient_sync(not enabled)
+        self.is_in_window = enabled
         try:
             yield
         finally:
@@ -93,7 +98,8 @@ class FSDP2Fabric(ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.reshard_after_forward = reshard_after_forward
         self.checkpoints = checkpoints
-        self._backward_sync_control: Any = ReductionControl()
+        self._reduction = ReductionControl()
+        self._backward_sync_control: Any = self._reduction
         self._divergence: list[RankDivergenceCheck] = []
 
     # Lightning's raise errors: its strategy writes checkpoints itself.
@@ -126,6 +132,7 @@ class FSDP2Fabric(ModelParallelStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
+        checks.check_set_up_with(checks.FSDP2, optimizers)
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
             inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -157,6 +164,13 @@ class FSDP2Fabric(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        has_gradients = any(tensor.grad is not None for group in groups for tensor in group["params"])
+        if self._reduction.is_in_window and not has_gradients and keywords.get("closure") is None:
+            problem = "optimizer.step has no gradients: the window of no_backward_sync is not complete"
+            last = "with fabric.no_backward_sync(model, enabled=not is_last): around each backward pass"
+            raise checks.conflict(checks.FSDP2, problem, last)
+        self._reduction.is_in_window = False
         result = super().optimizer_step(optimizer, **keywords)
         with for_fabric():
             for check in self._divergence:

@@ -151,3 +151,16 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
         problem += "in float32, which batch norm cannot compute with"
         buffer_dtype = "strategy.config.data_types.buffer_dtype=bf16"
         raise conflict(ZERO, problem, "precision=fp32", "strategy=fsdp2", buffer_dtype)
+
+
+def check_step(closure: object, *, has_gradients: bool) -> None:
+    """Reject a step of a loop that DeepSpeed fails in, without saying why.
+
+    Raises:
+        ConflictError: It has a closure, or there was no backward pass since the last step.
+    """
+    order = "fabric.backward(loss), then optimizer.step()"
+    if closure is not None:
+        raise conflict(ZERO, "DeepSpeed's step takes no closure", order, "FSDP2Fabric()")
+    if not has_gradients:
+        raise conflict(ZERO, "optimizer.step has no gradients since the last step", order)

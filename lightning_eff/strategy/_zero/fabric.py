@@ -27,26 +27,12 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.remedies import for_fabric
 from lightning_eff.strategy._shared import fabric_checkpoint
+from lightning_eff.strategy._shared.checks import check_set_up_with
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
 from lightning_eff.strategy._zero import checks, optimizer, parameters, zero_config
 from lightning_eff.strategy._zero.partitions import PartitionedState
 from lightning_eff.strategy._zero.precision import FabricZeroPrecision
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
-
-
-class EngineOptimizer(Optimizer):
-    """DeepSpeed's optimizer as a loop has it: groups to schedule, gradients to discard; Fabric steps it."""
-
-    def __init__(self, zero: Any) -> None:  # pyright: ignore[reportMissingSuperCall] - the tensors are DeepSpeed's
-        self.zero = zero
-
-    param_groups: Any = property(lambda self: self.zero.param_groups)
-    state: Any = property(lambda self: self.zero.state)
-    defaults = property(lambda self: self.zero.optimizer.defaults)
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        optimizer.discard_gradients(self.zero)
 
 
 class ReductionControl:
@@ -112,6 +98,7 @@ class ZeroFabric(DeepSpeedStrategy):
         self._guard: parameters.ParameterGuard | None = None
         self._divergence: RankDivergenceCheck | None = None
         self._rejects_nonfinite = False
+        self._has_gradients = False
 
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
@@ -172,6 +159,7 @@ class ZeroFabric(DeepSpeedStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         self._check_module(module, is_trained=True)
+        check_set_up_with(checks.ZERO, optimizers)
         if len(optimizers) != 1:
             problem = f"DeepSpeed steps one optimizer, not {len(optimizers)}"
             raise checks.conflict(checks.ZERO, problem, "parameter groups of one optimizer", "FSDP2Fabric()")
@@ -191,7 +179,7 @@ class ZeroFabric(DeepSpeedStrategy):
         self._guard = parameters.ParameterGuard(module, calls_hooks=False)
         gathers, ordered = self.stage == 3, self.stage > 1
         self._divergence = RankDivergenceCheck(checks.ZERO, module, gathers=gathers, ordered=ordered)
-        return engine, [EngineOptimizer(engine.optimizer)], scheduler
+        return engine, [optimizer.EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
 
     def _check_module(self, module: nn.Module, *, is_trained: bool) -> None:
         if self._deepspeed_engine is not None and (is_trained or self.stage == 3):
@@ -210,12 +198,19 @@ class ZeroFabric(DeepSpeedStrategy):
     def discard_gradients(self) -> None:
         """Discard the gradients since the last step."""
         optimizer.discard_gradients(self.model.optimizer)
+        self._has_gradients = False
+
+    @override
+    def backward(self, *arguments: Any, **keywords: Any) -> None:
+        super().backward(*arguments, **keywords)
+        self._has_gradients = True
 
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
         del optimizer
+        checks.check_step(keywords.get("closure"), has_gradients=self._has_gradients)
+        self._has_gradients = False
         engine: Any = self.model
-        zero = engine.optimizer
         with for_fabric():
             if self._guard is not None:
                 self._guard.check()
@@ -225,16 +220,16 @@ class ZeroFabric(DeepSpeedStrategy):
             # The engine: Lightning 2.6 passes it only if it looks like an optimizer, which 0.19's does not.
             result = super().optimizer_step(engine, **keywords)
         finally:
-            zero.custom_loss_scaler, zero.clip_grad = False, 0.0
+            engine.optimizer.custom_loss_scaler, engine.optimizer.clip_grad = False, 0.0
             rejects, self._rejects_nonfinite = self._rejects_nonfinite, False
-        if self._guard is not None:
-            self._guard.begin()
         with for_fabric():
+            if self._guard is not None:
+                self._guard.begin()
             if self._divergence is not None:
                 self._divergence.compare()
         # A scaler of float16 has skipped the step, and will lower its scale.
         if rejects and not self.precision.precision.startswith("16"):
-            norm = float(zero._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
+            norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):
                 text = "the norm of the gradients is not finite; error_if_nonfinite=False would go on"
                 raise RuntimeError(text)
@@ -262,8 +257,11 @@ class ZeroFabric(DeepSpeedStrategy):
         remedies = [f"fabric.clip_gradients(model, optimizer, max_norm={clip_val})", "FSDP2Fabric()"]
         raise ConfigError(key="clip_val", value=clip_val, allowed=allowed, remedies=remedies)
 
-    def sharded_state(self, _: Optimizer | None = None) -> PartitionedState:
+    def sharded_state(self, optimizer: Optimizer | None = None) -> PartitionedState:
         """Return the tensors of the model and of its optimizer."""
+        if optimizer is not None and not self._groups:
+            problem = f"{type(optimizer).__name__} was not set up, and has no state yet"
+            raise checks.conflict(checks.ZERO, problem, "fabric.setup(model, optimizer) before save and load")
         return PartitionedState(self.model, self._groups)
 
     @override

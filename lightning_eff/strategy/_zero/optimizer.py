@@ -7,6 +7,7 @@ silently computes something else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning.pytorch.core.optimizer import (
     _MockOptimizer,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
@@ -80,3 +82,21 @@ def discard_gradients(zero: Any) -> None:
     if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
         zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
         zero.micro_step_id = -1  # the next backward replaces what is offloaded
+
+
+class EngineOptimizer(Optimizer):
+    """DeepSpeed's optimizer as a loop has it: groups to schedule, gradients to discard; Fabric steps it."""
+
+    def __init__(  # pyright: ignore[reportMissingSuperCall] - the tensors are DeepSpeed's
+        self, zero: Any, discard_gradients: Callable[[], None]
+    ) -> None:
+        self.zero = zero
+        self._discard_gradients = discard_gradients
+
+    param_groups: Any = property(lambda self: self.zero.param_groups)
+    state: Any = property(lambda self: self.zero.state)
+    defaults = property(lambda self: self.zero.optimizer.defaults)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._discard_gradients()

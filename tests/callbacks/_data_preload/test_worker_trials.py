@@ -169,11 +169,3 @@ def test_batches_have_the_loaders_size_however_it_makes_them() -> None:
         worker_trials.choose_num_workers(loader, max_workers=0, budget_s=60.0)
         asked.append(dataset.asked[:4])
     assert asked == [[0, 3, 4, 5], [0, 3, 4, 5], [0, 3, 4, 5], [0, 1, 2, 3]]
-
-
-def test_cores_are_divided_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_trials.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
-    assert [worker_trials.num_cores(n) for n in (1, 4, 12, 100)] == [12, 3, 1, 1]
-    monkeypatch.delattr(worker_trials.os, "sched_getaffinity")
-    monkeypatch.setattr(worker_trials.os, "cpu_count", lambda: None)
-    assert worker_trials.num_cores() == 1
