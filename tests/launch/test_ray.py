@@ -137,7 +137,7 @@ def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_go_on_with(
     Ray(workers=[1, 2]).check(values)
     with pytest.raises(ConfigError, match="=16: expected a multiple of 24, to fit any of 1 to 3 ranks"):
         Ray(workers=[1, 4]).check(values)  # of which this machine has cores for three
-    with pytest.raises(ConfigError, match=r"expected a multiple of 32 .*\n  try: data.batch_size=2\n"):
+    with pytest.raises(ConfigError, match=r"expected a multiple of 32 .*\n  try: batch_size=2\n"):
         Ray(workers=8, address="auto").check(values)
     Ray(workers=8, address="auto").check(values | {"data": {"_target_": "mine.Data", "batch_size": 4}})
 
