@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_eff.config.folders import check_inside
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 
 GRID = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
@@ -64,13 +64,16 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
 
     They are spelled and ordered as by Hydra 1.3's BasicSweeper, so that its runs can use what was composed
     for them. For a grid these are its runs; a search takes few of the combinations, so that each value is
-    checked once. Ranges are left out: runs that a sweeper chooses are checked when they start.
+    checked once, and of an interval its start. What a sweeper chooses is checked when it starts.
+
+    Raises:
+        UsageError: A grid has an interval.
 
     Example:
         >>> runs_to_check(["seed=1,2", "precision=fp32"], is_grid=True)
         [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
         >>> runs_to_check(["seed=1,2", "a=3,4", "b=interval(0,1)"], is_grid=False)
-        [['seed=1', 'a=3'], ['seed=2', 'a=3'], ['seed=1', 'a=4']]
+        [['seed=1', 'a=3', 'b=0'], ['seed=2', 'a=3', 'b=0'], ['seed=1', 'a=4', 'b=0']]
     """
     choices: dict[str, list[str]] = {}
     for item in parse_overrides(lines):
@@ -79,6 +82,13 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
             choices[key] = [f"{key}={value}" for value in item.sweep_string_iterator()]
         elif not item.is_sweep_override():
             choices[key] = [f"{key}={item.get_value_element_as_str()}"]
+        elif is_grid:
+            text = f"{str(item.input_line).lstrip('+')}: an interval is for a sweeper that searches"
+            text += f"\n  try: hydra/sweeper=optuna {METRIC}=val_loss"
+            raise UsageError(text)
+        else:
+            interval: Any = item.value()
+            choices[key] = [f"{key}={interval.start}"]
     if is_grid:
         return [list(combination) for combination in itertools.product(*choices.values())]
     first = {key: values[0] for key, values in choices.items()}
@@ -95,7 +105,9 @@ def sweep_of(cfg: DictConfig, lines: Sequence[str], num_runs: int) -> Sweep:
         num_runs: Of a grid.
     """
     section: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-    shared = (item for item in parse_overrides(lines) if not item.is_sweep_override())
+    parsed = parse_overrides(lines)
+    swept = {item.get_key_element() for item in parsed if item.is_sweep_override()}
+    shared = (item for item in parsed if item.get_key_element() not in swept)
     fixed = frozenset(f"{item.get_key_element()}={item.get_value_element_as_str()}" for item in shared)
     count = num_runs if section["_target_"] == GRID else section.get("n_trials")
     return Sweep(Path(str(cfg.hydra.sweep.dir)).resolve(), section["_target_"], count, fixed)
