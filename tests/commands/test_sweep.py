@@ -61,10 +61,10 @@ def result_of(done: JobReturn) -> Any:
 
 
 @pytest.fixture
-def search() -> Iterator[list[str]]:
+def search(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Return the overrides that let `Search` choose the runs."""
     plugins = Plugins.instance()
-    Search.__module__ = "hydra_plugins.stand_in"  # Hydra instantiates no sweeper from elsewhere
+    monkeypatch.setattr(Plugins, "is_in_toplevel_plugins_module", lambda *_: True)
     plugins.register(Search)
     name = f"{Search.__module__}.{Search.__name__}"
     yield [f"hydra.sweeper._target_={name}", "+hydra.sweeper.returned=returned.json"]
