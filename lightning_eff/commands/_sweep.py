@@ -54,7 +54,8 @@ def last_value(report: Mapping[str, Any], metric: str) -> float:
 def say_metric(report: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Log the metric of a run outside of a sweep, where nothing reads it; return the report with it."""
     value: Any = report.get("metrics", {}).get(metric)
-    said = f"{float(value):.6g}" if value is not None else f"not among {', '.join(report.get('metrics', ()))}"
+    logged = ", ".join(report.get("metrics", ())) or "no metric"
+    said = f"{float(value):.6g}" if value is not None else f"was not logged, but {logged}"
     log.info("%s: %s %s; only the sweepers of -m read it", METRIC, metric, said)
     return {**report, METRIC: {"name": metric, "value": value}}
 

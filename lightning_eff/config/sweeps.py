@@ -73,7 +73,7 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
         >>> runs_to_check(["seed=1,2", "precision=fp32"], is_grid=True)
         [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
         >>> runs_to_check(["seed=1,2", "a=3,4", "b=interval(0,1)"], is_grid=False)
-        [['seed=1', 'a=3', 'b=0'], ['seed=2', 'a=3', 'b=0'], ['seed=1', 'a=4', 'b=0']]
+        [['seed=1', 'a=3', 'b=0.0'], ['seed=2', 'a=3', 'b=0.0'], ['seed=1', 'a=4', 'b=0.0']]
     """
     choices: dict[str, list[str]] = {}
     for item in parse_overrides(lines):
