@@ -141,7 +141,7 @@ def test_rows_of_other_processes_decide_the_exit_code_and_are_told_from_an_earli
     with pytest.raises(KeyboardInterrupt):
         _sweep.run_sweep(sweep, stop, [], as_json=True)
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["number"], row["status"], row["folder"]) == (1, "stopped", row["folder"])
+    assert (row["number"], row["status"], row["reason"]) == (1, "stopped", "")
 
 
 def test_the_first_failure_elsewhere_is_raised_with_its_remedy_and_place(tmp_path: Path) -> None:
