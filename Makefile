@@ -40,9 +40,9 @@ setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when t
 .venv/triton-3.6: | .venv/setup.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
-# Half a gigabyte with what it needs: only for the tests that start jobs of Ray, or of SLURM by submitit.
+# Half a gigabyte with what it needs: only for the tests that start jobs of Ray, and sweeps by plugins of Hydra.
 .venv/ray.stamp: .venv/setup.stamp
-	$(PIP) --editable '.[test,ray,slurm]'
+	$(PIP) --editable '.[test,ray,slurm,joblib,optuna]'
 	@touch $@
 
 .venv/check.stamp: .venv/setup.stamp

@@ -24,6 +24,7 @@ FABRICS_DEEPSPEED = "lightning.fabric.strategies:DeepSpeedStrategy"
 FABRICS_FSDP2 = "lightning.fabric.strategies:ModelParallelStrategy"
 # module:attribute, and what its source has
 SOURCES = [
+    ("hydra._internal.core_plugins.basic_sweeper:BasicSweeper.split_arguments", "itertools.product"),
     ("lightning.pytorch.plugins.precision:Precision._after_closure", "on_before_optimizer_step"),
     (
         "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",

@@ -15,11 +15,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_eff.commands import _parser
+from lightning_eff.commands import _parser, _sweep
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.resolution import resolve_config
+from lightning_eff.config.sweeps import METRIC, Sweep
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
@@ -28,6 +29,7 @@ from lightning_eff.core.errors import (
     ConflictWarning,
     NoEffectWarning,
     SlowPathWarning,
+    SweepRunError,
     exit_code,
     is_out_of_memory,
     root_cause_line,
@@ -71,7 +73,7 @@ def told_to_parent(launch: Launch) -> Generator[None]:
 
 def _train(options: argparse.Namespace, launch: Launch) -> int:
     if options.multirun:
-        check_sweep(launch, options.recipe, options.overrides, as_json=options.json)
+        check_sweep(launch, options.recipe)
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
         if (options.cfg or options.info) and not options.multirun:
@@ -81,20 +83,21 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
         job = _Job(app.recipe, app.path, app.chain)
         if options.multirun:
-            app.check_sweep()
-            app.sweep(job)
+            job.sweep = app.check_sweep()
+            _sweep.run_sweep(job.sweep, lambda: app.sweep(job), job.failures, as_json=options.json)
+            return EXIT_OK
+        composed = app.check()
+        if starts_ranks(composed.values):
+            job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
         else:
-            composed = app.check()
-            if starts_ranks(composed.values):
-                job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
-            else:
-                run_dir = job.prepare(app, composed, options.overrides)
-                if not job.reports:  # else an earlier run has finished it
-                    app.run(job, run_dir, save_config=not launch.rank)
+            run_dir = job.prepare(app, composed, options.overrides)
+            if not job.reports:  # else an earlier run has finished it
+                app.run(job, run_dir, save_config=not launch.rank)
+    metric = composed.values.get(METRIC)
+    if job.reports and metric is not None and RUN_DIR not in os.environ:  # there, the parent says it
+        job.reports[0] = _sweep.say_metric(job.reports[0], metric)
     if options.json and not launch.rank:
-        print_json(job.reports[0] if len(job.reports) == 1 else {"rows": job.reports})
-    for failure in job.failures[1:]:
-        sys.stderr.write(f"error: {root_cause_line(failure)}\n")
+        print_json(job.reports[0] if job.reports else {"rows": []})
     if job.failures:
         raise job.failures[0]
     return EXIT_OK
@@ -144,6 +147,7 @@ class _Job:
         self.chain = chain
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
+        self.sweep: Sweep | None = None
         self._prepared: Any = None
         self._memory = host_memory.host_memory_limit()
         self._home_pid = os.getpid()
@@ -186,18 +190,49 @@ class _Job:
         return run_dir
 
     @keep_overrides()
-    def __call__(self, cfg: DictConfig) -> None:
-        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it."""
+    def __call__(self, cfg: DictConfig) -> float | None:
+        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it.
+
+        Returns:
+            The last value of the metric that a sweep optimizes.
+
+        Raises:
+            BaseException: A run was stopped, which ends the sweep; or one failed whose sweeper reads what
+                runs return. Other failures are kept in `failures` and, of a sweep, in its rows.
+        """
         from hydra.core.hydra_config import HydraConfig
 
-        if any(exit_code(failure) in STOPPED for failure in self.failures):
-            return  # the rest of a sweep that was stopped
         hydra = HydraConfig.get()
-        is_remote = os.getpid() != self._home_pid
-        if is_remote:
+        if os.getpid() != self._home_pid:
             configure_logging(Launch.of())
-        folder = Path(hydra.runtime.output_dir)
-        overrides = list(hydra.overrides.task)
+        folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        sweep, metric = self.sweep, cfg.get(METRIC)
+        if sweep is None or Launch.of().rank:
+            self._run_kept(cfg, overrides, folder)
+            return None
+        if any(isinstance(failure, ConfigError) and failure.key == METRIC for failure in self.failures):
+            return None  # which no later run would log either
+        row = _sweep.Row(sweep, hydra.job.num, overrides, folder)
+        report, failure = self._run_kept(cfg, overrides, folder)
+        value = None
+        if metric is not None and failure is None:
+            try:
+                value = _sweep.last_value(report, metric)
+            except (ConfigError, SweepRunError) as error:
+                failure = error
+                self.failures.append(error)
+        row.end(report, metric, failure)
+        is_read = metric is not None and not sweep.is_grid
+        if failure is not None and exit_code(failure) in STOPPED:
+            raise failure
+        if failure is not None and is_read:  # as a class that can be pickled
+            raise SweepRunError(root_cause_line(failure), exit_code(failure))
+        return value
+
+    def _run_kept(
+        self, cfg: DictConfig, overrides: list[str], folder: Path
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        """Run one job; return its report and what it failed with, and keep both."""
         try:
             self.reports.append(self._run(cfg, overrides, folder))
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
@@ -207,8 +242,8 @@ class _Job:
                 path.write_text("".join(traceback.format_exception(error)))
                 error.__dict__["error_log"] = str(path)
             self.failures.append(self._explain(error, overrides))
-        if self.failures and is_remote:
-            raise self.failures[0]  # the launcher sends it to the process that started the sweep
+            return {}, self.failures[-1]
+        return self.reports[-1], None
 
     def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
         from lightning_eff import run

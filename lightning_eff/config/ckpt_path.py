@@ -90,7 +90,7 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         folder = next(inside, None)
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
-    own = ("ckpt_path", "run_dir", "output_root", "launch", "logger")
+    own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric")
     settings = {key: portable(value) for key, value in values.items() if key not in own}
     trainer = settings.get("trainer")
     if isinstance(trainer, dict) and trainer.get("num_nodes") == "auto":

@@ -33,9 +33,18 @@ from yaml import YAMLError
 from lightning_eff.config import hydra_errors
 from lightning_eff.config.folders import check_inside
 from lightning_eff.config.hydra_section import check_hydra
-from lightning_eff.config.overrides import allow_new_keys, parse_overrides, sweep
+from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
+from lightning_eff.config.sweeps import (
+    GRID,
+    Sweep,
+    check_metric,
+    check_storage,
+    lines_of,
+    runs_to_check,
+    sweep_of,
+)
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path
 from lightning_eff.core.remedies import keep_overrides
@@ -155,22 +164,30 @@ class RecipeApp:
         return self._cfg
 
     @keep_overrides()
-    def check_sweep(self) -> None:
+    def check_sweep(self) -> Sweep:
         """Compose and check each run of a sweep, except those that a sweeper plugin chooses later."""
         cfg = self._compose(self._lines, RunMode.MULTIRUN)
+        check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
         hydra_overrides = list(cfg.hydra.overrides.hydra)
-        for job in sweep(list(cfg.hydra.overrides.task)):
+        with _explained():
+            lines = lines_of(cfg)
+            sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+        jobs = runs_to_check(lines, is_grid=sweeper["_target_"] == GRID)
+        for job in jobs:
             # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
-            self._check(self._compose([*hydra_overrides, *job]), parse_overrides(job))
+            composed = self._check(self._compose([*hydra_overrides, *job]), parse_overrides(job))
+            check_metric(sweeper, composed.values)
+            check_storage(sweeper, Path(composed.values["output_root"]).resolve())
+        return sweep_of(cfg, lines, len(jobs))
 
-    def run(self, job: Callable[[DictConfig], None], run_dir: Path, *, save_config: bool) -> None:
+    def run(self, job: Callable[[DictConfig], float | None], run_dir: Path, *, save_config: bool) -> None:
         """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
         self._hydra.run(self.recipe, job, self._lines)
 
-    def sweep(self, job: Callable[[DictConfig], None]) -> None:
+    def sweep(self, job: Callable[[DictConfig], float | None]) -> None:
         """Let Hydra run every job of the sweep."""
         self._hydra.multirun(self.recipe, job, self._lines)
 
@@ -191,7 +208,7 @@ class RecipeApp:
 
     def _check(self, cfg: DictConfig, overrides: Sequence[Override], run_dir: Path | None = None) -> Composed:
         cfg = copy.deepcopy(cfg)  # Hydra runs the original
-        try:
+        with _explained():
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             folders: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
             if run_dir is not None:
@@ -202,13 +219,20 @@ class RecipeApp:
                 cfg.hydra.runtime.output_dir = str(folder)  # which `${run_dir}` refers to
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, self.chain)
-        except OmegaConfBaseException as error:
-            key = error.full_key or "config"
-            needs = f"this recipe needs a value from you\n  try: {key}=..."
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
-            raise UsageError(text) from error
         return Composed(values, folder, folders["dir"] == RUN_DIR, self.chain)
+
+
+@contextmanager
+def _explained() -> Generator[None]:
+    """Turn an error of OmegaConf into one that names the key."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        key = error.full_key or "config"
+        needs = f"this recipe needs a value from you\n  try: {key}=..."
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
+        raise UsageError(text) from error
 
 
 class _SharedLoader:

@@ -15,15 +15,23 @@ from lightning_eff.core.errors import EnvironmentLacksError, UsageError, suggest
 JOB_FILES = {"slurm": "slurm", "k8s": "k8s", "kubernetes": "k8s"}
 """What a user may choose as a launcher, and the kind of job file that `launch` prints for it."""
 
+PLUGINS = {
+    "hydra/launcher/submitit": ("slurm", "launcher for SLURM"),
+    "hydra/launcher/joblib": ("joblib", "launcher for several runs at once"),
+    "hydra/sweeper/optuna": ("optuna", "sweeper that searches with Optuna"),
+}
+"""Options of Hydra's plugins: the extra that installs each, and what it is."""
+
 
 def missing_file(
     error: MissingConfigException, path: RecipePath, chain: RecipeChain
 ) -> UsageError | EnvironmentLacksError:
     """Return the error for an option, or a recipe behind one, that does not exist, with the nearest name."""
     wanted = str(error.missing_cfg_file)
-    if wanted.startswith("hydra/launcher/submitit"):
-        text = f"{wanted}: hydra's launcher for SLURM is missing\n  try: pip install 'lightning-eff[slurm]'"
-        return EnvironmentLacksError(text)
+    for begin, (extra, about) in PLUGINS.items():
+        if wanted.startswith(begin):
+            text = f"{wanted}: hydra's {about} is missing\n  try: pip install 'lightning-eff[{extra}]'"
+            return EnvironmentLacksError(text)
     where = f"{chain.missing[wanted]}: " if wanted in chain.missing else ""
     group, _, option = wanted.rpartition("/")
     if not group:

@@ -17,6 +17,8 @@ from lightning_eff.core.errors import ConfigError, suggest_name
 
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
+CALLED = "hydra.sweeper.custom_search_space"
+"""Where Optuna's sweeper takes the name of a function."""
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
 """Keys from which Python's logging builds classes, or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
@@ -40,6 +42,8 @@ def check_hydra(section: Any) -> None:
             raise ConfigError(key, target, allowed=allowed)
     for path, key, value in walk_leaves(section, "hydra"):
         owner = path.removesuffix("._target_")
+        if path == CALLED and value is not None:
+            raise ConfigError(path, value, allowed="null: no function is called by its name")
         if isinstance(value, str) and _MAKES_A_MAPPING.match(value):
             raise ConfigError(path, value, allowed="a value, or the name of one in ${}")
         if LOG_CLASSES.match(path) or (key == "_target_" and owner not in (*HYDRA_PLUGINS, SAMPLER)):

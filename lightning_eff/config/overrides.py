@@ -1,8 +1,7 @@
-"""Parse Hydra overrides, extend what they may set, and expand a sweep."""
+"""Parse Hydra overrides, and extend what they may set."""
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -113,23 +112,3 @@ def _is_choice(item: Override) -> bool:
 def _options_of(item: Override) -> list[Any]:
     value = item.value()
     return value if isinstance(value, list) else [value]
-
-
-def sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep over lists of values.
-
-    They are spelled and ordered as by Hydra 1.3's BasicSweeper, so that its runs can use what was composed
-    for them. Ranges, which a sweeper plugin searches, are left out: their runs are checked when they start.
-
-    Example:
-        >>> sweep(["seed=1,2", "precision=fp32"])
-        [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
-    """
-    choices: dict[str, list[str]] = {}
-    for item in parse_overrides(overrides):
-        key = item.get_key_element()
-        if item.is_discrete_sweep():
-            choices[key] = [f"{key}={value}" for value in item.sweep_string_iterator()]
-        elif not item.is_sweep_override():
-            choices[key] = [f"{key}={item.get_value_element_as_str()}"]
-    return [list(combination) for combination in itertools.product(*choices.values())]

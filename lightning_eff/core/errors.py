@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_eff.core.remedies import format_remedies
 
 EXIT_OK = 0
@@ -112,6 +114,23 @@ class RankError(Exception):
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+class SweepRunError(Exception):
+    """A run of a sweep failed in another process, or returned nothing to its sweeper.
+
+    Args:
+        text: What the run said, with the place of its traceback.
+        exit_code: Its own.
+    """
+
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.exit_code)
 
 
 class RunOutOfMemoryError(Exception):

@@ -8,7 +8,7 @@ or trains the same run several times.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -208,20 +208,15 @@ def check_not_started(launch: Launch) -> None:
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
 
-def check_sweep(launch: Launch, recipe: str, overrides: Iterable[str], *, as_json: bool) -> None:
-    """Reject a sweep in several processes, and `--json` for runs in jobs of SLURM.
+def check_sweep(launch: Launch, recipe: str) -> None:
+    """Reject a sweep in several processes.
 
     Raises:
-        UsageError: It is one of these; the text has the command that works.
+        UsageError: It is one; the text has the command that works.
     """
     if (launch.num_tasks or 1) > 1:
         text = f"-m in {launch.num_tasks} processes of {launch.by}: each of them would run the whole sweep"
         text += f"\n  try: lightning-eff train {recipe} -m ...  # each run starts its own ranks"
-        raise UsageError(text)
-    remote = [line for line in overrides if line.startswith("hydra/launcher=submitit")]
-    if as_json and remote:
-        text = f"--json: runs of {remote[0]} end in other processes; "
-        text += "their reports are efficiency.json in their folders"
         raise UsageError(text)
 
 

@@ -115,6 +115,7 @@ OVERRIDES: dict[str, str] = {
     "hydra.launcher=${hydra.sweeper}": "hydra.launcher._target_='${hydra.sweeper}': expected a Launcher",
     "hydra.sweeper=7": "hydra.sweeper._target_=7: expected a Sweeper",
     "+hydra.launcher.x._target_=os.system": "hydra.launcher.x._target_='os.system': expected no class here",
+    "+hydra.sweeper.custom_search_space=os.system": "custom_search_space='os.system': expected null",
     "+hydra.sweeper.x=${oc.create:a}": "hydra.sweeper.x='${oc.create:a}': expected a value",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,8 @@ import pytest
 from lightning_eff.commands import train
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import ConfigError, UsageError
+from lightning_eff.config.sweeps import Sweep
+from lightning_eff.core.errors import ConfigError, SweepRunError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import job
 from lightning_eff.launch.job import (
@@ -143,15 +145,14 @@ def test_train_refuses_before_anything_is_built(
     assert not Path("outputs").exists()
 
 
-ELSEWHERE = ["hydra/launcher=submitit_slurm"]
-
-
 @pytest.mark.parametrize(
     ("environment", "words", "expected", "messages"),
     [
         (TORCHRUN, [], 2, ("each of them would run the whole sweep", "try: lightning-eff train lm -m ...")),
         ({}, ["hydra/launcher=submitit_missing"], 3, ("try: pip install 'lightning-eff[slurm]'",)),
-        ({}, [*ELSEWHERE, "--json"], 2, ("their reports are efficiency.json in their folders",)),
+        ({}, ["hydra/launcher=joblib_missing"], 3, ("try: pip install 'lightning-eff[joblib]'",)),
+        ({}, ["hydra/sweeper=optuna_missing"], 3, ("try: pip install 'lightning-eff[optuna]'",)),
+        ({}, ["model.dropout=interval(0,1)"], 2, ("hydra/sweeper=optuna optimized_metric=val_loss",)),
     ],
 )
 def test_sweeps_that_cannot_be_are_refused_with_what_works(
@@ -167,7 +168,7 @@ def test_sweeps_that_cannot_be_are_refused_with_what_works(
     assert all(message in err for message in messages), err
 
 
-def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
+def test_a_job_that_was_taken_elsewhere_leaves_what_went_wrong_as_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hydra.core.hydra_config import HydraConfig
@@ -175,18 +176,24 @@ def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
 
     monkeypatch.setattr(train, "configure_logging", lambda _: None)
     task = ["trainer.max_steps=0", f"output_root={tmp_path}"]
-    section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
+    section: dict[str, Any] = {"runtime": {"output_dir": str(tmp_path / "0")}, "job": {"num": 0}}
+    section["overrides"] = {"task": task}
     (tmp_path / "0").mkdir()
     with recipe_app("baseline", task) as app:
         cfg, chain = app.config(), app.chain
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
     here = train._Job("baseline", RecipePath(), chain)
-    here(cfg)
-    assert len(here.failures) == 1, "a sweep here goes on with the next job"
-    there = pickle.loads(pickle.dumps(train._Job("baseline", RecipePath(), chain)))
+    here.sweep = Sweep(tmp_path, fixed=frozenset(task[1:]))
+    there = pickle.loads(pickle.dumps(here))
     there._home_pid = -1
-    with pytest.raises(ConfigError, match=r"trainer\.max_steps=0"):
-        there(cfg)
+    assert there(cfg) is None, "a grid goes on with its next job"
+    row = json.loads((tmp_path / "rows" / "0.json").read_text())
+    assert (row["status"], row["exit_code"], row["overrides"]) == ("failed", 2, task[:1])
+    assert row["reason"].startswith("trainer.max_steps=0: expected")
+    there.sweep = Sweep(tmp_path, sweeper="my.Search")
+    with pytest.raises(SweepRunError, match=r"trainer\.max_steps=0") as raised:
+        there(OmegaConf.merge(cfg, {"optimized_metric": "val_loss"}))
+    assert pickle.loads(pickle.dumps(raised.value)).exit_code == 2
 
 
 def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,148 @@
+"""Describe a sweep before its first run: folder, number of runs, what they share, what reads their results.
+
+Hydra's own sweeper runs a grid and ignores what runs return. Optuna's chooses the next run by it: its runs
+need `optimized_metric`, and end with an error where they have none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_eff.config.folders import check_inside
+from lightning_eff.config.overrides import parse_overrides
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+
+GRID = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
+METRIC, MONITOR = "optimized_metric", "efficiency_report"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that is about to start."""
+
+    folder: Path
+    sweeper: str = GRID
+    """Class of Hydra's sweeper."""
+    num_runs: int | None = None
+    """Exact for a grid, at most so many for Optuna, and None where the sweeper does not say."""
+    fixed: frozenset[str] = frozenset()
+    """Overrides that all runs share, as Hydra spells them."""
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether its runs are known before it starts, and their results are not read."""
+        return self.sweeper == GRID
+
+    def varied(self, overrides: Iterable[str]) -> list[str]:
+        """Return what one run does not share with the others.
+
+        Example:
+            >>> Sweep(Path(), fixed=frozenset(["seed=1"])).varied(["seed=1", "++optimizer.lr=0.1"])
+            ['optimizer.lr=0.1']
+        """
+        return [line.lstrip("+") for line in overrides if line not in self.fixed]
+
+
+def lines_of(cfg: DictConfig) -> list[str]:
+    """Return the overrides of a sweep as its sweeper reads them: those in its own parameters come first."""
+    params: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+    own = params.get("params") or {} if isinstance(params, Mapping) else {}
+    return [*(f"{key}={value}" for key, value in own.items()), *cfg.hydra.overrides.task]
+
+
+def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
+    """Return the overrides of runs in which every value of a sweep over lists occurs.
+
+    They are spelled and ordered as by Hydra 1.3's BasicSweeper, so that its runs can use what was composed
+    for them. For a grid these are its runs; a search takes few of the combinations, so that each value is
+    checked once, and of an interval its start. What a sweeper chooses is checked when it starts.
+
+    Raises:
+        UsageError: A grid has an interval.
+
+    Example:
+        >>> runs_to_check(["seed=1,2", "precision=fp32"], is_grid=True)
+        [['seed=1', 'precision=fp32'], ['seed=2', 'precision=fp32']]
+        >>> runs_to_check(["seed=1,2", "a=3,4", "b=interval(0,1)"], is_grid=False)
+        [['seed=1', 'a=3', 'b=0.0'], ['seed=2', 'a=3', 'b=0.0'], ['seed=1', 'a=4', 'b=0.0']]
+    """
+    choices: dict[str, list[str]] = {}
+    for item in parse_overrides(lines):
+        key = item.get_key_element()
+        if item.is_discrete_sweep():
+            choices[key] = [f"{key}={value}" for value in item.sweep_string_iterator()]
+        elif not item.is_sweep_override():
+            choices[key] = [f"{key}={item.get_value_element_as_str()}"]
+        elif is_grid:
+            text = f"{str(item.input_line).lstrip('+')}: an interval is for a sweeper that searches"
+            text += f"\n  try: hydra/sweeper=optuna {METRIC}=val_loss"
+            raise UsageError(text)
+        else:
+            interval: Any = item.value()
+            choices[key] = [f"{key}={interval.start}"]
+    if is_grid:
+        return [list(combination) for combination in itertools.product(*choices.values())]
+    first = {key: values[0] for key, values in choices.items()}
+    others = [{**first, key: value} for key, values in choices.items() for value in values[1:]]
+    return [list(run.values()) for run in (first, *others)]
+
+
+def sweep_of(cfg: DictConfig, lines: Sequence[str], num_runs: int) -> Sweep:
+    """Return the sweep of a composed config, whose runs have been checked.
+
+    Args:
+        cfg: The sweep's own config; its folder gets the time of this call.
+        lines: What `lines_of` returns for it.
+        num_runs: Of a grid.
+    """
+    section: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+    parsed = parse_overrides(lines)
+    swept = {item.get_key_element() for item in parsed if item.is_sweep_override()}
+    shared = (item for item in parsed if item.get_key_element() not in swept)
+    fixed = frozenset(f"{item.get_key_element()}={item.get_value_element_as_str()}" for item in shared)
+    count = num_runs if section["_target_"] == GRID else section.get("n_trials")
+    return Sweep(Path(str(cfg.hydra.sweep.dir)).resolve(), section["_target_"], count, fixed)
+
+
+def check_metric(sweeper: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Reject runs that cannot return what their sweeper needs.
+
+    Raises:
+        ConfigError: `optimized_metric` is null for Optuna, or set without the monitor that keeps metrics.
+    """
+    metric = values.get(METRIC)
+    if metric is None and str(sweeper["_target_"]).startswith(OPTUNA):
+        allowed = "the name of a metric that the runs log: Optuna chooses the next run by it"
+        remedies = [f"{METRIC}=val_loss"]
+        raise ConfigError(METRIC, metric, allowed=allowed, remedies=remedies)
+    if metric is not None and not (values.get("monitors") or {}).get(MONITOR):
+        allowed = f"null without the monitor {MONITOR}, which keeps what a run has logged"
+        raise ConfigError(METRIC, metric, allowed=allowed, remedies=[f"+monitors={MONITOR}"])
+
+
+def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
+    """Reject a database for Optuna's study outside of `root`, or one that this Optuna cannot write.
+
+    Raises:
+        ConfigError: It is a file outside.
+        EnvironmentLacksError: Optuna before 3, which the plugin installs, and SQLAlchemy 2.
+    """
+    storage = sweeper.get("storage")
+    if not isinstance(storage, str) or not str(sweeper["_target_"]).startswith(OPTUNA):
+        return
+    key = "hydra.sweeper.storage"
+    if storage.startswith("sqlite:///"):
+        check_inside(key, storage.removeprefix("sqlite:///"), root)
+    if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
+        text = f"{key}={storage!r}: Optuna {version('optuna')} cannot write it with SQLAlchemy 2"
+        text += "\n  try: pip install 'optuna>=4'  # although its plugin asks for less than 3"
+        raise EnvironmentLacksError(text)

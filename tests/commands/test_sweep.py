@@ -1,0 +1,176 @@
+"""Sweeps: what a run returns to a sweeper that searches, and rows of runs in other processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import DictConfig
+
+from lightning_eff.commands import _sweep
+from lightning_eff.config.sweeps import OPTUNA, Sweep, check_metric, check_storage
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SweepRunError
+from tests.support.command_line import Command
+
+MINE = """
+from lightning_eff.models.gpt import GPT
+
+class Picky(GPT):
+    def training_step(self, batch, batch_idx):
+        if self.hparams['dropout'] > 0.4:
+            raise RuntimeError('no dropout, please')
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log('mine', float('nan') if self.hparams['dropout'] else 0.5)
+"""
+
+
+class Search(Sweeper):
+    """Starts a run for each value, one after another, and reads what it returns, as searching plugins do."""
+
+    def __init__(self, returned: str, **_: Any) -> None:
+        self.returned = Path(returned)
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        keywords: Any = {"hydra_context": hydra_context, "task_function": task_function}
+        self.launcher = Plugins.instance().instantiate_launcher(config=config, **keywords)
+
+    def sweep(self, arguments: list[str]) -> None:
+        values = arguments[-1].partition("=")[2].split(",")
+        results: list[Any] = []
+        for number, value in enumerate(values):
+            run = (*arguments[:-1], f"{arguments[-1].partition('=')[0]}={value}")
+            (done,) = self.launcher.launch([run], initial_job_idx=number)
+            results.append(result_of(done))
+        self.returned.write_text(json.dumps(results))
+
+
+def result_of(done: JobReturn) -> Any:
+    try:
+        return done.return_value
+    except SweepRunError as error:
+        return str(error)
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Return the overrides that let `Search` choose the runs."""
+    plugins = Plugins.instance()
+    monkeypatch.setattr(Plugins, "is_in_toplevel_plugins_module", lambda *_: True)
+    plugins.register(Search)
+    name = f"{Search.__module__}.{Search.__name__}"
+    yield [f"hydra.sweeper._target_={name}", "+hydra.sweeper.returned=returned.json"]
+    plugins.class_name_to_class.pop(name)
+    plugins.plugin_type_to_subclass_list[Sweeper].remove(Search)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+def test_a_search_gets_the_last_value_of_each_run_and_an_error_for_one_that_has_none(
+    tiny: list[str], search: list[str], command: Command
+) -> None:
+    Path("mine.py").write_text(MINE)
+    words = ["train", "baseline", *tiny, *search, "model._target_=mine.Picky", "optimized_metric=mine"]
+    _, out, err = command(*words, "-m", "model.dropout=0.0,0.5,0.1", code=1)
+    nan = "optimized_metric: mine is nan at the end of the run"
+    assert json.loads(Path("returned.json").read_text()) == [0.5, "RuntimeError: no dropout, please", nan]
+    rows = [line.split(maxsplit=4) for line in out.splitlines()]
+    assert [row[:3] for row in rows] == [
+        ["run", "overrides", "mine"], ["0", "model.dropout=0.0", "0.5"], ["1", "model.dropout=0.5", "-"],
+        ["2", "model.dropout=0.1", "nan"],
+    ]  # fmt: skip
+    assert rows[2][4].endswith("failed: RuntimeError: no dropout, please")
+    assert rows[3][4].endswith(f"failed: {nan}")
+    assert "error: RuntimeError: no dropout, please" in err
+
+
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+def test_a_metric_that_no_run_logs_ends_a_sweep_after_its_first_and_harms_no_single_run(
+    tiny: list[str], command: Command
+) -> None:
+    words = ["train", "baseline", *tiny, "optimized_metric=val_los"]
+    _, out, err = command(*words, "-m", "seed=1,2", code=2)
+    assert "optimized_metric='val_los': expected one that the run logs: train_loss, val_loss" in err
+    assert len(out.splitlines()) == 2, "a header and the first run"
+    _, out, err = command("train", "baseline", *tiny, "optimized_metric=val_loss", "--json", code=0)
+    report = json.loads(out)
+    assert report["optimized_metric"] == {"name": "val_loss", "value": report["metrics"]["val_loss"]}
+    assert "only the sweepers of -m read it" in err
+
+
+def test_rows_of_other_processes_decide_the_exit_code_and_are_told_from_an_earlier_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(tmp_path, num_runs=3, fixed=frozenset(["++trainer.max_steps=2"]))
+
+    def begun(number: int) -> _sweep.Row:
+        overrides = [f"seed={number}", "++trainer.max_steps=2"]
+        return _sweep.Row(sweep, number, overrides, tmp_path / str(number))
+
+    begun(7)  # of an earlier sweep in this folder
+
+    def start() -> None:
+        report = {"metrics": {"train_loss": 0.25}, "measured": {"samples_per_s": 8.0, "peak_bytes": 2048}}
+        begun(0).end(report, None, None)
+        begun(1)  # and killed
+        error = ConfigError("seed", 2, allowed="less", remedies=["seed=1"])
+        error.__dict__["error_log"] = "2/error.log"
+        begun(2).end({}, None, error)
+
+    with pytest.raises(SweepRunError, match=r"^its process ended without a message$") as caught:
+        _sweep.run_sweep(sweep, start, [], as_json=False)
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().out == (
+        " run  overrides  train_loss  samples/s  peak     status\n"
+        " 0    seed=0     0.25        8.0        2.0 KiB  finished\n"
+        " 1    seed=1     -           -          -        failed: its process ended without a message\n"
+        " 2    seed=2     -           -          -        failed: seed=2: expected less\n"
+    )
+
+    def stop() -> None:
+        begun(1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _sweep.run_sweep(sweep, stop, [], as_json=True)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["number"], row["status"], row["reason"]) == (1, "stopped", "")
+
+
+def test_the_first_failure_elsewhere_is_raised_with_its_remedy_and_place(tmp_path: Path) -> None:
+    def start() -> None:
+        error = ConfigError("seed", 2, allowed="less", remedies=["seed=1"])
+        error.__dict__["error_log"] = "0/error.log"
+        _sweep.Row(Sweep(tmp_path), 0, [], tmp_path).end({}, None, error)
+
+    with pytest.raises(SweepRunError) as caught:
+        _sweep.run_sweep(Sweep(tmp_path), start, [], as_json=True)
+    assert str(caught.value) == "seed=2: expected less (traceback: 0/error.log)\n  try: seed=1"
+    assert caught.value.exit_code == 2
+
+
+def test_what_optuna_needs_is_checked_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optuna, monitors = {"_target_": f"{OPTUNA}optuna_sweeper.OptunaSweeper"}, {"efficiency_report": {"a": 1}}
+    with pytest.raises(ConfigError, match=r"optimized_metric=None: expected the name of a metric"):
+        check_metric(optuna, {"optimized_metric": None, "monitors": monitors})
+    with pytest.raises(ConfigError, match=r"without the monitor efficiency_report"):
+        check_metric({"_target_": "x"}, {"optimized_metric": "val_loss", "monitors": {}})
+    check_metric(optuna, {"optimized_metric": "val_loss", "monitors": monitors})
+    versions = {"optuna": "2.10.1", "sqlalchemy": "2.1.9"}
+    monkeypatch.setattr("lightning_eff.config.sweeps.version", versions.__getitem__)
+    with pytest.raises(ConfigError, match=r"expected a folder under output_root"):
+        check_storage(optuna | {"storage": f"sqlite:///{tmp_path}.db"}, tmp_path)
+    inside = optuna | {"storage": f"sqlite:///{tmp_path}/study.db"}
+    with pytest.raises(EnvironmentLacksError, match=r"try: pip install 'optuna>=4'"):
+        check_storage(inside, tmp_path)
+    versions["optuna"] = "5.0.0"
+    check_storage(inside, tmp_path)

@@ -1,0 +1,91 @@
+"""Sweeps by Hydra's plugins for joblib and Optuna, which `make test-full` installs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.command_line import TINY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+joblib, optuna = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"], ["hydra/sweeper=optuna"]
+MINE = """
+from lightning_eff.models.gpt import GPT
+
+class Picky(GPT):
+    def training_step(self, batch, batch_idx):
+        if self.hparams['dropout'] == 0.5:
+            raise RuntimeError('no dropout, please')
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def sweep(folder: Path, *words: str, expected: int) -> tuple[str, str]:
+    """Run `train baseline -m` in `folder`; return its standard output and error."""
+    (folder / "mine.py").write_text(MINE)
+    program = [sys.executable, "-m", "lightning_eff", "train", "baseline", "-m", *TINY]
+    program += ["model._target_=mine.Picky", "optimized_metric=val_loss", *words]
+    keywords: Any = {"cwd": folder, "capture_output": True, "text": True}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, env=env, check=False, **keywords)
+    assert done.returncode == expected, done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def values_of(folder: Path) -> list[float | None]:
+    """Return the metric that the report of each run has, None for a run without one."""
+    (runs,) = folder.glob("outputs/baseline/sweep_*")
+    numbers = sorted(int(path.name) for path in runs.iterdir() if path.name.isdecimal())
+    reports = [json.loads((runs / str(number) / "efficiency.json").read_text()) for number in numbers]
+    return [report["metrics"].get("val_loss") for report in reports]
+
+
+def test_runs_at_once_are_rows_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    out, err = sweep(tmp_path, *joblib, "model.dropout=0.0,0.5,0.1", "--json", expected=1)
+    rows = json.loads(out)["rows"]
+    assert [(row["overrides"], row["status"]) for row in rows] == [
+        (["model.dropout=0.0"], "finished"),
+        (["model.dropout=0.5"], "failed"),
+        (["model.dropout=0.1"], "finished"),
+    ]
+    assert rows[1]["reason"] == "RuntimeError: no dropout, please"
+    values = [row["optimized_metric"]["value"] for row in rows]
+    assert [values[0], values[2]] == [values_of(tmp_path)[0], values_of(tmp_path)[2]]
+    assert err.count("(2 of 3): model.dropout=0.5") == 1
+    assert "error: RuntimeError: no dropout, please (traceback: " in err
+
+
+def test_optuna_optimizes_the_last_value_and_goes_on_after_failures_that_it_may_have(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["optimizer.lr=tag(log,interval(0.001,0.1))", "hydra.sweeper.n_trials=3", "model.dropout=0.0"]
+    out, err = sweep(tmp_path, *optuna, *words, "hydra.sweeper.sampler.seed=1", expected=0)
+    (file,) = tmp_path.rglob("optimization_results.yaml")
+    values = values_of(tmp_path)
+    assert yaml.safe_load(file.read_text())["best_value"] == min(values)
+    assert [line.split()[2] for line in out.splitlines()[1:4]] == [f"{value:.6g}" for value in values]
+    assert out.splitlines()[4].startswith("best: optimizer.lr=0.0")
+    assert "run 2 (3 of at most 3): optimizer.lr=0.0" in err
+
+
+def test_optuna_with_joblib_counts_a_failed_run_and_maximizes(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["model.dropout=choice(0.0,0.5,0.1)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=3"]
+    words += ["hydra/sweeper/sampler=grid", "hydra.sweeper.direction=maximize"]
+    out, _ = sweep(
+        tmp_path, *optuna, *joblib, *words, "hydra.sweeper.max_failure_rate=0.5", "--json", expected=1
+    )
+    rows = json.loads(out)["rows"]
+    found = {row["overrides"][0]: row["optimized_metric"]["value"] for row in rows}
+    assert sorted(found) == ["model.dropout=0.0", "model.dropout=0.1", "model.dropout=0.5"]
+    assert found.pop("model.dropout=0.5") is None
+    (file,) = tmp_path.rglob("optimization_results.yaml")
+    assert yaml.safe_load(file.read_text())["best_value"] == max(found.values())
