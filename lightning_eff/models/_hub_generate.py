@@ -35,7 +35,7 @@ def generation_options(
     """
     own: Any = model.generation_config.eos_token_id
     ends = {*stop_ids, *(own if isinstance(own, list) else [] if own is None else [own])}
-    # All are set: else those of the model's config would hold, and transformers' own top_k is 50.
+    # All are set: else those of the model's config would hold, or without sampling be warned of.
     sampling = {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
     options = (
         {"do_sample": True, **sampling} if temperature else {"do_sample": False, **dict.fromkeys(sampling)}

@@ -37,6 +37,12 @@ def test_the_likeliest_tokens_are_left(options: dict[str, float], kept: list[int
     assert torch.equal(found[0, kept], LOGITS[0, kept] / temperature)
 
 
+def test_one_token_is_left_however_small_the_probability_is() -> None:
+    """In float32, where 1 - 1e-9 is 1."""
+    found = filter_logits(torch.zeros(1, 9), temperature=1.0, top_p=1e-9)
+    assert int(found.isfinite().sum()) == 1
+
+
 @pytest.mark.parametrize("top_k", [None, 1, 7])
 @pytest.mark.parametrize("top_p", [None, 0.3, 0.95])
 def test_options_mean_what_they_mean_in_transformers(top_k: int | None, top_p: float | None) -> None:
