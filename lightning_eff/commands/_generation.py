@@ -192,8 +192,8 @@ class _Tokenizer:
             text = f"generate: {error}"
             raise UsageError(text) from error
         name = type(self._data).__name__
-        text = f"generate: --chat needs a chat template, and neither the tokenizer of {name} has one"
-        text += " nor was it trained on conversations\n  try: without --chat"
+        text = f"generate: --chat needs a chat template: the tokenizer of {name} has none"
+        text += ", and its texts are no conversations\n  try: without --chat"
         text += "\n  try: data=chat, if that is what the run was trained with" if self._training else ""
         raise UsageError(text)
 

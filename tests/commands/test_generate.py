@@ -105,7 +105,7 @@ def test_a_gpt_writes_what_its_weights_say(trained: Trained, command: Command) -
     assert ["def f" + text for text in found["texts"]] == [trained.text] * 2
     err = command("generate", str(folder), "--prompt", "def function_1_1(x)" * 9, code=2)[2]
     assert "tokens: expected at most 16, which is the context of the model" in err
-    assert "PythonSource has one" in command("generate", str(folder), *ASKED, "--chat", code=2)[2]
+    assert "PythonSource has none" in command("generate", str(folder), *ASKED, "--chat", code=2)[2]
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, "nothing new"
 
 
@@ -219,7 +219,7 @@ def test_an_adapted_model_of_transformers_answers_by_its_template(
     base: Any = run.make("model", yaml.safe_load((folder / run.RESOLVED).read_text())["model"])
     base.configure_model()
     assert expected("the cat", base) != plain, "the adapter makes a difference"
-    assert "Text has one" in command("generate", str(folder), *asked, "--chat", code=2)[2]
+    assert "Text has none" in command("generate", str(folder), *asked, "--chat", code=2)[2]
     chat = [*asked, "--chat", "data.field=messages", "--system", "be brief"]
     found = json.loads(command("generate", str(folder), *chat, code=0)[1])
     answer = expected("system:\nbe brief\nuser:\nthe cat\nassistant:\n")
