@@ -30,8 +30,7 @@ from typing_extensions import override
 
 from lightning_eff.models._hub import check_weights, load_failure_message, read_config
 from lightning_eff.models._hub_generate import Streamer, generation_options
-from lightning_eff.models._sampling import TEMPERATURE
-from lightning_eff.models.gpt import IGNORED_TARGET, mean_cross_entropy
+from lightning_eff.models.gpt import IGNORED_TARGET, TEMPERATURE, mean_cross_entropy
 
 log = logging.getLogger(__name__)
 
