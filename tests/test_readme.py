@@ -162,7 +162,7 @@ def test_every_command_runs(
         extra: list[str] = []
         if words[1] == "compare":
             extra = ["--steps", "6", *([] if "--only" in words else ["--only", "baseline"]), *tiny]
-        if words[1] in ("train", "validate", "test", "predict") and "--cfg" not in words:
+        if words[1] in ("train", "validate", "test", "predict", "generate") and "--cfg" not in words:
             given = {word.partition("=")[0] for word in words}
             extra = [word for word in tiny if word.partition("=")[0] not in given]
             if {"full_finetune", "qlora", "long_context"} & {*words}:

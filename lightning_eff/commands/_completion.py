@@ -50,7 +50,7 @@ def complete(words: Sequence[str]) -> list[str]:
         known = _parser.option_names(parsers[words[0]]) if words[0] in parsers else []
     elif words[0] == "ls":
         known = [entry.name for entry in [*catalog.recipes(), *catalog.options()]]
-    elif len(words) == 2 + is_on_cluster:
+    elif len(words) == 2 + is_on_cluster or words[0] == "report":
         known = [entry.name for entry in catalog.recipes()]
         folder = Path(start) if start.endswith("/") else Path(start).parent
         files = [path for path in folder.glob("*") if path.is_dir() or path.suffix == ".yaml"]

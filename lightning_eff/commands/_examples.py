@@ -75,4 +75,15 @@ A restarted job goes on from its newest checkpoint: the output root must be shar
   lightning-eff predict mine.yaml                     into predictions/ of the run's folder
   lightning-eff predict mine.yaml trainer.devices=2   a file for each rank, with the samples' indices
 """,
+    "report": """
+  lightning-eff report lm                                  the newest run of lm: its report, and its page anew
+  lightning-eff report lm lora                             the newest run of each, side by side
+  lightning-eff report outputs/lm/sweep_2026-11-21_10-00-00-000000     all runs of a sweep
+""",
+    "generate": """
+  lightning-eff generate lm --prompt 'def '                the likeliest continuation
+  lightning-eff generate lm --prompt 'def ' --temperature 0.8 --top-p 0.95 --num-samples 3
+  lightning-eff generate qlora model.name=NAME data=chat --chat --prompt 'Who are you?'
+  lightning-eff generate outputs/lm/2026-11-21_10-00-00-000000 ckpt_path=best --prompt-file start.txt
+""",
 }

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from lightning_eff import __version__
 from lightning_eff.commands._examples import EXAMPLES
-from lightning_eff.commands._recipe_file import find_recipe
+from lightning_eff.commands._recipe_file import OF_RUNS, find_recipe
+from lightning_eff.commands._run_options import add_generate, add_report
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 from lightning_eff.core.text import parse_bytes
@@ -23,7 +24,7 @@ from lightning_eff.core.text import parse_bytes
 RECIPE, OPTIONAL_RECIPE = "RECIPE [overrides]", "[RECIPE] [overrides]"
 CLUSTERS = ("slurm", "k8s")
 ON_CLUSTER = f"{'|'.join(CLUSTERS)} {RECIPE}"
-RUN_OR_RECIPE, COPY = "RUN|RECIPE [overrides]", "RECIPE FILE"
+RUN_OR_RECIPE, COPY, RUNS = "RUN|RECIPE [overrides]", "RECIPE FILE", "RUN..."
 OF_RECIPES = (RECIPE, OPTIONAL_RECIPE, ON_CLUSTER, RUN_OR_RECIPE, COPY)
 ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
@@ -130,13 +131,13 @@ def _launch(add: Add) -> None:
 TAKES = {
     "launch": ON_CLUSTER,
     **dict.fromkeys(("train", "plan", "compare", "tune"), RECIPE),
-    **dict.fromkeys(("validate", "test", "predict"), RUN_OR_RECIPE),
-    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN", "cp": COPY,
+    **dict.fromkeys(OF_RUNS, RUN_OR_RECIPE),
+    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN", "cp": COPY, "report": RUNS,
 }  # fmt: skip
 """Words besides options; any other verb takes none."""
 OPTIONS = {
     "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "bench": _bench, "export": _export,
-    "launch": _launch, "doctor": _doctor,
+    "launch": _launch, "doctor": _doctor, "report": add_report, "generate": add_generate,
 }  # fmt: skip
 
 
@@ -195,9 +196,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     Returns:
         The options, `verb`, and `arguments` (the words after it). A verb of recipes has `recipe`, the word
-        `given` for it and `overrides`, any other one `word`, which is empty when it is left out. The folder
-        of a recipe that is named by its file comes first in `config_dir`; a run's folder, which is in `run`,
-        has such a file.
+        `given` for it and `overrides`, one of runs `words`, any other one `word`, empty if it is left out.
+        The folder of a recipe that is named by its file comes first in `config_dir`; a run's folder, which
+        is in `run`, has such a file.
 
     Raises:
         UsageError: There is an unknown option, no recipe, no such file, or a word too many.
@@ -222,6 +223,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.kind = rest.pop(0) if rest else ""
         if options.kind not in CLUSTERS:
             parser.error(f"expected {' or '.join(CLUSTERS)} first, not {options.kind!r}")
+    elif takes == RUNS:
+        options.words = rest
+        return options
     elif takes not in OF_RECIPES:
         for word in rest[1 if takes else 0 :]:
             parser.error(f"unknown argument {word!r}")

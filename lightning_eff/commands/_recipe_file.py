@@ -9,6 +9,8 @@ from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, check_path, suggest_name
 
 SUFFIX = ".yaml"
+OF_RUNS = ("validate", "test", "predict", "generate")
+"""Verbs that take a run's folder in place of a recipe."""
 
 
 def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, list[str]]:
@@ -47,7 +49,7 @@ def _missing(verb: str, word: str, file: Path) -> str:
     if path.is_dir():
         names = suggest_name("", found).replace("there are: ", "it has: ").replace("there are", "it has")
         kind = f"a run's folder, which would have a {catalog.RESOLVED}, nor a recipe's file"
-        kind = f"neither {kind}" if verb in ("validate", "test", "predict") else "not a recipe's file"
+        kind = f"neither {kind}" if verb in OF_RUNS else "not a recipe's file"
         return f"{word} is a folder, {kind}; of recipes {names}"
     if path.suffix == ".yml" and path.is_file():
         return f"{word}: a recipe's file ends in {SUFFIX}\n  try: mv {word} {path.with_suffix(SUFFIX)}"

@@ -1,4 +1,4 @@
-"""Find the checkpoint that `validate`, `test` and `predict` evaluate: `last`, `best` or a path."""
+"""Find the checkpoint that `validate`, `test`, `predict` and `generate` load: `last`, `best` or a path."""
 
 from __future__ import annotations
 

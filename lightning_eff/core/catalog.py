@@ -15,7 +15,7 @@ OPTIONAL_GROUPS = ("launch",)
 """Groups of one option that no recipe needs to list."""
 RESOLVED = "resolved.yaml"
 """File in a run's folder with the values it was built from: a recipe without defaults, which `export`,
-`validate`, `test` and `predict` build the model from."""
+`validate`, `test`, `predict` and `generate` build the model from."""
 
 
 CONF, RECIPES, CONSTRAINTS = (

@@ -9,6 +9,7 @@ channels, H = `num_heads`, D = C / H.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 import torch
@@ -16,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff.models._sampling import TEMPERATURE, draw
+
 IGNORED_TARGET = -100
 """A target with this value adds nothing to the loss; cross-entropy's own default."""
-TEMPERATURE = 0.8
-"""Divides the logits that text is sampled from."""
 
 
 class Attention(nn.Module):
@@ -199,7 +200,15 @@ class GPT(pl.LightningModule):
 
     @torch.no_grad()
     def generate(
-        self, tokens: Tensor, *, num_tokens: int, generator: torch.Generator | None = None
+        self,
+        tokens: Tensor,
+        *,
+        num_tokens: int,
+        generator: torch.Generator | None = None,
+        temperature: float = TEMPERATURE,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        on_token: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Append `num_tokens` sampled tokens to each row of `tokens`; with dropout, call `eval()` first.
 
@@ -207,6 +216,10 @@ class GPT(pl.LightningModule):
             tokens: Prompts [B, T]; only the last `context_length` tokens are used.
             num_tokens: Number of tokens to sample.
             generator: Random generator on the CPU; None for the global one.
+            temperature: Divides the logits; 0 takes the likeliest token.
+            top_k: Draw from so many of the likeliest tokens; None for all.
+            top_p: Draw from the fewest of the likeliest tokens that together have this probability.
+            on_token: Called with each new token of all rows [B].
 
         Returns:
             Integer tensor [B, T + num_tokens].
@@ -219,7 +232,9 @@ class GPT(pl.LightningModule):
             raise ValueError(msg)
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
-            sampled = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
+            sampled = draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            if on_token is not None:
+                on_token(sampled[:, 0])
             tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
         return tokens
 

@@ -1,7 +1,8 @@
 """One table per run: the techniques configured, what each did, and the time, FLOPs and memory of the run.
 
 Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next to the run's
-other files. A run that fails writes both too, with the reason, and again when its last checkpoint is saved.
+other files, with `batch_times.csv`, so that `lightning-eff report` can draw the page again. A run that fails
+writes them too, with the reason, and again when its last checkpoint is saved.
 All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
 where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
 compiled model is timed and not counted: its operations are not dispatched one by one. Of bfloat16 weights the
@@ -24,6 +25,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 import warnings
 from dataclasses import asdict
 from itertools import count
@@ -44,7 +46,7 @@ from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, suggest_
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
-from lightning_eff.report import summary
+from lightning_eff.report import batch_times, summary
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
 from lightning_eff.report.losses import Losses
@@ -96,6 +98,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._unmoved: Unmoved | None = None
         self._first_step = 0
         self._last_step = 0
+        self._began_s = 0.0
         self._losses = Losses()
         self._folder = Path()
 
@@ -133,6 +136,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             is_counted=self.count_first_batches,
             is_compiled=is_compiled(pl_module),
         )
+        self._began_s = time.perf_counter()
         self._logged = LoggedFigures(trainer, self._meter)
         self._watch, self._unmoved = UnmovedWeights(trainer.optimizers), None
 
@@ -229,6 +233,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
             "first_step": self._first_step,
+            "fit_s": time.perf_counter() - self._began_s,
             "precision": str(trainer.precision),
             "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
             | {"optimizer_state_bytes": optimizer_bytes or None},
@@ -262,6 +267,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
+        batch_times.save(meter.throughput, folder)
         resolved = folder / CONFIG_FILE
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
         page = summary.report_page(self.report, meter.throughput, config)

@@ -2,7 +2,7 @@
 
 Works with any module that has `generate(tokens, num_tokens=..., generator=...)` and any data module that
 has a `tokenizer` (Hugging Face `tokenizers`); a `unigram_entropy` of the data module is shown too. The
-module's mode and the global random state are restored.
+module's mode and the global random state are restored. `lightning-eff generate` draws from a checkpoint.
 
 Costs: one forward pass a token, once.
 Conflicts: none.

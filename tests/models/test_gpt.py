@@ -118,16 +118,23 @@ def test_a_generator_decides_what_is_drawn_and_the_global_one_is_left_alone() ->
     assert not torch.equal(torch.get_rng_state(), state), "without a generator the global one is used"
 
 
-def test_what_is_drawn_follows_the_logits_of_the_last_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_drawn_follows_the_logits_of_the_last_context() -> None:
     model, tokens, graphs = loud_gpt(), draw_tokens(2, 11), set[bool]()
-    monkeypatch.setattr("lightning_eff.models.gpt.TEMPERATURE", 1e-6)
     hook = model.register_forward_hook(lambda module, args, logits: graphs.add(logits.requires_grad))
-    out = model.generate(tokens, num_tokens=6)
+    seen: list[torch.Tensor] = []
+    outs = [
+        model.generate(tokens, num_tokens=6, temperature=0.0, on_token=seen.append),
+        model.generate(tokens, num_tokens=6, temperature=1e-6),
+        model.generate(tokens, num_tokens=6, temperature=5.0, top_k=1),
+        model.generate(tokens, num_tokens=6, temperature=5.0, top_p=1e-9),
+    ]
     hook.remove()
     assert graphs == {False}
     for _ in range(6):
         tokens = torch.cat([tokens, model(tokens[:, -12:])[:, -1].argmax(-1, keepdim=True)], 1)
-    assert torch.equal(out, tokens)
+    for out in outs:
+        assert torch.equal(out, tokens)
+    assert torch.equal(torch.stack(seen, 1), tokens[:, -6:])
 
 
 def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:

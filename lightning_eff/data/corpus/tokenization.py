@@ -26,6 +26,7 @@ END_OF_BYTES = "<|end|>"
 DEFAULT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
@@ -67,6 +68,8 @@ class TrainingTokenizer:
                 f"tokenizer={name!r} has no tokenizer.json: expected one that the library tokenizers can read"
             )
             raise ValueError(msg)
+        self.has_own_template = bool(self._hub.chat_template)
+        """Whether the tokenizer came with a chat template."""
         self._hub.chat_template = self._hub.chat_template or DEFAULT_TEMPLATE
         self.tokenizer: Tokenizer = self._hub.backend_tokenizer
         self.eos_id: int | None = self._hub.eos_token_id
@@ -120,6 +123,28 @@ class TrainingTokenizer:
         finally:  # templates write special tokens by their names
             self.tokenizer.encode_special_tokens = True
         return list(made["input_ids"]), [bool(mask) for mask in made["assistant_masks"]]
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Return the tokens of the beginning of a text: as of a text, without an end token."""
+        ids, bare = (self.tokenizer.encode(prompt, add_special_tokens=added).ids for added in (True, False))
+        return ids[:-1] if ids != bare and ids[-1] == self.eos_id else ids
+
+    def encode_chat_prompt(self, turns: Turns) -> list[int]:
+        """Return the tokens of a conversation up to where the assistant's next turn begins.
+
+        Raises:
+            ValueError: The template rejects it.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            made = self._hub.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            msg = f"the tokenizer's chat template rejects it: {error}"
+            raise ValueError(msg) from error
+        finally:
+            self.tokenizer.encode_special_tokens = True
+        return list(made["input_ids"])
 
     def _encode_by_prefix(self, turns: Turns) -> Tokens:
         render = functools.partial(self._hub.apply_chat_template, tokenize=False)

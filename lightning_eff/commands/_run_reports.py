@@ -1,0 +1,188 @@
+"""Find the runs that `report` is given, read their reports, and rebuild a page from what a run has left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.config.strict_yaml import read_yaml
+from lightning_eff.core.catalog import RESOLVED
+from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
+
+LEDGER, PAGE, ERROR_LOG = "efficiency.json", "report.html", "error.log"
+OVERRIDES = ".hydra/overrides.yaml"
+SECTIONS: Mapping[str, type] = {
+    "title": str, "status": str, "reason": str, "num_steps": int, "measured": dict, "ledger": list,
+    "environment": dict,
+}  # fmt: skip
+"""What a report is shown from, and the type of each."""
+ROW = {"technique", "asked", "status", "did", "numbers"}
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run has left, and how it ended."""
+
+    folder: Path
+    label: str
+    """Its folder below the output root: recipe and time, or of a sweep its number too."""
+    status: str
+    reason: str
+    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Empty without one."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The composed config; empty outside recipes, and of a run that failed before it was built."""
+    overrides: Sequence[str] = ()
+    """What was typed, of a run without settings."""
+
+
+def find_runs(word: str, root: Path) -> list[Path]:
+    """Return the folders of the runs that a word names.
+
+    Args:
+        word: A run's folder or its efficiency.json, a sweep's folder for all of its runs, or a recipe, by its
+            name or file, for its newest run.
+        root: Folder of all runs.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    check_path("RUN", word)
+    path = Path(word)
+    if path.name == LEDGER and path.is_file():
+        return [path.parent]
+    if _is_run(path):
+        return [path]
+    if path.is_dir():
+        numbered = [each for each in path.iterdir() if each.is_dir() and each.name.isdecimal()]
+        if numbered:
+            return sorted(numbered, key=lambda each: int(each.name))
+    recipe = path.stem if path.suffix == ".yaml" else word
+    if recipe and not Path(recipe).is_absolute() and ".." not in Path(recipe).parts:
+        newest = _newest(root / recipe)
+        if newest is not None:
+            return [newest]
+    recipes = {each.parents[1].name for each in root.glob(f"*/*/{RESOLVED}")}
+    hint = f"of recipes {suggest_name(recipe, recipes)}"
+    remedies: list[str] = []
+    if path.is_dir():
+        hint = f"{word} holds neither {LEDGER} nor {RESOLVED}"
+        remedies = [f"lightning-eff report {each}" for each in sorted(path.iterdir()) if _is_run(each)][-1:]
+    allowed = f"a run's folder, a sweep's, or a recipe with runs in {root}; {hint}"
+    raise ConfigError(key="RUN", value=word, allowed=allowed, remedies=remedies)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (LEDGER, RESOLVED, ERROR_LOG))
+
+
+def _newest(folder: Path) -> Path | None:
+    """Return a recipe's newest run: of those with a report, else of all."""
+    for name in (LEDGER, RESOLVED):
+        found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
+        if found:
+            return max(found, key=lambda file: file.stat().st_mtime).parent
+    return None
+
+
+def read_run(folder: Path, root: Path) -> RunReport:
+    """Read a run's report and config.
+
+    Raises:
+        ConfigError: The report is damaged, or of a version that this one cannot show.
+        UsageError: The config is damaged.
+    """
+    settings = _content(folder / RESOLVED, {})
+    root = Path(str(settings.get("output_root") or root)).resolve()
+    is_below = folder.resolve().is_relative_to(root)
+    label = str(folder.resolve().relative_to(root) if is_below else folder)
+    overrides = () if settings else [str(word).lstrip("+") for word in _content(folder / OVERRIDES, [])]
+    if (folder / LEDGER).is_file():
+        report = _read_report(folder / LEDGER)
+        ended = report["status"], report["reason"]
+    else:
+        report, ended = {}, _without_report(folder, settings)
+    return RunReport(folder, label, *ended, report, settings, overrides)
+
+
+def _content(file: Path, default: Any) -> Any:
+    """Return a YAML file's content; `default` if it is not there, or is of another type."""
+    content = read_yaml(file).content if file.is_file() else default
+    return content if isinstance(content, type(default)) else default
+
+
+def _read_report(file: Path) -> Mapping[str, Any]:
+    try:
+        report: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:100]
+        allowed = f"the report of a run; this file is damaged ({reason})"
+        raise ConfigError(key="RUN", value=str(file), allowed=allowed) from error
+    found: Mapping[str, Any] = report if isinstance(report, dict) else {}
+    wrong = [name for name, kind in SECTIONS.items() if not isinstance(found.get(name), kind)]
+    if not wrong and not all(isinstance(row, dict) and row.keys() >= ROW for row in found["ledger"]):
+        wrong = ["rows of its ledger as they are now"]
+    if wrong:
+        environment = found.get("environment")
+        version = environment.get("lightning-eff") if isinstance(environment, dict) else None
+        by = f"version {version} of lightning-eff" if version else "another program or an early version"
+        allowed = f"a report that this version can show; {by} wrote it, without {', '.join(wrong)}"
+        raise ConfigError(key="RUN", value=str(file), allowed=allowed)
+    return found
+
+
+def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return status and reason of a run that has no report."""
+    log = folder / ERROR_LOG
+    if log.is_file():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        cause = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
+        return "failed", f"before its first step: {cause[:200]}"
+    if settings and "efficiency_report" not in (settings.get("monitors") or {}):
+        return "no report", "its config has no monitors.efficiency_report"
+    return "no report", "still running, or killed before it could write one"
+
+
+def rebuild_page(run: RunReport) -> tuple[Path, list[str]]:
+    """Write a run's page anew, in one step; return its path and what to say of it.
+
+    A page that could only be drawn with less than it has stays as it is.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    from lightning_eff.report import batch_times, summary
+    from lightning_eff.report.throughput import Throughput
+
+    page, notes = run.folder / PAGE, list[str]()
+    try:
+        throughput = batch_times.load(run.folder)
+    except (FileNotFoundError, ValueError) as error:
+        is_absent = isinstance(error, FileNotFoundError)
+        reason = f"{batch_times.FILE} is " + ("not there" if is_absent else f"damaged ({error})")
+        if page.is_file():
+            return page, [f"{PAGE} stays as it is: {reason}, and the charts of time per batch would be lost"]
+        notes = [f"left out: the charts of time per batch and of waiting for data, since {reason}"]
+        throughput = Throughput()
+    resolved = run.folder / RESOLVED
+    config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
+    try:
+        content = summary.report_page(run.report, throughput, config)
+    except (KeyError, TypeError, ValueError) as error:  # sections whose layout was another one
+        version = run.report["environment"].get("lightning-eff")
+        reason = f"{type(error).__name__}: {error}"
+        return page, [f"{PAGE} stays as it is: version {version} wrote the report otherwise ({reason})"]
+    written = page.with_suffix(".html.part")
+    try:
+        written.write_text(content, encoding="utf-8")
+        written.replace(page)
+    except OSError as error:
+        with suppress(OSError):
+            written.unlink()
+        text = f"report: {page} was not written: {error.strerror or error}"
+        raise UsageError(text) from error
+    return page, notes

@@ -1,0 +1,156 @@
+"""Compare the reports of several runs: what differs in their settings, their figures, ratios to the first.
+
+Ratios stand only where machine and versions are those of the first run: between others they mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_eff.commands._run_reports import RunReport
+from lightning_eff.config.ckpt_path import portable_settings
+from lightning_eff.core.catalog import RESOLVED
+from lightning_eff.core.text import human_bytes, text_table
+
+HEADER = (
+    "run", "settings", "steps", "samples/s", "x first", "peak", "x first", "train loss", "val loss", "time",
+    "status",
+)  # fmt: skip
+RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
+ABSENT = object()
+"""Stands for a key that a run's config does not have."""
+
+
+def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
+    """Return a row for each run, and notes, in plain types.
+
+    Of the settings only what differs is in a row; a figure that a run has not is None.
+    """
+    configs = [portable_settings(run.settings) for run in runs]
+    differing = iter(setting_differences([config for config in configs if config]))
+    rows = [_row(run, next(differing) if config else None) for run, config in zip(runs, configs, strict=True)]
+    for run, row in zip(runs, rows, strict=True):
+        if run.overrides:
+            row["settings"] = {word.partition("=")[0]: word.partition("=")[2] for word in run.overrides}
+    unknown = [run.label for run in runs if not (run.settings or run.overrides)]
+    notes = [f"{label}: no {RESOLVED}, so its settings are unknown" for label in unknown]
+    # The first run that was measured: a failed one in front would leave all others without ratios.
+    first = next((index for index, row in enumerate(rows) if row["samples_per_s"]), 0)
+    for run, row in zip(runs, rows, strict=True):
+        others = _other_environment(run.report, runs[first].report) if run.report else []
+        if others:
+            notes.append(f"{run.label}: no ratios, since machine or versions differ: {', '.join(others)}")
+        for ratio, figure in RATIOS.items():
+            base = rows[first][figure]
+            row[ratio] = row[figure] / base if base and row[figure] is not None and not others else None
+    if first:
+        notes.append(f"ratios are to {runs[first].label}, the first run with measured steps")
+    return {"rows": rows, "notes": notes}
+
+
+def _row(run: RunReport, settings: Mapping[str, str] | None) -> dict[str, Any]:
+    report = run.report
+    measured, metrics = report.get("measured") or {}, report.get("metrics") or {}
+    losses = report.get("losses") or [(0, None)]
+    return {
+        "run": run.label,
+        "folder": str(run.folder),
+        "status": run.status,
+        "reason": run.reason,
+        "settings": settings,
+        "num_steps": report.get("num_steps"),
+        "samples_per_s": measured.get("samples_per_s"),
+        "peak_bytes": measured.get("peak_bytes"),
+        "train_loss": metrics.get("train_loss", losses[-1][1]),
+        "val_loss": metrics.get("val_loss"),
+        "fit_s": report.get("fit_s"),
+        "metrics": dict(metrics),
+        "environment": dict(report.get("environment") or {}),
+    }
+
+
+def _other_environment(report: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    """Return what differs in machine and versions, as `NAME: VALUE and VALUE`."""
+    own, other = report["environment"], first.get("environment") or {}
+    names = [name for name in own if own[name] != other.get(name)] if other else []
+    return [f"{name}: {own[name]} and {other.get(name)}" for name in names]
+
+
+def setting_differences(configs: Sequence[Any]) -> list[dict[str, str]]:
+    """Return for each config the settings that are not the same in all of them, by their dotted keys.
+
+    A part that a config lacks is `off`. Of objects of different classes the classes are named, and of their
+    arguments only those are compared that all have.
+
+    Example:
+        >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
+        [{'b.c': '2', 'b': '[c]'}, {'b.c': '3', 'b': '[c]'}, {'b': 'off'}]
+    """
+    found: list[dict[str, str]] = [{} for _ in configs]
+    _compare("", dict(enumerate(configs)), found)
+    return found
+
+
+def _compare(key: str, values: Mapping[int, Any], found: list[dict[str, str]]) -> None:
+    """Add what differs below a key to the settings of each config that has it."""
+    first, *others = values.values()
+    if all(value == first for value in others):
+        return
+    nodes = {index: value for index, value in values.items() if isinstance(value, Mapping)}
+    targets = {value.get("_target_") for value in nodes.values()}
+    if len(nodes) > 1:
+        names = dict.fromkeys(name for node in nodes.values() for name in node)
+        if len(targets) > 1:
+            names = {name for name in names if all(name in node for node in nodes.values())} - {"_target_"}
+        for name in sorted(names):
+            inner = {index: node.get(name, ABSENT) for index, node in nodes.items()}
+            _compare(f"{key}.{name}".lstrip("."), inner, found)
+    if len(nodes) < len(values) or len(targets) > 1:
+        for index, value in values.items():
+            found[index][key] = _shown(value)
+
+
+def _shown(value: Any) -> str:
+    """Return a setting in few words.
+
+    Example:
+        >>> _shown({"_target_": "torch.optim.AdamW", "lr": 1}), _shown({"a": 1, "b": 2}), _shown(None)
+        ('AdamW', '[a, b]', 'null')
+    """
+    if value is ABSENT:
+        return "off"
+    if isinstance(value, tuple):  # a path below the run's folder or the output root
+        return str(value[1])
+    if isinstance(value, Mapping):
+        target = str(value.get("_target_", ""))
+        return target.rpartition(".")[2] or f"[{', '.join(map(str, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def run_table(compared: Mapping[str, Any]) -> str:
+    """Return the table for a terminal, `-` where a figure is missing."""
+    return text_table(HEADER, [_cells(row) for row in compared["rows"]])
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    def cell(key: str, form: Callable[[Any], str]) -> str:
+        value = row[key]
+        return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is nan
+
+    settings = row["settings"]
+    shown = "unknown" if settings is None else " ".join(f"{key}={value}" for key, value in settings.items())
+    return [
+        row["run"],
+        shown or "-",
+        cell("num_steps", str),
+        cell("samples_per_s", "{:.1f}".format),
+        cell("speed_ratio", "{:.2f}".format),
+        cell("peak_bytes", human_bytes),
+        cell("peak_ratio", "{:.2f}".format),
+        cell("train_loss", "{:.4f}".format),
+        cell("val_loss", "{:.4f}".format),
+        cell("fit_s", "{:.1f} s".format),
+        f"{row['status']}: {row['reason']}" if row["reason"] else row["status"],
+    ]

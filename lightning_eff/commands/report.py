@@ -1,0 +1,60 @@
+"""Show the report of a run again and rebuild its page, or compare several runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightning_eff.commands._run_reports import RunReport, find_runs, read_run
+from lightning_eff.core.errors import EXIT_OK, UsageError, check_path
+from lightning_eff.core.text import print_json
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    if not options.words:
+        text = "report: which run? a run's folder, or a recipe's name for its newest run\n"
+        text += "  try: lightning-eff report lm"
+        raise UsageError(text)
+    check_path("--output-root", options.output_root)
+    root = Path(options.output_root)
+    folders = list(dict.fromkeys(each for word in options.words for each in find_runs(word, root)))
+    runs = [read_run(folder, root) for folder in folders]
+    if len(runs) == 1:
+        _show_one(runs[0], as_json=options.json)
+    else:
+        _show_several(runs, as_json=options.json)
+    return EXIT_OK
+
+
+def _show_one(run: RunReport, *, as_json: bool) -> None:
+    """Print a run's report, and write its page.
+
+    Raises:
+        UsageError: It has none, or the page cannot be written.
+    """
+    from lightning_eff.commands._run_reports import rebuild_page
+    from lightning_eff.report.summary import report_text
+
+    if not run.report:
+        text = f"report: {run.folder} has no report: {run.status}, {run.reason}"
+        raise UsageError(text)
+    page, notes = rebuild_page(run)
+    if as_json:
+        print_json({"run": str(run.folder), "page": str(page), "notes": notes, "report": dict(run.report)})
+        return
+    lines = [report_text(run.report), *(f" note: {note}" for note in notes), f" report: {page}"]
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def _show_several(runs: list[RunReport], *, as_json: bool) -> None:
+    """Print the runs side by side."""
+    from lightning_eff.commands._run_table import compare_runs, run_table
+
+    compared = compare_runs(runs)
+    if as_json:
+        print_json(compared)
+        return
+    lines = [run_table(compared), *(f" note: {note}" for note in compared["notes"])]
+    sys.stdout.writelines(f"{line}\n" for line in lines)
