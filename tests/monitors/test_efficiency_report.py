@@ -19,8 +19,9 @@ from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -63,7 +64,7 @@ def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) ->
     assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"
     assert json.loads((tmp_path / "a" / "b" / LEDGER_FILE).read_text()) == report
     page = (tmp_path / "a" / "b" / PAGE_FILE).read_text()
-    assert "Efficiency report" in page
+    assert "<title>Net, run b</title>" in page
     assert "http" not in page.replace("http-equiv", "")
 
 
