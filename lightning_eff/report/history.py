@@ -48,17 +48,20 @@ class History:
 
 
 class Validation(History):
-    """The metrics of each validation: those that were not there when the first one began."""
+    """The metrics of each validation: those that appeared while one ran."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._others: set[str] | None = None
+        self._names: set[str] = set()
+        self._before: set[str] = set()
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Note before a validation which metrics the training has."""
-        self._others = set(metrics) if self._others is None else self._others
+        """Note before a validation which metrics there are."""
+        self._before = set(metrics)
 
     def end(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics after a validation."""
-        for name in metrics.keys() - (self._others or set()):
-            self.add(name, step, float(metrics[name]))
+        self._names |= metrics.keys() - self._before
+        for name in metrics:
+            if name in self._names:
+                self.add(name, step, float(metrics[name]))

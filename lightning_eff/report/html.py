@@ -203,7 +203,11 @@ class _NamedDots(leather.Dots):
     """Dots whose names stand beside the chart, one below the other."""
 
     def __init__(self, names: Sequence[str], baseline: str) -> None:
-        super().__init__(lambda dot: f"var(--c{int(names[dot.i] == baseline)})", 5)
+        # The baseline's is larger: others are often in front of it.
+        super().__init__(
+            lambda dot: f"var(--c{int(names[dot.i] == baseline)})",
+            lambda dot: 9 if names[dot.i] == baseline else 5,
+        )
         self._names = names
 
     @override
@@ -217,7 +221,9 @@ class _NamedDots(leather.Dots):
             y = min(max(float(dot.attrib["cy"]), y + LABEL_HEIGHT), last)
             ends = {"x1": dot.attrib["cx"], "y1": dot.attrib["cy"], "x2": str(width + 12), "y2": f"{y:.1f}"}
             group.insert(0, ET.Element("line", ends | {"stroke": "var(--line)"}))
-            label = ET.SubElement(group, "text", {"x": str(width + 16), "y": f"{y:.1f}", "dy": "0.32em"})
+            label = ET.SubElement(
+                group, "text", {"x": str(width + 16), "y": f"{y:.1f}", "dy": "0.32em", "font-size": "14"}
+            )
             label.text = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."
         return group
 
@@ -245,4 +251,4 @@ def _inline(chart: leather.Chart, height: int, *, top: int = 14, right: int = 0)
         right: Width of what stands beside the chart.
     """
     drawn = svg.stringify(chart.to_svg_group(WIDTH, height))
-    return f'<svg viewBox="16 {top} {WIDTH + right - 20} {height - 22 - top}">{drawn}</svg>'
+    return f'<svg viewBox="16 {top} {WIDTH + right - 20} {height - 16 - top}">{drawn}</svg>'

@@ -212,7 +212,7 @@ def _loss_chart(
     if lost := len(losses) - len(values):
         caption += f"; {lost} point{'s' if lost > 1 else ''} not finite"
     for color, (name, points) in enumerate([*validation.items()][: MAX_METRICS - 2], 2):
-        drawn += _series(name, points, color)
+        drawn = [*_series(name, points, color), *drawn]  # in front: it has fewer points
         caption += f"; {name} {float(points[-1][1]):.4g} at the last validation"
     drawn += _series("baseline", baseline.get("losses", ()), BASELINE_COLOR)
     return [line_chart("Loss", caption, drawn, "optimizer step", "loss")]

@@ -175,12 +175,12 @@ def test_the_columns_of_a_histogram_have_the_fractions_of_the_batches_and_the_la
 def test_the_dots_of_a_scatter_are_where_their_values_are_and_no_names_overlap() -> None:
     dots = {"baseline": (1.0, 1.0), **{f"row {number}": (0.5, 2.0) for number in range(20)}}
     text = scatter_chart("a", "b", dots, "baseline", "memory", "speed").svg
-    placed = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="5" fill="var\(--c(\d)\)"', text)
+    placed = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[59]" fill="var\(--c(\d)\)"', text)
     assert [color for *_, color in placed].count("1") == 1
     (x, _, color), *others = placed
     assert color == "1"
     assert {(float(each[0]) * 2, float(each[1])) for each in others} == {(float(x), 0.0)}, "the top is 2"
-    names = re.findall(r'<text x="[\d.]+" y="([\d.]+)" dy="0.32em">([^<]*)<', text)
+    names = re.findall(r'<text x="[\d.]+" y="([\d.]+)" dy="0.32em" font-size="14">([^<]*)<', text)
     heights = [float(height) for height, _ in names]
     assert len(names) == 21
     assert names[-1][1] == "baseline", "the slowest"
