@@ -63,14 +63,20 @@ def explain_out_of_memory(
         size = human_bytes(float(number)) if unit == "bytes" else f"{number} {unit}"
         first += f": tried to allocate {size}"
     free(error)
-    found: dict[str, Any] = {"phase": phase, "overrides": [], "holders": [], "num_bytes": None}
+    found: dict[str, Any] = {
+        "phase": phase,
+        "overrides": [],
+        "holders": [],
+        "num_bytes": None,
+        "peak_bytes": None,
+    }
     try:
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             lines = _lines(phase, compose, limit, found)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
         lines = [f"no advice: {reason_of(failed)}"]
-    # The page shows the override apart, to be copied.
-    found["sentences"] = [f"{line[0].upper()}{line[1:]}" for line in (first, *lines) if line[:5] != "try: "]
+    shown = lines[:1] if found["overrides"] else lines  # the page has the override apart, to be copied
+    found["sentences"] = [f"{line[0].upper()}{line[1:]}" for line in (first, *shown)]
     return RunOutOfMemoryError("\n  ".join([first, *lines]), found)
 
 
@@ -121,6 +127,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
     peak_bytes = savings[-1].peak_bytes if savings else None
     if peak_bytes is None or peak_bytes > usable_bytes:
         return [needed, "no override was found with which a step fits"]
+    found["peak_bytes"] = peak_bytes
     found["overrides"] = [word for saving in savings for word in saving.words]
     return [
         needed,

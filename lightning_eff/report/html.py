@@ -251,4 +251,4 @@ def _inline(chart: leather.Chart, height: int, *, top: int = 14, right: int = 0)
         right: Width of what stands beside the chart.
     """
     drawn = svg.stringify(chart.to_svg_group(WIDTH, height))
-    return f'<svg viewBox="16 {top} {WIDTH + right - 20} {height - 16 - top}">{drawn}</svg>'
+    return f'<svg viewBox="16 {top} {WIDTH + right - 12} {height - 16 - top}">{drawn}</svg>'

@@ -228,7 +228,10 @@ def _failure(report: Mapping[str, Any]) -> tuple[str, Sequence[str], str] | None
         )
     if not sentences:
         return None
-    return "Memory", sentences, " ".join(found.get("overrides", ()))
+    if overrides := found.get("overrides"):
+        size = human_bytes(found["peak_bytes"])
+        sentences.append(f"With these overrides it fits; the predicted peak is {size}:")
+    return "Memory", sentences, " ".join(overrides or ())
 
 
 def _tables(report: Mapping[str, Any], memory: Mapping[str, Any]) -> list[Table]:

@@ -84,7 +84,8 @@ def everything(word: str) -> dict[str, Any]:
     """Return the keys of a report that make charts, tables and sections, with a word for each text."""
     line = [[1, 4.0], [2, 3.0]]
     holder = {"category": word, "path": word, "operation": word, "num_bytes": 512, "count": 2}
-    out_of_memory = {"sentences": [word], "overrides": [word], "holders": [holder], "num_bytes": 1024}
+    out_of_memory = {"sentences": [word], "overrides": [word], "holders": [holder]}
+    out_of_memory |= {"num_bytes": 1024, "peak_bytes": 512}
     series = {"samples_per_s": line, "data_wait_ms": line, "batch_times_ms": [1.0, 2.0], "held_bytes": line}
     series |= {"learning_rate": line, "learning_rate_2": line, "gradient_norm": line}
     return {

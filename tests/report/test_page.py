@@ -119,12 +119,13 @@ def test_a_run_that_was_out_of_memory_has_phase_holders_and_what_would_have_fitt
     holder = {"category": "activations", "path": "up", "operation": "mm", "num_bytes": 768, "count": 3}
     found = {
         "phase": "the forward pass", "sentences": ["Out of memory during the forward pass", "It needs 1 KiB"],
-        "overrides": ["+callbacks=micro_batch", "a=2"], "holders": [holder], "num_bytes": 1024,
+        "overrides": ["+callbacks=micro_batch", "a=2"], "holders": [holder], "num_bytes": 1024, "peak_bytes": 512,
     }  # fmt: skip
     reader = Reader(make_page(out_of_memory=found, memory_snapshot="memory_snapshot.pickle"))
     assert {*found["sentences"], "+callbacks=micro_batch a=2", "768 B (3 tensors)", "up", "mm"} <= {
         *reader.text
     }
+    assert "With these overrides it fits; the predicted peak is 512 B:" in reader.text
     assert ("width", "75.0") in reader.attributes
     assert any(text.startswith("memory_snapshot.pickle has every block") for text in reader.text)
     assert "failure" not in {value for name, value in Reader(make_page()).attributes if name == "class"}
