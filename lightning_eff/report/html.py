@@ -100,10 +100,10 @@ def line_chart(
     *,
     lowest: float | None = None,
 ) -> Chart:
-    """Return lines, each through at least two points, the first one in front, with `lowest` at the bottom."""
+    """Return lines, each through at least two points, the first one in front, from `lowest` on if none is below."""
     chart, drawn = leather.Chart(), [each._replace(points=thin(each.points)) for each in series]
     values = [y for each in drawn for _, y in each.points]
-    bottom, top = min(values) if lowest is None else lowest, max(values)
+    bottom, top = min(values if lowest is None else [lowest, *values]), max(values)
     chart.add_y_scale(bottom, top if top > bottom else bottom + (abs(bottom) or 1.0))
     return _finished(chart, title, caption, drawn, x_name, y_name)
 

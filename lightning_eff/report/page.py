@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,8 @@ MAX_METRICS = 6
 SLOW = 3.0
 """Batches that take longer than so many medians are in the last column."""
 LEAST_WAIT_MS = 1.0
+LARGEST = 1e20
+"""Values from here on are not drawn: leather computes ticks in decimals of 28 digits."""
 DETAILS = ("losses", "series", "validation", "baseline")
 """Keys that only the file has: the page shows them as charts."""
 Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
@@ -100,14 +101,14 @@ def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> floa
     return mine[key] / theirs[key] if mine.get(key) and theirs.get(key) else None
 
 
-def _finite(points: Iterable[Sequence[Any]]) -> list[Point]:
-    """Return points without those whose value is nan or infinity, which JSON has as text."""
-    return [(float(x), float(y)) for x, y in points if math.isfinite(float(y))]
+def _drawable(points: Iterable[Sequence[Any]]) -> list[Point]:
+    """Return points without those whose value is nan or infinity, which JSON has as text, or too large."""
+    return [(float(x), float(y)) for x, y in points if abs(float(y)) < LARGEST]
 
 
 def _series(name: str, points: Iterable[Sequence[Any]], color: int = 0, scale: float = 1.0) -> list[Series]:
     """Return a series in a list, which is empty if less than two points can be drawn."""
-    shown = [(x, y / scale) for x, y in _finite(points)]
+    shown = [(x, y / scale) for x, y in _drawable(points)]
     return [Series(name, shown, color)] if len(shown) > 1 else []
 
 
@@ -210,7 +211,7 @@ def _loss_chart(
     values = [loss for _, loss in drawn[0].points]
     caption = f"training loss from {values[0]:.4g} to {values[-1]:.4g}; lowest {min(values):.4g}"
     if lost := len(losses) - len(values):
-        caption += f"; {lost} point{'s' if lost > 1 else ''} not finite"
+        caption += f"; {lost} point{'s' if lost > 1 else ''} not drawn"
     for color, (name, points) in enumerate([*validation.items()][: MAX_METRICS - 2], 2):
         drawn = [*_series(name, points, color), *drawn]  # in front: it has fewer points
         caption += f"; {name} {float(points[-1][1]):.4g} at the last validation"

@@ -247,6 +247,9 @@ def test_out_of_memory_leaves_the_allocators_snapshot_and_says_so(
         path.write_text("blocks")
         return True
 
+    recorded: list[bool] = []
+    record = "lightning_eff.core.allocator.record_history"
+    monkeypatch.setattr(record, lambda _, *, is_on: recorded.append(is_on))
     monkeypatch.setattr("lightning_eff.core.allocator.write_snapshot", write)
     with pytest.raises(RuntimeError, match="the label is missing"):
         fit(FailsAtFive(), tmp_path)
@@ -256,6 +259,10 @@ def test_out_of_memory_leaves_the_allocators_snapshot_and_says_so(
     assert (tmp_path / SNAPSHOT_FILE).read_text() == "blocks"
     assert json.loads((tmp_path / LEDGER_FILE).read_text())["memory_snapshot"] == SNAPSHOT_FILE
     assert "<p>memory_snapshot.pickle has every block" in (tmp_path / PAGE_FILE).read_text()
+    assert recorded == [], "it slows a run down"
+    monitor = EfficiencyReport(dirpath=tmp_path, record_memory_history=True)
+    make_trainer(callbacks=[monitor]).fit(Net(), make_loader())
+    assert recorded == [True, False]
 
 
 def test_a_snapshot_that_cannot_be_written_hides_no_error(

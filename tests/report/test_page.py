@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from lightning_eff.report import history
 from lightning_eff.report.page import notebook_frame, report_page, verdict
+from lightning_eff.report.recording import CATEGORIES
 from tests.report.test_html import MEMORY, Reader, make_page
 from tests.report.test_summary import make_report
 
@@ -27,7 +30,7 @@ CHARTS = {
     "Wait for data": ("ms a batch", "at most 20.0 ms a batch, 2.1% of the time"),
     "Loss": (
         "loss",
-        "training loss from 4 to 3; lowest 2; 1 point not finite; val_loss 3 at the last validation",
+        "training loss from 4 to 3; lowest 2; 1 point not drawn; val_loss 3 at the last validation",
     ),
     "Validation: accuracy": ("accuracy", "accuracy: 3 at the last validation"),
     "Learning rate": ("learning rate", "learning rate of the last step that was recorded: 0.25"),
@@ -53,6 +56,13 @@ def test_each_chart_has_a_title_axes_with_units_and_a_text_for_those_who_do_not_
     cells = [text for text in table if text.strip()]
     assert cells[cells.index("total") :][:4] == ["total", "100.0 MiB", "10 B", "10 B"]
     assert "buffers" not in cells
+
+
+def test_a_loss_that_has_diverged_is_no_point() -> None:
+    reader = Reader(report_page(full_report(losses=[[1, 2.0], [2, 1.0], [3, 3e38], [4, "inf"]])))
+    assert any(
+        text.startswith("training loss from 2 to 1; lowest 1; 2 points not drawn") for text in reader.text
+    )
 
 
 def test_peaks_of_an_allocator_are_a_second_line_of_the_memory() -> None:
@@ -119,7 +129,8 @@ def test_a_run_that_was_out_of_memory_has_phase_holders_and_what_would_have_fitt
     holder = {"category": "activations", "path": "up", "operation": "mm", "num_bytes": 768, "count": 3}
     found = {
         "phase": "the forward pass", "sentences": ["Out of memory during the forward pass", "It needs 1 KiB"],
-        "overrides": ["+callbacks=micro_batch", "a=2"], "holders": [holder], "num_bytes": 1024, "peak_bytes": 512,
+        "overrides": ["+callbacks=micro_batch", "a=2"], "holders": [holder], "num_bytes": 1024,
+        "peak_bytes": 512,
     }  # fmt: skip
     reader = Reader(make_page(out_of_memory=found, memory_snapshot="memory_snapshot.pickle"))
     assert {*found["sentences"], "+callbacks=micro_batch a=2", "768 B (3 tensors)", "up", "mm"} <= {
@@ -129,6 +140,23 @@ def test_a_run_that_was_out_of_memory_has_phase_holders_and_what_would_have_fitt
     assert ("width", "75.0") in reader.attributes
     assert any(text.startswith("memory_snapshot.pickle has every block") for text in reader.text)
     assert "failure" not in {value for name, value in Reader(make_page()).attributes if name == "class"}
+
+
+def test_the_page_of_a_long_run_with_a_baseline_is_below_200_kb() -> None:
+    line = [[step, math.sin(step)] for step in range(1, 2049)]
+    short = line[: history.NUM_POINTS]
+    series = dict.fromkeys(SERIES, short) | {"batch_times_ms": [float(n) for n in range(1, 501)]}
+    timeline = [
+        {name: (step * number * 7919) % 2**30 for number, name in enumerate(CATEGORIES)}
+        for step in range(200)
+    ]
+    report = full_report(
+        losses=line, series=series, validation={f"metric_{n}": short for n in range(8)},
+        memory=MEMORY | {"timeline": timeline},
+    )  # fmt: skip
+    page = report_page(report | {"baseline": report | {"environment": {}}})
+    assert page.count("<figure>") == 7 + 6
+    assert len(page) < 200_000
 
 
 def test_a_notebook_has_the_page_in_a_frame_of_its_own() -> None:
