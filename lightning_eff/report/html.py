@@ -100,7 +100,7 @@ def line_chart(
     *,
     lowest: float | None = None,
 ) -> Chart:
-    """Return lines, each through at least two points, the first one in front, from `lowest` on if none is below."""
+    """Return lines of at least two points each, the first one in front, from `lowest` on if none is below."""
     chart, drawn = leather.Chart(), [each._replace(points=thin(each.points)) for each in series]
     values = [y for each in drawn for _, y in each.points]
     bottom, top = min(values if lowest is None else [lowest, *values]), max(values)
