@@ -115,6 +115,9 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values, ray.joined(values))
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, EfficiencyReport):
+            callback.recipe = recipe
     rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
     data = make("data", values["data"])
     # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.

@@ -74,6 +74,8 @@ PARAMETERS = [
     ),
     ("lightning.pytorch.trainer.call:_call_strategy_hook", "trainer hook_name"),
     ("torch.nn:Module._apply", "self fn recurse"),
+    ("torch.cuda.memory:_record_memory_history", "enabled"),
+    ("torch.cuda.memory:_dump_snapshot", "filename"),
 ]
 # module:attribute, and what it has
 NAMES = {
@@ -81,6 +83,7 @@ NAMES = {
     # What these mean is tested where they are used, by kernels and report.
     "torch:_C": "_will_engine_execute_node _len_torch_dispatch_stack _current_graph_task_id "
     "_current_autograd_node",
+    "torch.cuda:memory": "_record_memory_history _dump_snapshot",
     "torch._guards:TracingContext": "try_get",
     "torch._C:_functorch": "maybe_current_level peek_interpreter_stack",
     "torch._C:_autograd": "_top_saved_tensors_default_hooks",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
 
-LEDGER, PAGE, ERROR_LOG = "efficiency.json", "report.html", "error.log"
+LEDGER, ERROR_LOG = "efficiency.json", "error.log"
 OVERRIDES = ".hydra/overrides.yaml"
 SECTIONS: Mapping[str, type] = {
     "title": str, "status": str, "reason": str, "num_steps": int, "measured": dict, "ledger": list,
@@ -150,39 +149,20 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
 def rebuild_page(run: RunReport) -> tuple[Path, list[str]]:
     """Write a run's page anew, in one step; return its path and what to say of it.
 
-    A page that could only be drawn with less than it has stays as it is.
+    A page whose report was of another layout stays as it is.
 
     Raises:
         UsageError: It cannot be written.
     """
-    from lightning_eff.report import batch_times, summary
-    from lightning_eff.report.throughput import Throughput
+    from lightning_eff.report.files import PAGE_FILE, write_page
 
-    page, notes = run.folder / PAGE, list[str]()
     try:
-        throughput = batch_times.load(run.folder)
-    except (FileNotFoundError, ValueError) as error:
-        is_absent = isinstance(error, FileNotFoundError)
-        reason = f"{batch_times.FILE} is " + ("not there" if is_absent else f"damaged ({error})")
-        if page.is_file():
-            return page, [f"{PAGE} stays as it is: {reason}, and the charts of time per batch would be lost"]
-        notes = [f"left out: the charts of time per batch and of waiting for data, since {reason}"]
-        throughput = Throughput()
-    resolved = run.folder / RESOLVED
-    config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-    try:
-        content = summary.report_page(run.report, throughput, config)
-    except (KeyError, TypeError, ValueError) as error:  # sections whose layout was another one
+        return write_page(run.folder, run.report), []
+    except (KeyError, TypeError, ValueError) as error:
         version = run.report["environment"].get("lightning-eff")
         reason = f"{type(error).__name__}: {error}"
-        return page, [f"{PAGE} stays as it is: version {version} wrote the report otherwise ({reason})"]
-    written = page.with_suffix(".html.part")
-    try:
-        written.write_text(content, encoding="utf-8")
-        written.replace(page)
+        note = f"{PAGE_FILE} stays as it is: version {version} wrote the report otherwise ({reason})"
+        return run.folder / PAGE_FILE, [note]
     except OSError as error:
-        with suppress(OSError):
-            written.unlink()
-        text = f"report: {page} was not written: {error.strerror or error}"
+        text = f"report: {run.folder / PAGE_FILE} was not written: {error.strerror or error}"
         raise UsageError(text) from error
-    return page, notes

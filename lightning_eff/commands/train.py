@@ -26,6 +26,7 @@ from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
     EXIT_OK,
     PRE_RUN_ERRORS,
+    ConfigError,
     ConflictWarning,
     NoEffectWarning,
     SlowPathWarning,
@@ -241,7 +242,7 @@ class _Job:
             if exit_code(error) != EXIT_OK and is_new:
                 path.write_text("".join(traceback.format_exception(error)))
                 error.__dict__["error_log"] = str(path)
-            self.failures.append(self._explain(error, overrides))
+            self.failures.append(self._explain(error, overrides, folder))
             return {}, self.failures[-1]
         return self.reports[-1], None
 
@@ -261,15 +262,26 @@ class _Job:
         with ended_together(prepared.trainer, prepared.run_dir, launch):
             return prepared.fit()
 
-    def _explain(self, error: BaseException, overrides: Sequence[str]) -> BaseException:
-        """Return the error to show: out of memory gets the planner's advice, any other stays."""
+    def _explain(
+        self, error: BaseException, overrides: Sequence[str], folder: Path | None = None
+    ) -> BaseException:
+        """Return the error to show: out of memory gets the planner's advice, any other stays.
+
+        The page of the run in `folder` shows the advice too.
+        """
         if hasattr(error, "exit_code") or not is_out_of_memory(error):
             return error
         from lightning_eff.planner.out_of_memory import explain_out_of_memory
 
         sys.stderr.write(" out of memory: searching an override that fits, for a minute or two\n")
-        return explain_out_of_memory(
+        reason = root_cause_line(error)
+        explained = explain_out_of_memory(
             error,
             lambda words: compose_recipe(self.recipe, [*overrides, *words], self.path).values,
             self._memory,
         )
+        if folder is not None and not Launch.of().rank:
+            from lightning_eff.report.files import add_out_of_memory
+
+            add_out_of_memory(folder, self.recipe, reason, explained.found)
+        return explained

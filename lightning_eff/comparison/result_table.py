@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, text_table
-from lightning_eff.report.html import bar_chart, render_page
+from lightning_eff.report.html import render_page, scatter_chart
 
 MEASURED, NOT_RUN, FAILED = "measured", "not run", "failed"
 BASELINE = "baseline"
@@ -177,15 +177,16 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
     if peaks:
         smallest = min(peaks, key=peaks.__getitem__)
         verdict += f" Least memory: {smallest}, {peaks[smallest]:.2f} of the baseline."
+    both = {name: (peaks[name], speed) for name, speed in speeds.items() if name in peaks}
+    caption = "each row by its peak memory and speed, as multiples of the baseline's: higher is faster, "
+    caption += "further left is smaller"
+    axes = ("peak memory, times the baseline's", "speed, times the baseline's")
     return render_page(
+        comparison,
         comparison,
         title=f"Comparison of {comparison['recipe']}",
         verdict=verdict,
-        charts=[
-            (title, f"{title} as a multiple of the baseline's", bar_chart(ratios, "times the baseline"))
-            for title, ratios in (("Speed", speeds), ("Peak memory", peaks))
-            if ratios
-        ],
+        charts=[scatter_chart("Speed against memory", caption, both, BASELINE, *axes)] if both else [],
         tables=[("All figures", HEADER, [cells(row) for row in rows])],
         notes=f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; each trial "
         "in a process of its own, with the same seed and global batch. Speed is that of the fastest round; "

@@ -3,6 +3,9 @@
 CUDA is read through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch allocates with
 the C library: glibc keeps freed blocks and returns them on `malloc_trim`; other C libraries have no such
 call, so there is no cache to empty.
+
+A snapshot of CUDA's allocator lists every block; with its history recorded, also the stack that allocated it
+and what was freed before.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from pathlib import Path
 import torch
 
 from lightning_eff.core import host_memory
+
+HISTORY = 100_000
+"""Events of the allocator that are kept: about 50 MB of host memory."""
 
 
 @lru_cache(maxsize=1)
@@ -72,3 +78,18 @@ def reset_peak(device: torch.device) -> None:
 def peak_bytes(device: torch.device) -> int | None:
     """Return the largest `allocated_bytes` since `reset_peak`; None on a device that records no peak."""
     return torch.accelerator.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def record_history(device: torch.device, *, is_on: bool) -> None:
+    """Start or stop to record the stack of each allocation on CUDA, the last `HISTORY` of them."""
+    if device.type == "cuda":
+        record = torch.cuda.memory._record_memory_history  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        record("all" if is_on else None, max_entries=HISTORY)
+
+
+def write_snapshot(device: torch.device, path: Path) -> bool:
+    """Write what CUDA's allocator holds for PyTorch's memory_viz; return False on any other device."""
+    if device.type != "cuda":
+        return False
+    torch.cuda.memory._dump_snapshot(str(path))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return True

@@ -134,9 +134,18 @@ class SweepRunError(Exception):
 
 
 class RunOutOfMemoryError(Exception):
-    """A run was out of memory; the text names the phase, the largest tensors and an override that fits."""
+    """A run was out of memory; the text names the phase, the largest tensors and an override that fits.
+
+    Args:
+        text: Lines of the message.
+        found: The same as plain values, for the run's page.
+    """
 
     exit_code = EXIT_OUT_OF_MEMORY
+
+    def __init__(self, text: str, found: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.found = found or {}
 
 
 class CheckpointError(HasRemedies, Exception):

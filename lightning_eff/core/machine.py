@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,3 +110,10 @@ def package_version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def command_line() -> str:
+    """Return this process's command line in a form that can be typed again, however it was started."""
+    program = Path(sys.argv[0])
+    is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
+    return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])

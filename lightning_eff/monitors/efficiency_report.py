@@ -6,7 +6,9 @@ writes them too, with the reason, and again when its last checkpoint is saved.
 All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
 where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
 compiled model is timed and not counted: its operations are not dispatched one by one. Of bfloat16 weights the
-fraction is shown that did not move in the first ten steps, with a warning above one half.
+fraction is shown that did not move in the first ten steps, with a warning above one half. In a notebook the
+monitor itself shows the page. Out of memory on CUDA leaves `memory_snapshot.pickle`, every block of the
+allocator; `record_memory_history` adds who allocated it, which slows down every allocation of the run.
 
 The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learning_rate`, `eff/gradient_norm`
 (of the whole gradient, before clipping), `eff/samples_per_second`, `eff/tokens_per_second`, `eff/data_wait`
@@ -22,9 +24,6 @@ Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appen
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 import time
 import warnings
 from dataclasses import asdict
@@ -38,25 +37,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.core import machine, rules
+from lightning_eff.core import allocator, machine, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
-from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, suggest_name
+from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
-from lightning_eff.report import batch_times, summary
+from lightning_eff.report import files, summary
+from lightning_eff.report.history import Validation
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
 from lightning_eff.report.losses import Losses
 from lightning_eff.report.meter import Meter
+from lightning_eff.report.page import notebook_frame
 from lightning_eff.report.unmoved import NUM_STEPS, Unmoved, UnmovedWeights
-
-LEDGER_FILE = "efficiency.json"
-PAGE_FILE = "report.html"
-CONFIG_FILE = "resolved.yaml"
-"""The composed config of a recipe's run; a plain Trainer has none."""
 
 
 class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
@@ -67,9 +63,11 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         num_warmup_batches: Batches at the start that are not timed, after the few that are counted.
         count_first_batches: Count floating-point operations, and on the CPU live bytes, in the first batches.
             Compiled modules are never counted; switch it off for a function compiled with `fullgraph=True`.
+        baseline: Folder of another run, or its `efficiency.json`: the page compares this run to it.
+        record_memory_history: Record the stack of each allocation on CUDA for `memory_snapshot.pickle`.
 
     Raises:
-        ConfigError: `num_warmup_batches` is negative.
+        ConfigError: `num_warmup_batches` is negative, or `baseline` is no report.
 
     Warns:
         ConflictWarning: Most bfloat16 weights did not move, because rounding to nearest loses their updates.
@@ -85,21 +83,29 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         dirpath: StrPath | None = None,
         num_warmup_batches: CountOrZero = 2,
         count_first_batches: bool = True,
+        baseline: StrPath | None = None,
+        record_memory_history: bool = False,
     ) -> None:
         self.dirpath = dirpath
         self.num_warmup_batches = num_warmup_batches
         self.count_first_batches = count_first_batches
+        self.baseline = baseline
+        self.record_memory_history = record_memory_history
+        self.recipe = ""
+        """Name of the recipe that is run, for the title."""
+        self.meter: Meter | None = None
+        """While `fit` is measured."""
         self.report: dict[str, Any] = {}
         """What was written, after `fit`."""
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
-        self._meter: Meter | None = None
+        self._baseline = files.read_baseline(baseline) if baseline else None
         self._logged: LoggedFigures | None = None
         self._watch: UnmovedWeights | None = None
         self._unmoved: Unmoved | None = None
         self._first_step = 0
         self._last_step = 0
         self._began_s = 0.0
-        self._losses = Losses()
+        self._losses, self._validation = Losses(), Validation()
         self._folder = Path()
 
     @override
@@ -122,14 +128,14 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
                 warnings.warn(text, NoEffectWarning, stacklevel=2)
             return
         self._first_step = self._last_step = trainer.global_step
-        self._losses = Losses()
+        self._losses, self._validation = Losses(), Validation()
         # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
         # an earlier report in the Trainer's folder is left as it is.
         folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-        if not self.dirpath and not trainer.loggers and (folder / PAGE_FILE).exists():
+        if not self.dirpath and not trainer.loggers and (folder / files.PAGE_FILE).exists():
             folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
         self._folder = folder
-        self._meter = Meter(
+        self.meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
             num_warmup_batches=self.num_warmup_batches,
@@ -137,15 +143,17 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             is_compiled=is_compiled(pl_module),
         )
         self._began_s = time.perf_counter()
-        self._logged = LoggedFigures(trainer, self._meter)
+        self._logged = LoggedFigures(trainer, self.meter)
+        if self.record_memory_history:
+            allocator.record_history(self.meter.device, is_on=True)
         self._watch, self._unmoved = UnmovedWeights(trainer.optimizers), None
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._meter is not None:
-            self._meter.begin_batch(batch, pl_module, trainer.optimizers)
+        if self.meter is not None:
+            self.meter.begin_batch(batch, pl_module, trainer.optimizers)
 
     @override
     def on_before_optimizer_step(
@@ -158,10 +166,10 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._meter is None:
+        if self.meter is None:
             return
         step = trainer.global_step
-        self._meter.end_batch(batch, num_steps=step - self._first_step)
+        self.meter.end_batch(batch, num_steps=step - self._first_step)
         if self._logged is not None:
             self._logged.end_batch(trainer)
         if step - self._first_step >= NUM_STEPS:
@@ -183,26 +191,35 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             warnings.warn(text, ConflictWarning, stacklevel=2)
 
     @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.meter is not None:
+            self._validation.begin(trainer.callback_metrics)
+
+    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None:
-            self._meter.throughput.restart()
+        if self.meter is None:
+            return
+        self._validation.end(trainer.global_step, trainer.callback_metrics)
+        self.meter.throughput.restart()
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None:
-            self._finish(trainer, self._meter, status="finished", reason="")
+        if self.meter is not None:
+            self._finish(trainer, self.meter, status="finished", reason="")
             self._print()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if self._meter is None:
+        if self.meter is None:
             return
-        meter, strategy = self._meter, trainer.strategy
+        meter, strategy = self.meter, trainer.strategy
         is_stop = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
         reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
+        has_snapshot = is_out_of_memory(exception) and files.write_snapshot(meter.device, self._folder)
         self._finish(trainer, meter, status="stopped" if is_stop else "failed", reason=reason)
+        self.report |= {"memory_snapshot": files.SNAPSHOT_FILE} if has_snapshot else {}
         teardown = strategy.teardown
 
         def teardown_then_update() -> None:
@@ -210,7 +227,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             try:
                 teardown()
             finally:
-                self._write(trainer, meter)
+                self._write(trainer)
                 self._print()
 
         # Callbacks after this one save checkpoints now, in the background too; the strategy's teardown waits
@@ -218,17 +235,16 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         strategy.teardown = teardown_then_update
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
-        self._meter = self._logged = None
+        series = meter.throughput.series() | ({} if self._logged is None else self._logged.history.series())
+        self.meter = self._logged = None
         meter.close()
+        if self.record_memory_history:
+            allocator.record_history(meter.device, is_on=False)
         self._count_unmoved(trainer.global_step - self._first_step)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
-        # The command line in a form that can be typed again, however the program was started.
-        program = Path(sys.argv[0])
-        is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
-        command = shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
         findings = {
-            "title": "Efficiency report",
+            "title": files.run_title(self._folder, self.recipe, trainer.lightning_module),
             "status": status,
             "reason": reason,
             "num_steps": trainer.global_step - self._first_step,
@@ -239,20 +255,23 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],
             "losses": self._losses.curve(),
+            "series": series,
+            "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "unmoved": {} if self._unmoved is None else self._unmoved.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
-            "command": command,
+            "command": machine.command_line(),
+            "baseline": self._baseline,
         }
         self.report = summary.json_safe(findings)
-        self._write(trainer, meter)
+        self._write(trainer)
 
     def _print(self) -> None:
-        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
+        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / files.PAGE_FILE)
 
-    def _write(self, trainer: pl.Trainer, meter: Meter) -> None:
+    def _write(self, trainer: pl.Trainer) -> None:
         """Update the ledger, one row a technique, and write both files."""
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
@@ -262,16 +281,12 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             row = {"technique": name_of(technique), "asked": arguments, "status": status}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)
-        if not trainer.is_global_zero:
-            return
-        folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
-        batch_times.save(meter.throughput, folder)
-        resolved = folder / CONFIG_FILE
-        config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-        page = summary.report_page(self.report, meter.throughput, config)
-        (folder / PAGE_FILE).write_text(page, encoding="utf-8")
+        if trainer.is_global_zero:
+            files.write_report(self._folder, self.report)
+
+    def _repr_html_(self) -> str | None:
+        """Return the page after `fit`, for a notebook."""
+        return notebook_frame(self.report) if self.report else None
 
     def outcome_of(self, name: str) -> dict[str, Any]:
         """Return the ledger's row of one technique, for example `callbacks/empty_cache`, after `fit`.

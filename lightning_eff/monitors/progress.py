@@ -1,7 +1,9 @@
-"""Show a run's progress: one line rewritten on a terminal, a new line every few seconds in a log file or CI.
+"""Show a run's progress: a bar on a terminal, a new line every few seconds in a log file or CI.
 
-A line has the optimizer step, the time left, what the module logs for a progress bar, and the samples per
-second since the last line.
+Both have the optimizer step, the time left, what the module logs for a progress bar, and the samples per
+second since the last time. The bar also has memory, now and at most: what the device's allocator has
+reserved and has had allocated, on a CPU the pages of the process; and the fraction of the time since then
+that was a wait for data, as far as `EfficiencyReport` measures it.
 
 Costs: one read of the clock a batch between two lines.
 Conflicts: another progress bar, refused by Lightning.
@@ -12,23 +14,28 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
-from lightning_eff.core import rules
+from lightning_eff.core import allocator, rules
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.text import human_bytes
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.meter import samples_and_tokens
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 class Progress(RejectsTransformersTrainer, ProgressBar):
     """Show the progress of `fit` on the standard error output.
 
     Args:
-        every_n_seconds: Seconds between two lines; a terminal's line is rewritten ten times as often.
+        every_n_seconds: Seconds between two lines; a terminal's bar moves ten times as often.
 
     Raises:
         ConfigError: `every_n_seconds` is not positive.
@@ -44,7 +51,9 @@ class Progress(RejectsTransformersTrainer, ProgressBar):
         self._is_enabled = True
         self._due_s = self._line_s = self._interval_s = 0.0
         self._begin_s, self._begin_step = 0.0, 0
-        self._num_samples = 0
+        self._num_samples = self._num_timed = 0
+        self._most_bytes = 0
+        self._bar: Bar | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -63,9 +72,10 @@ class Progress(RejectsTransformersTrainer, ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_s = self._line_s = time.monotonic()
         self._begin_step = trainer.global_step
-        self._interval_s = self.every_n_seconds / 10 if sys.stderr.isatty() else self.every_n_seconds
+        self._bar = _bar() if self._is_enabled and sys.stderr.isatty() else None
+        self._interval_s = self.every_n_seconds if self._bar is None else self.every_n_seconds / 10
         self._due_s = self._begin_s + self._interval_s
-        self._num_samples = 0
+        self._num_samples = self._num_timed = self._most_bytes = 0
 
     @override
     def on_train_batch_end(
@@ -81,26 +91,75 @@ class Progress(RejectsTransformersTrainer, ProgressBar):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_enabled:
             self._show(trainer)
-            if sys.stderr.isatty():
-                sys.stderr.write("\n")
+            self._close()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Leave the bar as it is, and give the terminal its cursor back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _show(self, trainer: pl.Trainer) -> None:
         now, step, total = time.monotonic(), trainer.global_step, _total_steps(trainer)
-        fields = [f"step {step}"]
-        if total not in (float("inf"), -1):
-            done = step - self._begin_step
-            left_s = (now - self._begin_s) / done * (total - step) if done else 0.0
-            fields = [f"step {step}/{total:.0f}", f"{left_s:.0f} s left"]
+        has_total = total not in (float("inf"), -1)
+        done = step - self._begin_step
+        left_s = (now - self._begin_s) / done * (total - step) if has_total and done else 0.0
+        fields = [f"step {step}/{total:.0f}", f"{left_s:.0f} s left"] if has_total else [f"step {step}"]
         for name, value in trainer.progress_bar_metrics.items():
             fields.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
         if self._num_samples:
             fields.append(f"{self._num_samples / (now - self._line_s):.1f} samples/s")
-        # On a terminal: back to the start of the line, and erase it.
-        start, end = ("\r\x1b[2K", "") if sys.stderr.isatty() else ("", "\n")
-        sys.stderr.write(f"{start}{'  '.join(fields)}{end}")
-        sys.stderr.flush()
+        if self._bar is None:
+            sys.stderr.write(f"{'  '.join(fields)}\n")
+            sys.stderr.flush()
+        else:
+            text = "  ".join([*fields, self._memory(trainer), *self._data_wait(trainer)])
+            (task,) = self._bar.task_ids
+            self._bar.update(task, total=total if has_total else None, completed=step, description=text)
+            self._bar.refresh()
         self._line_s, self._num_samples = now, 0
         self._due_s = now + self._interval_s
+
+    def _memory(self, trainer: pl.Trainer) -> str:
+        device = trainer.strategy.root_device
+        now_bytes = allocator.held_bytes(device)
+        self._most_bytes = max(self._most_bytes, now_bytes)
+        most_bytes = allocator.peak_bytes(device) or self._most_bytes
+        return f"memory {human_bytes(now_bytes)}, peak {human_bytes(most_bytes)}"
+
+    def _data_wait(self, trainer: pl.Trainer) -> list[str]:
+        """Return the fraction of the time since the last call, of the batches that a report has timed."""
+        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
+        if not meters:
+            return []
+        timed = meters[0].throughput
+        times_s = timed.batch_times_s[self._num_timed :]
+        waits_s = timed.waits_s[self._num_timed :]
+        self._num_timed = len(timed.batch_times_s)
+        return [f"data wait {min(1.0, sum(waits_s) / sum(times_s)):.0%}"] if sum(times_s) else []
+
+
+def _bar() -> Bar | None:
+    """Return a bar that moves when it is told to, without a thread; None if the terminal cannot show it."""
+    from rich.console import Console  # here: a log file needs none of it
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    console = Console(stderr=True)
+    if console.is_dumb_terminal:
+        return None
+    text = TextColumn("{task.description}", markup=False, table_column=Column())  # which wraps
+    bar = Progress(BarColumn(bar_width=20), text, console=console, auto_refresh=False)
+    bar.add_task("", total=None)
+    bar.start()
+    return bar
 
 
 def _total_steps(trainer: pl.Trainer) -> float:

@@ -13,6 +13,8 @@ import re
 import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from typing import Any
 
 from lightning_eff.core.errors import RunOutOfMemoryError
 from lightning_eff.core.host_memory import HostMemoryLimit
@@ -61,12 +63,21 @@ def explain_out_of_memory(
         size = human_bytes(float(number)) if unit == "bytes" else f"{number} {unit}"
         first += f": tried to allocate {size}"
     free(error)
+    found: dict[str, Any] = {
+        "phase": phase,
+        "overrides": [],
+        "holders": [],
+        "num_bytes": None,
+        "peak_bytes": None,
+    }
     try:
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            lines = _lines(phase, compose, limit)
+            lines = _lines(phase, compose, limit, found)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
         lines = [f"no advice: {reason_of(failed)}"]
-    return RunOutOfMemoryError("\n  ".join([first, *lines]))
+    shown = lines[:1] if found["overrides"] else lines  # the page has the override apart, to be copied
+    found["sentences"] = [f"{line[0].upper()}{line[1:]}" for line in (first, *shown)]
+    return RunOutOfMemoryError("\n  ".join([first, *lines]), found)
 
 
 def phase_of(error: BaseException) -> str:
@@ -84,8 +95,8 @@ def free(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
-    """Return the lines after the first: what holds the memory, and advice."""
+def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str, Any]) -> list[str]:
+    """Return the lines after the first: what holds the memory, and advice; add the values to `found`."""
     trainer = build_trainer(compose(()))
     if trainer.world_size > 1:
         return ["no advice: it is for a single device, and this run has several"]
@@ -101,7 +112,11 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
     total, free_bytes = human_bytes(sum(sizes.values())), human_bytes(recipe.memory.free_bytes)
     needed = f"it needs {total}, and {free_bytes} is free on {recipe.memory.name}: {listed}"
+    nowhere = {"path": "", "operation": "", "count": 1}
+    found["num_bytes"] = sum(sizes.values())
+    found["holders"] = [nowhere | {"category": name, "num_bytes": size} for name, size in largest if size]
     if step_phase == now.peak.phase and now.peak.holders:
+        found["holders"] = [asdict(each) for each in now.peak.holders]
         holder = now.peak.holders[0]
         origin = " in ".join(name for name in (holder.operation, holder.path) if name)
         needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
@@ -112,5 +127,10 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit) -> list[str]:
     peak_bytes = savings[-1].peak_bytes if savings else None
     if peak_bytes is None or peak_bytes > usable_bytes:
         return [needed, "no override was found with which a step fits"]
-    words = " ".join(word for saving in savings for word in saving.words)
-    return [needed, f"try: {words}", f"predicted peak with it: {human_bytes(peak_bytes)}, it fits"]
+    found["peak_bytes"] = peak_bytes
+    found["overrides"] = [word for saving in savings for word in saving.words]
+    return [
+        needed,
+        f"try: {' '.join(found['overrides'])}",
+        f"predicted peak with it: {human_bytes(peak_bytes)}, it fits",
+    ]

@@ -1,11 +1,13 @@
 """Send a run's figures to its loggers as `eff/...`, every `log_every_n_steps` optimizer steps.
 
+The page of the run has the same learning rate and norm, and memory that is read ten times a second at most.
 What the meter measures is not measured again. The norm of the gradient is computed in the steps that are
 logged and in no other; there Lightning waits for the device too, to log the loss.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,12 +23,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_eff.core import allocator
 from lightning_eff.core.shards import full_tensor
+from lightning_eff.report.history import History
 from lightning_eff.report.meter import Meter
 
 WITH_GRADIENTS = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 """Strategies whose `.grad` is the whole gradient, or a DTensor of it."""
 MIB = 2**20
+MEMORY_INTERVAL_S = 0.1
+"""Least time between two readings: the allocator's statistics take 0.1 ms."""
 
 
 class LoggedFigures:
@@ -36,7 +42,10 @@ class LoggedFigures:
     """
 
     def __init__(self, trainer: pl.Trainer, meter: Meter) -> None:
+        self.history = History()
+        """Learning rate, norm of the gradient and bytes of memory, by optimizer step."""
         self._meter = meter
+        self._memory_due_s = 0.0
         # Lightning 2.6 does not declare the attribute; 0 is never.
         self._every_n_steps: int = getattr(trainer, "log_every_n_steps", 0) if trainer.loggers else 0
         self._last_step = trainer.global_step
@@ -47,15 +56,16 @@ class LoggedFigures:
 
     def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Keep the rate that a step is about to use and, if it is going to be logged, its gradient's norm."""
-        if not self._every_n_steps:
-            return
-        is_due = (trainer.global_step + 1) % self._every_n_steps == 0
-        if not is_due and len(trainer.optimizers) == 1:
-            return
+        every, step = self._every_n_steps, trainer.global_step + 1
+        is_due = bool(every) and step % every == 0
         numbers = {id(each): number for number, each in enumerate(trainer.optimizers)}
-        rate = optimizer.param_groups[0]["lr"]  # a scheduler changes a tensor in place
-        kept = rate.detach().clone() if isinstance(rate, Tensor) else rate
-        self._rates[numbers.get(id(optimizer), 0)] = kept
+        number = numbers.get(id(optimizer), 0)
+        rate = optimizer.param_groups[0]["lr"]
+        if not isinstance(rate, Tensor):
+            self.history.add(f"learning_rate{_ending(number)}", step, rate)
+            self._rates[number] = rate
+        elif is_due or (every and len(numbers) > 1):  # a scheduler changes it in place
+            self._rates[number] = rate.detach().clone()
         if not is_due:
             return
         reason = _no_norm(trainer)
@@ -68,8 +78,11 @@ class LoggedFigures:
             rank_zero_info("eff/gradient_norm is not logged: %s", reason)
 
     def end_batch(self, trainer: pl.Trainer) -> None:
-        """Log, if a step that is due has ended."""
+        """Read the memory now and then, and log, if a step that is due has ended."""
         step, every = trainer.global_step, self._every_n_steps
+        if (now := time.monotonic()) >= self._memory_due_s:
+            self._memory_due_s = now + MEMORY_INTERVAL_S
+            self._read_memory(step)
         is_due = every and step // every > self._last_step // every
         self._last_step = step
         if not is_due:
@@ -80,14 +93,20 @@ class LoggedFigures:
             self._norm = engine.get_global_grad_norm()
         if self._norm is not None:
             figures["eff/gradient_norm"] = float(self._norm)
+            self.history.add("gradient_norm", step, figures["eff/gradient_norm"])
         self._norm = None
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=step)
 
     def _rates_by_name(self) -> dict[str, float]:
         """Return the learning rate of each optimizer's first parameter group."""
-        ends = {number: f"_{number + 1}" if number else "" for number in self._rates}
-        return {f"eff/learning_rate{ends[number]}": float(rate) for number, rate in self._rates.items()}
+        return {f"eff/learning_rate{_ending(number)}": float(rate) for number, rate in self._rates.items()}
+
+    def _read_memory(self, step: int) -> None:
+        device = self._meter.device
+        for name, read in (("held_bytes", allocator.held_bytes), ("peak_bytes", allocator.peak_bytes)):
+            if num_bytes := read(device):
+                self.history.add(name, step, num_bytes)
 
     def _measured(self, world_size: int) -> dict[str, float]:
         """Return the figures of the timed batches since the last call; rates are of all ranks."""
@@ -127,6 +146,11 @@ def norm_of(gradients: Iterable[Tensor]) -> float | None:
     # Sharded and whole ones cannot be stacked together.
     parts = [full_tensor(torch.linalg.vector_norm(torch.stack(each))).double() for each in norms.values()]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else None
+
+
+def _ending(number: int) -> str:
+    """Return what the name of an optimizer's figure ends with: nothing for the first one."""
+    return f"_{number + 1}" if number else ""
 
 
 def _no_norm(trainer: pl.Trainer) -> str:

@@ -1,17 +1,13 @@
-"""Render the efficiency report: its key figures, the terminal text, and the HTML page."""
+"""Put the efficiency report into words: its key figures, how the run ended, the text for a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
-from lightning_eff.report.html import line_chart, memory_chart, render_page
-from lightning_eff.report.module_tracker import PHASES
-from lightning_eff.report.recording import CATEGORIES
-from lightning_eff.report.throughput import Throughput
 from lightning_eff.report.unmoved import Unmoved
 
 FIGURES = {
@@ -93,7 +89,7 @@ def run_verdict(report: Mapping[str, Any]) -> str:
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as a few lines for a terminal."""
-    lines = [f"{report['title']}. {run_verdict(report)}"]
+    lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
     shown = " | ".join(f"{label} {value}" for label, value in key_figures(report))
     lines += [f" {shown}"] if shown else []
     peak: Mapping[str, Any] = report.get("memory") or {}
@@ -129,59 +125,3 @@ def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
     useless += ("optimizer/", "callbacks/micro_batch") if any(each.get("manual") for each in rows) else ()
     names = LOWERED_BY.get(category, ())
     return [name for name in names if name not in applied and not name.startswith(useless)]
-
-
-def report_page(report: Mapping[str, Any], throughput: Throughput, config: str = "") -> str:
-    """Return the contents of the ledger, the times of batches and the config (YAML) as one HTML file."""
-    techniques = [
-        (row["technique"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()), row["status"], row["did"])
-        for row in report["ledger"]
-    ]
-    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
-        ("Techniques", ("technique", "requested", "status", "what it did"), techniques)
-    ]
-    charts = _curves(report.get("losses", ()), throughput)
-    memory = report.get("memory") or {}
-    if len(memory.get("timeline", ())) > 1:
-        path = f" in {memory['path']}" if memory["path"] else ""
-        at = f"{memory['phase']}: {memory['operation'] or 'before the first operation'}{path}"
-        caption = f"live bytes by category; the peak, {human_bytes(memory['num_bytes'])}, is in the {at}"
-        charts.insert(0, ("Memory of the first steps", caption, memory_chart(memory["timeline"], CATEGORIES)))
-        by_phase = memory["by_phase"]
-        rows = [(name, *(by_phase[phase][name] for phase in PHASES)) for name in CATEGORIES]
-        rows.append(("total", *(sum(by_phase[phase].values()) for phase in PHASES)))
-        cells = [(name, *map(human_bytes, sizes)) for name, *sizes in rows if any(sizes)]
-        tables.append(("Memory at the peak of each phase", ("category", *PHASES), cells))
-    if report.get("attention"):
-        rows = [
-            (row["text"], "\n".join(dict.fromkeys(row["modules"])), row["remedy"])
-            for row in report["attention"]
-        ]
-        tables.append(("Attention of the first batch", ("what ran", "modules", "try"), rows))
-    return render_page(
-        report, title=report["title"], verdict=run_verdict(report), figures=key_figures(report),
-        charts=charts, tables=tables, config=config,
-    )  # fmt: skip
-
-
-def _curves(losses: Sequence[tuple[int, Any]], throughput: Throughput) -> list[tuple[str, str, str]]:
-    """Return titles, captions and charts of the loss, the time per batch and the wait for data."""
-    charts: list[tuple[str, str, str]] = []
-    finite = [(int(step), float(loss)) for step, loss in losses if math.isfinite(float(loss))]
-    if len(finite) > 1:
-        (first_step, first), (last_step, last) = finite[0], finite[-1]
-        values = [loss for _, loss in finite]
-        caption = f"loss from {first:.4g} at step {first_step} to {last:.4g} at step {last_step}"
-        caption += f"; lowest {min(values):.4g}, highest {max(values):.4g}"
-        if lost := len(losses) - len(finite):
-            caption += f"; {lost} point{'s' if lost > 1 else ''} not finite"
-        charts.append(("Training loss", caption, line_chart(finite, "optimizer step", "loss")))
-    for title, times_s, least_s in (
-        ("Time per batch", throughput.batch_times_s, 0.0),
-        ("Wait for data per batch", throughput.waits_s, 1e-3),
-    ):
-        if len(times_s) > 1 and max(times_s) > least_s:
-            points = [(index, 1e3 * time_s) for index, time_s in enumerate(times_s, 1)]
-            caption = f"{len(times_s)} batches, at most {max(times_s):.4f} s, {sum(times_s):.2f} s in total"
-            charts.append((title, caption, line_chart(points, "timed batch", "ms", lowest=0.0)))
-    return charts

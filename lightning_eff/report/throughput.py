@@ -13,6 +13,8 @@ from torch import Tensor
 
 FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
 """Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
+NUM_POINTS, NUM_TIMES = 240, 500
+"""Maximum points of a series, and times of batches, that are kept for the page."""
 
 
 class Throughput:
@@ -26,6 +28,8 @@ class Throughput:
         self.batch_times_s = array("d")
         self.waits_s = array("d")
         """Part of each duration that was a wait for data."""
+        self.samples = array("q")
+        """Samples of each batch."""
         self.num_samples = 0
         self.num_tokens = 0
         self.num_padded: int | Tensor = 0
@@ -54,6 +58,7 @@ class Throughput:
             self.first_batch_s = max(self.first_batch_s, batch_time_s)
             return
         self.batch_times_s.append(batch_time_s)
+        self.samples.append(num_samples)
         self.num_samples += num_samples
         self.num_tokens += num_tokens
         self.num_padded = self.num_padded + num_padded
@@ -79,6 +84,26 @@ class Throughput:
             "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
             "num_batches": len(ordered),
         }
+
+    def series(self) -> dict[str, Any]:
+        """Return samples/s and the wait for data in ms by timed batch, and the sorted times of batches in ms.
+
+        A point of a long run is the mean of several batches; of many times every second, third ... is kept.
+        """
+        num_batches = len(self.batch_times_s)
+        stretch = max(1, -(-num_batches // NUM_POINTS))
+        rates: list[tuple[int, float]] = []
+        waits: list[tuple[int, float]] = []
+        for begin in range(0, num_batches, stretch):
+            part = slice(begin, begin + stretch)
+            count, total_s = len(self.batch_times_s[part]), sum(self.batch_times_s[part])
+            if total_s > 0.0:
+                rates.append((begin + count, sum(self.samples[part]) / total_s))
+                waits.append((begin + count, 1e3 * sum(self.waits_s[part]) / count))
+        ordered = sorted(self.batch_times_s)
+        kept = ordered[:: -(-num_batches // NUM_TIMES) or 1]
+        times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # the slowest is always there
+        return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
 
 
 class DataWait:

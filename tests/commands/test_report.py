@@ -14,7 +14,6 @@ from lightning_eff.commands._run_reports import find_runs
 from lightning_eff.commands._run_table import setting_differences
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.report import batch_times
 from lightning_eff.report.summary import report_text
 from tests.support.command_line import Command
 from tests.support.models import Net, make_loader, make_trainer
@@ -93,17 +92,6 @@ def test_the_page_is_rebuilt_to_the_byte(empty_folder: Path, command: Command) -
         assert out == f"{report_text(report)}\n report: {page}\n"
     found = json.loads(command("report", "mine", "--json", code=0)[1])
     assert found == {"run": str(run), "page": str(page), "notes": [], "report": report}
-    page.unlink()
-    (run / batch_times.FILE).unlink()
-    out = command("report", "mine", code=0)[1]
-    assert (
-        "left out: the charts of time per batch and of waiting for data, since batch_times.csv is not" in out
-    )
-    assert b"Time per batch" not in page.read_bytes()
-    page.write_bytes(original)
-    out = command("report", "mine", code=0)[1]
-    assert "report.html stays as it is: batch_times.csv is not there" in out
-    assert page.read_bytes() == original, "a page that has more is not replaced"
     assert sorted(each.name for each in run.iterdir()) == ["efficiency.json", "report.html", "resolved.yaml"]
 
 
@@ -262,15 +250,6 @@ def test_only_what_differs_is_shown() -> None:
     ]
 
 
-def test_times_are_read_to_the_bit_and_another_file_is_refused(tmp_path: Path) -> None:
-    throughput = batch_times.Throughput()
-    throughput.batch_times_s.extend([0.1, 1 / 3, 1e-9])
-    throughput.waits_s.extend([0.0, 2 / 7, 1e-300])
-    batch_times.save(throughput, tmp_path)
-    found = batch_times.load(tmp_path)
-    assert (found.batch_times_s, found.waits_s) == (throughput.batch_times_s, throughput.waits_s)
-    (tmp_path / batch_times.FILE).write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="columns"):
-        batch_times.load(tmp_path)
+def test_a_word_that_leads_out_of_the_output_root_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a recipe with runs"):
         find_runs("../x", tmp_path)

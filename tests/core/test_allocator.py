@@ -67,3 +67,20 @@ def test_another_c_library_has_nothing_to_empty(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(allocator, "_glibc", lambda: None)
     assert not allocator.has_cache(CPU)
     allocator.empty_cache(CPU)
+
+
+def test_history_and_snapshot_are_cudas_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda *a, **k: calls.append((*a, k)))
+    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
+    path = tmp_path / "memory_snapshot.pickle"
+    allocator.record_history(CPU, is_on=True)
+    assert not allocator.write_snapshot(CPU, path)
+    assert calls == []
+    device = torch.device("cuda")
+    allocator.record_history(device, is_on=True)
+    allocator.record_history(device, is_on=False)
+    assert allocator.write_snapshot(device, path)
+    limit = {"max_entries": allocator.HISTORY}
+    assert calls == [("all", limit), (None, limit), str(path)]

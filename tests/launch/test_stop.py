@@ -211,7 +211,7 @@ def test_ranks_share_one_folder_and_one_screen(launcher: str, recipe: str, tiny:
     assert report["measured"]["world_size"] == 2
     strategy = {"baseline": "", "fsdp2": "strategy/fsdp2"}.get(recipe, "strategy/deepspeed_zero")
     assert strategy in json.dumps(report["ledger"])
-    assert done.stderr.count("Efficiency report.") == done.stderr.count("step 2/2") == 1
+    assert done.stderr.count("Efficiency report of") == done.stderr.count("step 2/2") == 1
     (run_dir,) = Path("outputs", recipe).iterdir()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2.ckpt"]
 

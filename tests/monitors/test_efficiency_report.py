@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE, SNAPSHOT_FILE
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -63,7 +66,7 @@ def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) ->
     assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"
     assert json.loads((tmp_path / "a" / "b" / LEDGER_FILE).read_text()) == report
     page = (tmp_path / "a" / "b" / PAGE_FILE).read_text()
-    assert "Efficiency report" in page
+    assert "<title>Net, run b</title>" in page
     assert "http" not in page.replace("http-equiv", "")
 
 
@@ -176,3 +179,101 @@ def test_a_compiled_model_is_timed_and_not_counted(how: str, tmp_path: Path) -> 
 def test_negative_warmup_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_warmup_batches=-1"):
         EfficiencyReport(num_warmup_batches=-1)
+
+
+class Validated(Net):
+    def on_train_start(self) -> None:
+        self.log("only_in_training", 3.0)
+
+
+def test_curves_of_the_run_are_kept_by_step(tmp_path: Path) -> None:
+    keywords = {
+        "val_check_interval": 5,
+        "max_steps": 20,
+        "logger": CSVLogger(tmp_path),
+        "log_every_n_steps": 4,
+    }
+    report = fit(Validated(lr=0.25), tmp_path, **keywords)
+    series, validation = report["series"], report["validation"]
+    assert series["learning_rate"] == [[step, 0.25] for step in range(1, 21)]
+    assert [step for step, _ in series["gradient_norm"]] == [4, 8, 12, 16, 20]
+    assert [step for step, _ in validation["val_loss"]] == [5, 10, 15, 20]
+    assert validation["val_loss"][-1][1] == report["metrics"]["val_loss"]
+    assert list(validation) == ["val_loss"], "what the training has logged is none of validation's"
+    assert [batch for batch, _ in series["samples_per_s"]] == [*range(1, 17)], "four are left out"
+    assert len(series["batch_times_ms"]) == 16
+    assert series["held_bytes"][0][0] == 1
+
+
+def test_a_run_is_compared_to_the_report_of_another_one(tmp_path: Path) -> None:
+    fit(Net(), tmp_path / "one")
+    for path in (tmp_path / "one", str(tmp_path / "one" / LEDGER_FILE)):
+        monitor = EfficiencyReport(dirpath=tmp_path / "two", baseline=path)
+        make_trainer(callbacks=[monitor]).fit(Net(), make_loader())
+        assert monitor.report["baseline"]["title"] == "Net, run one"
+        page = (tmp_path / "two" / PAGE_FILE).read_text()
+        assert re.search(
+            r'lead">\d+\.\d\d times as fast as the baseline \(Net, run one\), with 1\.00 of its', page
+        )
+        assert monitor._repr_html_()
+
+
+def test_a_baseline_that_is_not_there_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for text, reason in (("[]", "is no report"), ("{}", "is no report"), ("<", "is no JSON")):
+        other.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(f"{other} {reason}")):
+            EfficiencyReport(baseline=other)
+    for missing in (tmp_path, tmp_path / "none"):
+        file = missing / LEDGER_FILE if missing.is_dir() else missing
+        with pytest.raises(ConfigError, match=re.escape(f"({file}: No such file or directory)")) as refused:
+            EfficiencyReport(baseline=missing)
+        assert refused.value.key == "baseline"
+    assert EfficiencyReport()._repr_html_() is None
+
+
+class OutOfMemory(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            msg = "CUDA out of memory"
+            raise torch.OutOfMemoryError(msg)
+        return super().training_step(batch, batch_idx)
+
+
+def test_out_of_memory_leaves_the_allocators_snapshot_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_: torch.device, path: Path) -> bool:
+        path.write_text("blocks")
+        return True
+
+    recorded: list[bool] = []
+    record = "lightning_eff.core.allocator.record_history"
+    monkeypatch.setattr(record, lambda _, *, is_on: recorded.append(is_on))
+    monkeypatch.setattr("lightning_eff.core.allocator.write_snapshot", write)
+    with pytest.raises(RuntimeError, match="the label is missing"):
+        fit(FailsAtFive(), tmp_path)
+    assert not (tmp_path / SNAPSHOT_FILE).exists()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(OutOfMemory(), tmp_path)
+    assert (tmp_path / SNAPSHOT_FILE).read_text() == "blocks"
+    assert json.loads((tmp_path / LEDGER_FILE).read_text())["memory_snapshot"] == SNAPSHOT_FILE
+    assert "<p>memory_snapshot.pickle has every block" in (tmp_path / PAGE_FILE).read_text()
+    assert recorded == [], "it slows a run down"
+    monitor = EfficiencyReport(dirpath=tmp_path, record_memory_history=True)
+    make_trainer(callbacks=[monitor]).fit(Net(), make_loader())
+    assert recorded == [True, False]
+
+
+def test_a_snapshot_that_cannot_be_written_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> bool:
+        msg = "the disk is full"
+        raise OSError(msg)
+
+    monkeypatch.setattr("lightning_eff.core.allocator.write_snapshot", refuse)
+    with caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
+        fit(OutOfMemory(), tmp_path)
+    assert "no memory_snapshot.pickle: OSError: the disk is full" in caplog.messages
+    assert "memory_snapshot" not in json.loads((tmp_path / LEDGER_FILE).read_text())

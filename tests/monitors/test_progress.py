@@ -1,13 +1,18 @@
-"""Progress: lines in a log, one line on a terminal, nothing where it is switched off."""
+"""Progress: lines in a log, a bar on a terminal, nothing where it is switched off."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -29,13 +34,60 @@ def test_lines_come_when_they_are_due_and_at_the_end(
     assert "samples/s" in middle
 
 
-def test_a_terminals_line_is_rewritten(
+def make_terminal(monkeypatch: pytest.MonkeyPatch, name: str = "xterm") -> None:
+    """Let the standard error output be a terminal of 200 columns."""
+    for key, value in {"TERM": name, "COLUMNS": "200", "NO_COLOR": "1", "TTY_COMPATIBLE": "1"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+
+def test_a_terminal_has_a_bar_with_memory_and_the_wait_for_data(
+    net: Callable[..., Net],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    make_terminal(monkeypatch)
+    sizes = iter([3 * 2**20, 5 * 2**20, *[2**20] * 100])
+    figures = SimpleNamespace(held_bytes=lambda _: next(sizes), peak_bytes=lambda _: None)
+    monkeypatch.setattr("lightning_eff.monitors.progress.allocator", figures)
+    callbacks = [Progress(every_n_seconds=1e-9), EfficiencyReport(dirpath=tmp_path)]
+    trainer = make_trainer(callbacks=callbacks, enable_progress_bar=True, max_steps=10)
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    trainer.fit(net(), make_loader())
+    text = capsys.readouterr().err
+    assert text.count(hidden) == text.count(shown) == 1
+    bar = text[text.index(hidden) : text.index(shown)]
+    frames = [frame for frame in re.split(r"\r|\n", bar) if "step " in frame]
+    steps = [re.search(r"step (\d+)/10", frame) for frame in frames]
+    assert list(dict.fromkeys(int(step[1]) for step in steps if step)) == [*range(1, 11)]
+    memory = [text for frame in frames for text in re.findall(r"memory .* MiB, peak .* MiB", frame)]
+    assert memory[0] == "memory 3.0 MiB, peak 3.0 MiB"
+    assert memory[-1] == "memory 1.0 MiB, peak 5.0 MiB"
+    assert "train_loss" in frames[-1]
+    assert "samples/s" in frames[7]
+    assert [bool(re.search(r"data wait \d+%", frame)) for frame in frames[:2]] == [False, False], "not timed"
+    assert re.search(r"data wait \d+%", frames[7])
+
+
+def test_a_run_that_fails_gives_the_cursor_back(
     net: Callable[..., Net], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(callbacks=[Progress(every_n_seconds=1e-9)], enable_progress_bar=True, max_steps=3)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    trainer.fit(net(), make_loader())
-    assert capsys.readouterr().err.count("\r\x1b[2Kstep ") == 4
+    make_terminal(monkeypatch)
+    model = net()
+    model.on_train_batch_end = Mock(side_effect=RuntimeError("broken"))
+    trainer = make_trainer(callbacks=[Progress()], enable_progress_bar=True)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(model, make_loader())
+    assert capsys.readouterr().err.count("\x1b[?25h") == 1
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    net: Callable[..., Net], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_terminal(monkeypatch, "dumb")
+    lines = show(net, capsys, Progress(every_n_seconds=1e9))
+    assert [line.split()[1] for line in lines] == ["10/10"]
 
 
 def test_switched_off_it_shows_nothing(net: Callable[..., Net], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -88,6 +89,21 @@ def test_an_override_that_fits_is_named_and_trains_to_the_end(
     assert remedy == "  try: +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2"
     assert re.fullmatch(r"  predicted peak with it: 3\.\d MiB, it fits", fits)
     assert "Traceback" in next(Path("outputs").rglob("error.log")).read_text()
+    (file,) = Path("outputs/baseline").glob("*/efficiency.json")
+    report = json.loads(file.read_text())
+    assert report["reason"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    found = report["out_of_memory"]
+    assert (found["phase"], found["overrides"]) == (
+        "the forward pass",
+        remedy.removeprefix("  try: ").split(),
+    )
+    assert found["holders"][0]["category"] == "activations"
+    page = (file.parent / "report.html").read_text()
+    assert (
+        f"<p>Out of memory during the forward pass: tried to allocate 2.00 GiB</p>\n<p>I{held[3:]}</p>"
+        in page
+    )
+    assert f"<pre>{remedy[7:]}</pre>" in page
     code, _, err = command(*words, *remedy.removeprefix("  try: ").split())
     assert code == 0, err
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
-from lightning_eff.report.html import bar_chart, line_chart, memory_chart
+from lightning_eff.report.html import Series, histogram, line_chart, scatter_chart, stacked_chart
 from lightning_eff.report.module_tracker import PHASES
+from lightning_eff.report.page import report_page
 from lightning_eff.report.recording import CATEGORIES
-from lightning_eff.report.summary import report_page
-from lightning_eff.report.throughput import Throughput
 
 HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><link href=//evil>"""
 EMPTY = dict.fromkeys(CATEGORIES, 0)
@@ -55,18 +54,13 @@ class Reader(HTMLParser):
         self.text.append(data)
 
 
-def make_page(
-    word: str = "word", *, times: Sequence[float] = (0.1, 0.2), waits: Sequence[float] = (), **changes: Any
-) -> str:
+def make_page(word: str = "word", **changes: Any) -> str:
     row = {"technique": word, "asked": {word: word, "n": 3}, "status": word, "did": word}
     report = {
         "title": word, "status": "failed", "reason": word, "num_steps": 3, "measured": {}, "ledger": [row],
         "environment": {word: word}, "command": word,
     }  # fmt: skip
-    throughput = Throughput()
-    throughput.batch_times_s.extend(times)
-    throughput.waits_s.extend(waits)
-    return report_page(report | changes, throughput, word)
+    return report_page(report | changes, word)
 
 
 def points(svg: str) -> list[tuple[float, float]]:
@@ -84,14 +78,39 @@ def test_html_in_values_is_escaped_everywhere() -> None:
     assert HOSTILE not in make_page(HOSTILE)
     # Title, heading, verdict, four cells (one with key and value), environment, command, config.
     assert "".join(hostile.text).count(HOSTILE) == 2 + 1 + 5 + 2 + 1 + 1
-    names = {HOSTILE: 1.0, "x" * 99: 2.0, "x" * 98: 3.0}
-    assert {*Reader(bar_chart(names, HOSTILE)).tags} <= {"svg", "g", "rect", "text", "line"}
+
+
+def everything(word: str) -> dict[str, Any]:
+    """Return the keys of a report that make charts, tables and sections, with a word for each text."""
+    line = [[1, 4.0], [2, 3.0]]
+    holder = {"category": word, "path": word, "operation": word, "num_bytes": 512, "count": 2}
+    out_of_memory = {"sentences": [word], "overrides": [word], "holders": [holder]}
+    out_of_memory |= {"num_bytes": 1024, "peak_bytes": 512}
+    series = {"samples_per_s": line, "data_wait_ms": line, "batch_times_ms": [1.0, 2.0], "held_bytes": line}
+    series |= {"learning_rate": line, "learning_rate_2": line, "gradient_norm": line}
+    return {
+        "losses": line, "series": series, "validation": {f"loss {word}": line, word: line},
+        "memory": MEMORY | {"path": word, "operation": word, "holders": [holder]},
+        "out_of_memory": out_of_memory, "memory_snapshot": word,
+        "baseline": {"title": word, "measured": {}, "environment": {"device": word}, "losses": line},
+        "attention": [{"text": word, "modules": [word], "remedy": word}],
+    }  # fmt: skip
+
+
+def test_hostile_names_are_escaped_in_every_chart_table_and_section() -> None:
+    pages = [make_page(word, **everything(word)) for word in ("word", HOSTILE)]
+    harmless, hostile = map(Reader, pages)
+    assert hostile.tags == harmless.tags
+    assert {name for name, _ in hostile.attributes} == {name for name, _ in harmless.attributes}
+    assert HOSTILE not in pages[1]
+    assert harmless.tags.count("figure") == 9
+    assert max(map(len, pages)) < 50_000
+    dots = scatter_chart("a", "b", {HOSTILE: (1.0, 1.0), "x": (2.0, 0.5)}, "x", HOSTILE, HOSTILE).svg
+    assert {*Reader(dots).tags} == {"svg", "g", "rect", "text", "line", "circle"}
 
 
 def test_a_page_needs_no_network() -> None:
-    text = make_page(
-        losses=[[1, 4.0], [2, 3.0]], memory=MEMORY, command="train data.url=https://example.org/a"
-    )
+    text = make_page(**everything("word"), command="train data.url=https://example.org/a")
     outside = re.findall(r"(?:https?:)?//[^\s\"<&]*|url\(|@import", text)
     assert {*outside} == {"https://example.org/a"}, "in the command and in the raw report, as text"
     reader = Reader(text)
@@ -108,27 +127,11 @@ def test_the_report_is_at_the_end() -> None:
     assert "Reproduce" not in make_page(command="")
 
 
-def test_charts_have_axes_with_units_and_a_text_for_those_who_do_not_see_them() -> None:
-    curve = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
-    reader = Reader(make_page(times=[0.1, 0.4], waits=[0.0, 0.02], losses=curve, memory=MEMORY))
-    captions = [
-        "live bytes by category; the peak, 100.0 MiB, is in the forward: mm in a<b",
-        "loss from 4 at step 1 to 3 at step 4; lowest 2, highest 4; 1 point not finite",
-        "2 batches, at most 0.4000 s, 0.50 s in total",
-        "2 batches, at most 0.0200 s, 0.02 s in total",
-    ]
-    assert [value for name, value in reader.attributes if name == "aria-label"] == captions
-    assert {*captions, "optimizer step", "loss", "timed batch", "ms", "MiB"} <= {*reader.text}
-    table = reader.text[reader.text.index("category") :]
-    cells = [text for text in table if text.strip()]
-    assert cells[cells.index("total") :][:4] == ["total", "100.0 MiB", "10 B", "10 B"]
-    assert "buffers" not in cells
-
-
-@pytest.mark.parametrize("times", [[], [0.1], [0.0, 0.0]])
-def test_without_anything_to_show_there_is_no_chart(times: list[float]) -> None:
+def test_without_anything_to_show_there_is_no_chart() -> None:
+    series = {"samples_per_s": [], "batch_times_ms": [0.1], "data_wait_ms": [[1, 0.0], [2, 0.1]]}
+    losses = [[1, 2.0], [2, "nan"]]
     text = make_page(
-        times=times, waits=[0.0, 1e-5], losses=[[1, 2.0], [2, "nan"]], memory=MEMORY | {"timeline": []}
+        series=series, losses=losses, validation={"a": [[1, 2.0]]}, memory=MEMORY | {"timeline": []}
     )
     assert "svg" not in Reader(text).tags
     assert "Memory at the peak" not in text
@@ -137,28 +140,53 @@ def test_without_anything_to_show_there_is_no_chart(times: list[float]) -> None:
 def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
     times = [(index, 0.1) for index in range(10_007)]
     times[7_654] = (7_654, 0.5)
-    drawn = points(line_chart(times, "batch", "ms", lowest=0.0))
-    assert 500 <= len(drawn) < 1000
-    heights = [y for _, y in drawn]
-    assert [index for index, y in enumerate(heights) if y < min(heights) + 1] == [7_654 // 20]
+    drawn = points(line_chart("a", "b", [Series("c", times)], "batch", "ms", lowest=0.0).svg)
+    assert 120 <= len(drawn) <= 240
+    top = min(y for _, y in drawn)
+    ((x, _),) = (point for point in drawn if point[1] == top)
+    right = max(x for x, _ in drawn)
+    assert x == pytest.approx(right * 7_654 / 10_006, abs=0.5)
 
 
-def test_memory_is_stacked_and_bars_are_as_long_as_their_ratios() -> None:
-    text = memory_chart(TIMELINE, CATEGORIES)
-    reader = Reader(text)
-    assert [name for name in CATEGORIES if name in reader.text] == ["parameters", "activations"]
-    fills = [
-        value for name, value in reader.attributes if name == "fill" and value and value.startswith("var")
-    ]
-    assert len(fills) == 4, "two areas, and their marks in the legend"
-    first, second = (points(f" d={area}") for area in re.findall(r' d=("[^"]*")', text))
+def test_areas_are_stacked() -> None:
+    values = {name: [moment[name] / 2**20 for moment in TIMELINE] for name in CATEGORIES}
+    chart = stacked_chart("a", "b", values, "moments", "MiB")
+    assert chart.legend == [("activations", 5), ("parameters", 0)], "as they stand on each other"
+    reader = Reader(chart.svg)
+    assert {"moments", "MiB"} <= {*reader.text}
+    first, second = (points(f" d={area}") for area in re.findall(r' d=("[^"]*")', chart.svg))
     assert first[:3] == second[:2:-1], "activations stand on parameters"
     zero, top = first[-1][1], second[1][1]
-    assert zero - top == pytest.approx(10 * (zero - first[0][1])), "100 MiB are ten times 10 MiB"
-    bars = re.findall(
-        r'<rect [^>]*width="([\d.]+)" height="[\d.]+" fill="var', bar_chart({"a": 1.0, "b": 0.25}, "x")
-    )
-    assert float(bars[0]) * 4 == pytest.approx(float(bars[1])), "the first one at the top is drawn last"
+    assert zero - top == pytest.approx(10 * (zero - first[0][1]), rel=0.01), "100 MiB are ten times 10 MiB"
+
+
+def test_the_columns_of_a_histogram_have_the_fractions_of_the_batches_and_the_last_one_the_slow_ones() -> (
+    None
+):
+    chart = histogram("a", "b", [[1.0, 1.0, 1.0, 31.0, 99.0], [1.0, 1.0]], "ms", 31.0)
+    theirs, mine = (points(f" d={line}") for line in re.findall(r' d=("[^"]*")', chart.svg))
+    assert len(mine) == len(theirs) == 2 + 2 * 30
+    zero = mine[0][1]
+    assert zero - theirs[1][1] == pytest.approx((zero - mine[1][1]) * 5 / 3, rel=0.01), "100 % and 60 %"
+    assert zero - mine[-2][1] == pytest.approx((zero - mine[1][1]) * 2 / 3, rel=0.01), "40 %"
+    assert {y for _, y in mine[3:-3]} == {zero}
+    assert chart.legend == [("this run", 0), ("baseline", 1)]
+
+
+def test_the_dots_of_a_scatter_are_where_their_values_are_and_no_names_overlap() -> None:
+    dots = {"baseline": (1.0, 1.0), **{f"row {number}": (0.5, 2.0) for number in range(20)}}
+    text = scatter_chart("a", "b", dots, "baseline", "memory", "speed").svg
+    placed = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[59]" fill="var\(--c(\d)\)"', text)
+    assert [color for *_, color in placed].count("1") == 1
+    (x, _, color), *others = placed
+    assert color == "1"
+    assert {(float(each[0]) * 2, float(each[1])) for each in others} == {(float(x), 0.0)}, "the top is 2"
+    names = re.findall(r'<text x="[\d.]+" y="([\d.]+)" dy="0.32em" font-size="14">([^<]*)<', text)
+    heights = [float(height) for height, _ in names]
+    assert len(names) == 21
+    assert names[-1][1] == "baseline", "the slowest"
+    assert min(b - a for a, b in pairwise(heights)) >= 16.9
+    assert heights[-1] <= 17 * 21 + 1
 
 
 def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() -> None:
@@ -170,4 +198,8 @@ def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() ->
     reader = Reader(comparison_page(content, rows))
     verdict = "Fastest: baseline, 1.00 times the baseline. Least memory: half, 0.25 of the baseline."
     assert {verdict, "<odd>", "failed: no end after 3 s", "512 B", "a=<b>"} <= {*reader.text}
-    assert reader.tags.count("svg") == 2
+    assert reader.tags.count("svg") == 1
+    assert reader.tags.count("circle") == 2
+    assert {"baseline", "half", "peak memory, times the baseline's", "speed, times the baseline's"} <= {
+        *reader.text
+    }

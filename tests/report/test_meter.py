@@ -16,7 +16,7 @@ from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
 from lightning_eff.report.meter import Meter, Probe, samples_and_tokens
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.throughput import FETCH_ACTION
+from lightning_eff.report.throughput import FETCH_ACTION, Throughput
 
 CPU, LONG = torch.device("cpu"), torch.long
 
@@ -169,3 +169,24 @@ def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNames
     figures = measured.summary(dtype=torch.float32, world_size=1)
     assert figures["padding_share"] == 4 / 20
     assert (figures["tokens_per_s"], figures["real_tokens_per_s"]) == (5.0, 4.0)
+
+
+def test_series_have_every_batch_of_a_short_run_and_means_of_a_long_one(clock: SimpleNamespace) -> None:
+    throughput = Throughput()
+    assert throughput.series() == {"samples_per_s": [], "data_wait_ms": [], "batch_times_ms": []}
+    for seconds in (2.0, 4.0, 1.0):
+        clock.now += seconds
+        throughput.finish_batch(4, 0, seconds / 2)
+    assert throughput.series() == {
+        "samples_per_s": [(1, 2.0), (2, 1.0), (3, 4.0)],
+        "data_wait_ms": [(1, 1000.0), (2, 2000.0), (3, 500.0)],
+        "batch_times_ms": [1000.0, 2000.0, 4000.0],
+    }
+    for _ in range(10_000 - 3):
+        clock.now += 2.0
+        throughput.finish_batch(4, 0, 1.0)
+    series = throughput.series()
+    assert len(series["samples_per_s"]) == -(-10_000 // 42)
+    assert series["samples_per_s"][-1] == (10_000, 2.0)
+    times = series["batch_times_ms"]
+    assert (len(times), times[0], times[-1]) == (501, 1000.0, 4000.0), "the slowest is always there"

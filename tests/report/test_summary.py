@@ -20,7 +20,7 @@ IDLE = {"technique": "callbacks/empty_cache", "asked": {}, "status": "no effect"
 
 def make_report(**changes: Any) -> dict[str, Any]:
     report = {
-        "title": "Efficiency report", "environment": {}, "command": "train lm", "status": "finished",
+        "title": "lm, run 2", "environment": {}, "command": "train lm", "status": "finished",
         "reason": "", "num_steps": 100, "measured": MEASURED, "ledger": [APPLIED, IDLE],
     }  # fmt: skip
     return report | changes
@@ -30,7 +30,7 @@ def test_the_text_of_a_finished_run() -> None:
     by_category = {"parameters": 2**20, "gradients": 0, "activations": 3 * 2**20}
     memory = {"phase": "backward", "by_category": by_category}
     assert summary.report_text(make_report(memory=memory, precision="bf16-mixed")).split("\n") == [
-        "Efficiency report. Finished 100 optimizer steps (96 batches timed)."
+        "Efficiency report of lm, run 2. Finished 100 optimizer steps (96 batches timed)."
         " No effect: callbacks/empty_cache.",
         " time per batch (median) 12.3 ms | samples/s 1300.0 | tokens/s 166.4k"
         " | FLOP/s per device 2.5T | MFU 45.7%"
@@ -93,7 +93,7 @@ def test_a_verdict_says_how_the_run_ended(changes: dict[str, Any], verdict: str)
     report = make_report(**changes)
     assert summary.run_verdict(report) == verdict
     text = summary.report_text(report)
-    assert text.startswith(f"Efficiency report. {verdict}\n")
+    assert text.startswith(f"Efficiency report of lm, run 2. {verdict}\n")
     assert all(row["did"] in text for row in report["ledger"])
 
 

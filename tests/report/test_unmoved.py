@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.core.errors import ConflictWarning
 from lightning_eff.core.remedies import keep_overrides
-from lightning_eff.monitors.efficiency_report import LEDGER_FILE, PAGE_FILE, EfficiencyReport
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.adamw_bf16 import AdamWBf16
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.report import summary
+from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE
 from lightning_eff.report.unmoved import MAX_SAMPLES, Unmoved, UnmovedWeights
 from tests.support.models import make_trainer
 from tests.support.prediction import choice

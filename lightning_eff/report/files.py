@@ -1,0 +1,103 @@
+"""The files of a run's report: `efficiency.json`, `report.html`, which shows it, and a snapshot of memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_eff.core import allocator, machine
+from lightning_eff.core.arguments import StrPath
+from lightning_eff.core.catalog import RESOLVED
+from lightning_eff.core.errors import ConfigError, check_path, root_cause_line
+from lightning_eff.report.page import report_page
+
+LEDGER_FILE = "efficiency.json"
+PAGE_FILE = "report.html"
+SNAPSHOT_FILE = "memory_snapshot.pickle"
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write both files; the page has the composed config of a recipe's run, if it is in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LEDGER_FILE).write_text(json.dumps(report, indent=1, allow_nan=False))
+    write_page(folder, report)
+
+
+def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
+    """Write the page in one step, so that an earlier one is there until the new one is whole; return it."""
+    resolved, page = folder / RESOLVED, folder / PAGE_FILE
+    config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
+    content = report_page(report, config)
+    written = page.with_suffix(".html.part")
+    try:
+        written.write_text(content, encoding="utf-8")
+        written.replace(page)
+    finally:
+        written.unlink(missing_ok=True)
+    return page
+
+
+def add_out_of_memory(folder: Path, recipe: str, reason: str, found: Mapping[str, Any]) -> None:
+    """Add to a failed run's report what held the memory; a run that failed before it began gets a report."""
+    file = folder / LEDGER_FILE
+    report: dict[str, Any] = {
+        "title": run_title(folder, recipe, None), "status": "failed", "reason": reason, "num_steps": 0,
+        "measured": {}, "ledger": [], "environment": machine.machine_info(torch.device("cpu")),
+        "command": machine.command_line(),
+    }  # fmt: skip
+    if file.is_file():
+        report = json.loads(file.read_text(encoding="utf-8"))
+    write_report(folder, report | {"out_of_memory": dict(found)})
+
+
+def read_baseline(path: StrPath) -> dict[str, Any]:
+    """Return of another run's report what is compared: title, figures and curves.
+
+    Args:
+        path: The run's folder, or its `efficiency.json`.
+
+    Raises:
+        ConfigError: There is no report; its key is `baseline`.
+    """
+    key = "baseline"
+    check_path(key, str(path))
+    given = Path(path)
+    file = given / LEDGER_FILE if given.is_dir() else given
+    allowed = f"the folder of a run, or its {LEDGER_FILE}"
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(key, str(path), allowed=f"{allowed} ({file}: {error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(key, str(path), allowed=f"{allowed}: {file} is no JSON") from error
+    if not isinstance(report, dict) or not {"title", "measured", "environment"} <= report.keys():
+        raise ConfigError(key, str(path), allowed=f"{allowed}: {file} is no report")
+    kept = ("title", "measured", "environment", "losses", "series", "validation")
+    return {key: report[key] for key in kept if key in report}  # pyright: ignore[reportUnknownVariableType]
+
+
+def run_title(folder: Path, recipe: str, module: object) -> str:
+    """Return recipe and run, the folders below the recipe's; in a plain Trainer module and folder.
+
+    Example:
+        >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
+        ('lm, run sweep_1/0', 'str, run run_2')
+    """
+    parts = folder.resolve().parts
+    below = parts[len(parts) - parts[::-1].index(recipe) :] if recipe in parts else ()
+    return f"{recipe or type(module).__name__}, run {'/'.join(below) or parts[-1]}"
+
+
+def write_snapshot(device: torch.device, folder: Path) -> bool:
+    """Write what the allocator holds, before an error frees it; return whether there is a snapshot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return allocator.write_snapshot(device, folder / SNAPSHOT_FILE)
+    except (OSError, RuntimeError, MemoryError) as error:  # the run's own error must be shown
+        rank_zero_info("no %s: %s", SNAPSHOT_FILE, root_cause_line(error))
+        return False

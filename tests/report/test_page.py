@@ -1,0 +1,167 @@
+"""The page of a run: its verdict, each chart with its units, the baseline beside, what a failed run held."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_eff.report import history
+from lightning_eff.report.page import notebook_frame, report_page, verdict
+from lightning_eff.report.recording import CATEGORIES
+from tests.report.test_html import MEMORY, Reader, make_page
+from tests.report.test_summary import make_report
+
+LINE = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
+SERIES = {
+    "samples_per_s": [[1, 10.0], [2, 20.0]], "data_wait_ms": [[1, 0.0], [2, 20.0]],
+    "batch_times_ms": [100.0, 400.0], "held_bytes": [[1, 2**20], [2, 2**21]],
+    "learning_rate": [[1, 0.5], [2, 0.25]], "gradient_norm": [[1, 3.0], [2, 2.0]],
+}  # fmt: skip
+CHARTS = {
+    "Memory of the first steps": (
+        "MiB",
+        "live bytes by category; the peak, 100.0 MiB, is in the forward: mm in a<b",
+    ),
+    "Memory over the run": ("MiB", "resident memory of the process: 1.0 MiB at first, 2.0 MiB at last"),
+    "Throughput": ("samples/s", "from 10.0 to 20.0 samples/s on each device"),
+    "Time per batch": ("% of the batches", "2 batches: median 400.0 ms, slowest 400.0 ms"),
+    "Wait for data": ("ms a batch", "at most 20.0 ms a batch, 2.1% of the time"),
+    "Loss": (
+        "loss",
+        "training loss from 4 to 3; lowest 2; 1 point not drawn; val_loss 3 at the last validation",
+    ),
+    "Validation: accuracy": ("accuracy", "accuracy: 3 at the last validation"),
+    "Learning rate": ("learning rate", "learning rate of the last step that was recorded: 0.25"),
+    "Gradient norm": ("gradient norm", "gradient norm of the last step that was recorded: 2"),
+}
+"""Title, unit of the vertical axis, caption."""
+
+
+def full_report(**changes: Any) -> dict[str, Any]:
+    validation = {"val_loss": LINE, "accuracy": LINE}
+    measured = {"num_batches": 2, "data_wait_share": 0.021, "samples_per_s": 15.0, "peak_bytes": 100 * 2**20}
+    report = make_report(losses=LINE, series=SERIES, validation=validation, memory=MEMORY, measured=measured)
+    return report | changes
+
+
+def test_each_chart_has_a_title_axes_with_units_and_a_text_for_those_who_do_not_see_it() -> None:
+    reader = Reader(report_page(full_report()))
+    labels = [value for name, value in reader.attributes if name == "aria-label"]
+    assert labels == [caption for _, caption in CHARTS.values()]
+    units = {unit for unit, _ in CHARTS.values()}
+    assert {*CHARTS, *units, *labels, "optimizer step", "timed batch", "ms"} <= {*reader.text}
+    table = reader.text[reader.text.index("category") :]
+    cells = [text for text in table if text.strip()]
+    assert cells[cells.index("total") :][:4] == ["total", "100.0 MiB", "10 B", "10 B"]
+    assert "buffers" not in cells
+
+
+def test_a_loss_that_has_diverged_is_no_point() -> None:
+    reader = Reader(report_page(full_report(losses=[[1, 2.0], [2, 1.0], [3, 3e38], [4, "inf"]])))
+    assert any(
+        text.startswith("training loss from 2 to 1; lowest 1; 2 points not drawn") for text in reader.text
+    )
+
+
+def test_peaks_of_an_allocator_are_a_second_line_of_the_memory() -> None:
+    peaks = {"peak_bytes": [[1, 2**19], [2, 2**20]]}
+    reader = Reader(report_page(full_report(series=SERIES | peaks)))
+    assert {"reserved by the allocator", "peak allocated so far"} <= {*reader.text}
+
+
+def test_a_baseline_is_drawn_beside_each_of_its_curves_and_figures() -> None:
+    alone = Reader(report_page(full_report()))
+    baseline = full_report(title="lm, run 1", environment={"device": "TPU"})
+    reader = Reader(report_page(full_report(baseline=baseline)))
+    assert reader.tags.count("path") == alone.tags.count("path") + len(CHARTS) - 1, "all but the first steps"
+    assert reader.text.count("baseline") == len(CHARTS) - 1, "in the legends"
+    dashed = [value for name, value in reader.attributes if name == "stroke-dasharray"]
+    assert len(dashed) == len(CHARTS) - 1
+    assert "baseline 15.0" in reader.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "1.50 times as fast as the baseline (lm, run 1), with 0.25 of its peak memory."),
+        ({"peak_bytes": None}, "1.50 times as fast as the baseline (lm, run 1)."),
+        ({"samples_per_s": None}, "0.25 of the peak memory of the baseline (lm, run 1)."),
+        (
+            {"samples_per_s": None, "peak_bytes": None},
+            "Computing takes 75% of the time, and activations take 75% of the peak memory (4.0 KiB).",
+        ),
+    ],
+)
+def test_one_sentence_compares_a_run_to_its_baseline(changes: dict[str, Any], text: str) -> None:
+    measured = {
+        "samples_per_s": 15.0,
+        "peak_bytes": 1024,
+        "data_wait_share": 0.25,
+        "num_batches": 9,
+    } | changes
+    baseline = {
+        "title": "lm, run 1",
+        "measured": {"samples_per_s": 10.0, "peak_bytes": 4096},
+        "environment": {},
+    }
+    memory = {"by_category": {"parameters": 1024, "activations": 3072}}
+    report = make_report(measured=measured, baseline=baseline, memory=memory)
+    assert verdict(report) == text
+    there = baseline | {"environment": {"device": "H100"}}
+    moved = verdict(report | {"baseline": there})
+    assert ("(lm, run 1), which ran on H100" in moved) is ("baseline" in text)
+
+
+def test_without_a_baseline_it_says_what_takes_time_and_memory() -> None:
+    measured = {"data_wait_share": 0.62, "peak_bytes": 2048, "num_batches": 9}
+    assert verdict(make_report(measured=measured)) == (
+        "Waiting for data takes 62% of the time, and the peak memory is 2.0 KiB."
+    )
+    nothing = make_report(measured={"num_batches": 0}, ledger=[], num_steps=1)
+    assert verdict(nothing) == "Finished 1 optimizer step: too few to measure speed."
+    failed = {"status": "failed", "reason": "OSError: full", "baseline": {"title": "a", "measured": {}}}
+    assert verdict(make_report(**failed)) == "Failed after 100 optimizer steps: OSError: full"
+
+
+def test_a_run_that_was_out_of_memory_has_phase_holders_and_what_would_have_fitted() -> None:
+    holder = {"category": "activations", "path": "up", "operation": "mm", "num_bytes": 768, "count": 3}
+    found = {
+        "phase": "the forward pass", "sentences": ["Out of memory during the forward pass", "It needs 1 KiB"],
+        "overrides": ["+callbacks=micro_batch", "a=2"], "holders": [holder], "num_bytes": 1024,
+        "peak_bytes": 512,
+    }  # fmt: skip
+    reader = Reader(make_page(out_of_memory=found, memory_snapshot="memory_snapshot.pickle"))
+    assert {*found["sentences"], "+callbacks=micro_batch a=2", "768 B (3 tensors)", "up", "mm"} <= {
+        *reader.text
+    }
+    assert "With these overrides it fits; the predicted peak is 512 B:" in reader.text
+    assert ("width", "75.0") in reader.attributes
+    assert any(text.startswith("memory_snapshot.pickle has every block") for text in reader.text)
+    assert "failure" not in {value for name, value in Reader(make_page()).attributes if name == "class"}
+
+
+def test_the_page_of_a_long_run_with_a_baseline_is_below_200_kb() -> None:
+    line = [[step, math.sin(step)] for step in range(1, 2049)]
+    short = line[: history.NUM_POINTS]
+    series = dict.fromkeys(SERIES, short) | {"batch_times_ms": [float(n) for n in range(1, 501)]}
+    timeline = [
+        {name: (step * number * 7919) % 2**30 for number, name in enumerate(CATEGORIES)}
+        for step in range(200)
+    ]
+    report = full_report(
+        losses=line, series=series, validation={f"metric_{n}": short for n in range(8)},
+        memory=MEMORY | {"timeline": timeline},
+    )  # fmt: skip
+    page = report_page(report | {"baseline": report | {"environment": {}}})
+    assert page.count("<figure>") == 7 + 6
+    assert len(page) < 200_000
+
+
+def test_a_notebook_has_the_page_in_a_frame_of_its_own() -> None:
+    reader = Reader(notebook_frame(full_report()))
+    attributes = dict(reader.attributes)
+    assert reader.tags == ["iframe"]
+    assert attributes["srcdoc"] == report_page(full_report())
+    assert attributes["sandbox"] is None, "neither scripts nor forms"
