@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from lightning_eff.commands import _parser
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.config.recipes import RecipeChain, RecipePath
+from lightning_eff.config.recipes import RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.core import host_memory
 from lightning_eff.core.errors import (
@@ -75,7 +75,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
-        job = _Job(app.recipe, app.path, app.chain)
+        job = _Job(app.recipe, app.path)
         if options.multirun:
             app.check_sweep()
             app.sweep(job)
@@ -134,10 +134,9 @@ class _Job:
     A launcher plugin may pickle it and call it in another process.
     """
 
-    def __init__(self, recipe: str, path: RecipePath, chain: RecipeChain) -> None:
+    def __init__(self, recipe: str, path: RecipePath) -> None:
         self.recipe = recipe
         self.path = path
-        self.chain = chain
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
@@ -213,7 +212,9 @@ class _Job:
         launch, prepared = Launch.of(), self._prepared
         self._prepared = None  # the run's tensors have no other owner
         if prepared is None:
-            values = resolve_config(cfg, parse_overrides(overrides), self.chain)
+            parsed = parse_overrides(overrides)
+            chain = read_chain(self.recipe, self.path, parsed)  # a sweep's, of what this job chooses
+            values = resolve_config(cfg, parsed, chain)
             check_tasks(values["trainer"], launch)
             if starts_ranks(values):
                 return self.run_ranks(values, overrides, folder)

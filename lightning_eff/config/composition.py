@@ -37,7 +37,7 @@ from lightning_eff.config.overrides import allow_new_keys, parse_overrides, swee
 from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
-from lightning_eff.core.errors import ConfigError, UsageError, check_path
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
@@ -146,7 +146,8 @@ class RecipeApp:
     @keep_overrides()
     def check(self, run_dir: Path | None = None) -> Composed:
         """Compose the run and check it; a second call checks it with another `run_dir`."""
-        return self._check(self.config(), self._parsed, run_dir)
+        with self._habits_explained():
+            return self._check(self.config(), self._parsed, run_dir)
 
     def config(self) -> DictConfig:
         """Return the config as Hydra composed it."""
@@ -157,11 +158,14 @@ class RecipeApp:
     @keep_overrides()
     def check_sweep(self) -> None:
         """Compose and check each run of a sweep, except those that a sweeper plugin chooses later."""
-        cfg = self._compose(self._lines, RunMode.MULTIRUN)
-        hydra_overrides = list(cfg.hydra.overrides.hydra)
-        for job in sweep(list(cfg.hydra.overrides.task)):
-            # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
-            self._check(self._compose([*hydra_overrides, *job]), parse_overrides(job))
+        with self._habits_explained():
+            cfg = self._compose(self._lines, RunMode.MULTIRUN)
+            hydra_overrides = list(cfg.hydra.overrides.hydra)
+            for job in sweep(list(cfg.hydra.overrides.task)):
+                # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
+                overrides = parse_overrides(job)
+                chain = read_chain(self.recipe, self.path, overrides)  # of what this job chooses
+                self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
 
     def run(self, job: Callable[[DictConfig], None], run_dir: Path, *, save_config: bool) -> None:
         """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
@@ -181,6 +185,26 @@ class RecipeApp:
         else:
             self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
 
+    @contextmanager
+    def _habits_explained(self) -> Generator[None]:
+        """Say in an error what another tool's word in the overrides is called here."""
+        try:
+            yield
+        except (UsageError, ConfigError) as error:
+            explained = hydra_errors.with_habits(error, self._parsed, self._composes)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _composes(self, overrides: list[str]) -> bool:
+        """Return whether the recipe can be composed with other overrides."""
+        try:
+            with recipe_app(self.recipe, overrides, self.path) as app:
+                app._check(app.config(), app._parsed)  # noqa: SLF001 - `check` would explain its error, too
+        except (UsageError, ConfigError, EnvironmentLacksError):
+            return False
+        return True
+
     def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         try:
             return self._loader.compose(self.recipe, list(lines), mode)
@@ -189,7 +213,14 @@ class RecipeApp:
         except COMPOSITION_ERRORS as error:
             raise UsageError(hydra_errors.composition_error(error)) from error
 
-    def _check(self, cfg: DictConfig, overrides: Sequence[Override], run_dir: Path | None = None) -> Composed:
+    def _check(
+        self,
+        cfg: DictConfig,
+        overrides: Sequence[Override],
+        run_dir: Path | None = None,
+        chain: RecipeChain | None = None,
+    ) -> Composed:
+        chain = chain or self.chain
         cfg = copy.deepcopy(cfg)  # Hydra runs the original
         try:
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
@@ -201,14 +232,14 @@ class RecipeApp:
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
                 cfg.hydra.runtime.output_dir = str(folder)  # which `${run_dir}` refers to
             HydraConfig.instance().set_config(cfg)
-            values = resolve_config(cfg, overrides, self.chain)
+            values = resolve_config(cfg, overrides, chain)
         except OmegaConfBaseException as error:
             key = error.full_key or "config"
             needs = f"this recipe needs a value from you\n  try: {key}=..."
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
             raise UsageError(text) from error
-        return Composed(values, folder, folders["dir"] == RUN_DIR, self.chain)
+        return Composed(values, folder, folders["dir"] == RUN_DIR, chain)
 
 
 class _SharedLoader:

@@ -165,12 +165,12 @@ def test_a_job_that_was_taken_elsewhere_raises_what_went_wrong(
     section = {"runtime": {"output_dir": str(tmp_path / "0")}, "overrides": {"task": task}}
     (tmp_path / "0").mkdir()
     with recipe_app("baseline", task) as app:
-        cfg, chain = app.config(), app.chain
+        cfg = app.config()
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
-    here = train._Job("baseline", RecipePath(), chain)
+    here = train._Job("baseline", RecipePath())
     here(cfg)
     assert len(here.failures) == 1, "a sweep here goes on with the next job"
-    there = pickle.loads(pickle.dumps(train._Job("baseline", RecipePath(), chain)))
+    there = pickle.loads(pickle.dumps(train._Job("baseline", RecipePath())))
     there._home_pid = -1
     with pytest.raises(ConfigError, match=r"trainer\.max_steps=0"):
         there(cfg)
