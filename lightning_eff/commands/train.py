@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_eff.core.errors import (
     is_out_of_memory,
     root_cause_line,
 )
+from lightning_eff.core.log_filters import report_on_stdout
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
@@ -75,18 +76,9 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
-        job = _Job(app.recipe, app.path)
-        if options.multirun:
-            app.check_sweep()
-            app.sweep(job)
-        else:
-            composed = app.check()
-            if starts_ranks(composed.values):
-                job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
-            else:
-                run_dir = job.prepare(app, composed, options.overrides)
-                if not job.reports:  # else an earlier run has finished it
-                    app.run(job, run_dir, save_config=not launch.rank)
+        job = _Job(app.recipe, app.path, as_json=options.json)
+        with redirect_stdout(sys.stderr) if options.json else report_on_stdout():
+            _run(app, job, options, launch)
     if options.json and not launch.rank:
         print_json(job.reports[0] if len(job.reports) == 1 else {"rows": job.reports})
     for failure in job.failures[1:]:
@@ -94,6 +86,20 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     if job.failures:
         raise job.failures[0]
     return EXIT_OK
+
+
+def _run(app: RecipeApp, job: _Job, options: argparse.Namespace, launch: Launch) -> None:
+    if options.multirun:
+        app.check_sweep()
+        app.sweep(job)
+        return
+    composed = app.check()
+    if starts_ranks(composed.values):
+        job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
+        return
+    run_dir = job.prepare(app, composed, options.overrides)
+    if not job.reports:  # else an earlier run has finished it
+        app.run(job, run_dir, save_config=not launch.rank)
 
 
 def configure_logging(launch: Launch) -> None:
@@ -134,9 +140,10 @@ class _Job:
     A launcher plugin may pickle it and call it in another process.
     """
 
-    def __init__(self, recipe: str, path: RecipePath) -> None:
+    def __init__(self, recipe: str, path: RecipePath, *, as_json: bool = False) -> None:
         self.recipe = recipe
         self.path = path
+        self.as_json = as_json
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self._prepared: Any = None
@@ -152,7 +159,7 @@ class _Job:
             ray = run.make("launch", values["launch"])
             ray.check(values)
             return ray.run(train_in_worker, words, folder)
-        return run_ranks(words, folder, values["trainer"])
+        return run_ranks(words, folder, values["trainer"], as_json=self.as_json)
 
     def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:
         """Build the only run before Hydra creates its folder; return the folder."""

@@ -11,6 +11,7 @@ needs a third. `RecipeApp` drives the same Hydra object, and Hydra runs the very
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,19 +35,21 @@ from lightning_eff.config import hydra_errors
 from lightning_eff.config.folders import check_inside
 from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides, sweep
-from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_chain
+from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
-RUN_DIR = "${output_root}/${hydra.job.config_name}/${now:%Y-%m-%d_%H-%M-%S-%f}"
+RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
+"""What names the folder of the runs: the second where it is set."""
+RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
 HYDRA_FOLDERS = {
     "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
     "hydra.sweep.dir": (
         "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
-        "${output_root}/${hydra.job.config_name}/sweep_${now:%Y-%m-%d_%H-%M-%S-%f}",
+        f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
     ),
 }
 """Hydra's default and what replaces it; any other value in a recipe or override stays."""
@@ -191,18 +194,22 @@ class RecipeApp:
         try:
             yield
         except (UsageError, ConfigError) as error:
-            explained = hydra_errors.with_habits(error, self._parsed, self._composes)
+            typed = [item for item in self._parsed if item.key_or_group != SEARCH_PATH]  # that is `path`'s
+            explained = hydra_errors.with_habits(error, typed, self._composes)
             if explained is error:
                 raise
             raise explained from error
 
     def _composes(self, overrides: list[str]) -> bool:
         """Return whether the recipe can be composed with other overrides."""
+        logging.disable(logging.WARNING)  # of settings that are left out
         try:
             with recipe_app(self.recipe, overrides, self.path) as app:
                 app._check(app.config(), app._parsed)  # noqa: SLF001 - `check` would explain its error, too
         except (UsageError, ConfigError, EnvironmentLacksError):
             return False
+        finally:
+            logging.disable(logging.NOTSET)
         return True
 
     def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
@@ -239,7 +246,7 @@ class RecipeApp:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
             raise UsageError(text) from error
-        return Composed(values, folder, folders["dir"] == RUN_DIR, chain)
+        return Composed(values, folder, folders["dir"].replace(TASK, RECIPE) == RUN_DIR, chain)
 
 
 class _SharedLoader:
@@ -261,7 +268,8 @@ class _SharedLoader:
         folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
         for key, (default, replacement) in HYDRA_FOLDERS.items():
             if folders[key.split(".")[1]]["dir"] == default:
-                OmegaConf.update(cfg, key, replacement)
+                named = OmegaConf.select(cfg, "task_name") is not None
+                OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
         self._composed[recipe, *overrides] = cfg
         return cfg
 

@@ -13,7 +13,8 @@ _DEPTH = tuple(f"model.{name}={{}}" for name in ("num_layers", "num_blocks", "de
 _TRAINER = (
     "accelerator", "accumulate_grad_batches", "check_val_every_n_epoch", "detect_anomaly", "deterministic",
     "devices", "fast_dev_run", "gradient_clip_val", "limit_train_batches", "limit_val_batches",
-    "log_every_n_steps", "max_steps", "max_time", "num_nodes", "overfit_batches", "profiler", "val_check_interval",
+    "log_every_n_steps", "max_steps", "max_time", "num_nodes", "overfit_batches", "profiler",
+    "val_check_interval",
 )  # fmt: skip
 _EPOCHS = "trainer.max_epochs={} trainer.max_steps=-1"
 _ZERO = "strategy=deepspeed_zero strategy.stage="
@@ -29,7 +30,8 @@ HABITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("nodes", "nnodes"), "trainer.num_nodes={}"),
     **dict.fromkeys(("trainer=gpu", "trainer=mps"), "trainer.accelerator={}"),
     **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulation_steps", "grad_accum"), "trainer.accumulate_grad_batches={}"
+        ("gradient_accumulation_steps", "accumulation_steps", "grad_accum"),
+        "trainer.accumulate_grad_batches={}",
     ),
     **dict.fromkeys(
         ("clip", "grad_clip", "gradient_clip", "max_grad_norm"), "trainer.gradient_clip_val={}"
@@ -82,10 +84,10 @@ HABITS: dict[str, str | tuple[str, ...]] = {
         "ckpt_path={}",
     ),
     **dict.fromkeys(("random_seed", "manual_seed", "seed_everything"), "seed={}"),
-    **dict.fromkeys(("output_dir", "out_dir", "log_dir", "paths.output_dir", "paths.log_dir"), "output_root={}"),
+    **dict.fromkeys(("output_dir", "out_dir", "log_dir", "paths.output_dir"), "output_root={}"),
     "trainer.logger": "logger={}",
     **dict.fromkeys(("logger=null", "logger=false"), "logger=none"),
-    **dict.fromkeys(("logger=tb",), "logger=tensorboard"),
+    "logger=tb": "logger=tensorboard",
     "logger=many_loggers": "logger=[csv,tensorboard]",
     # Techniques.
     **dict.fromkeys(

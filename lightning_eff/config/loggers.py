@@ -142,6 +142,13 @@ def check_loggers(values: Mapping[str, Any]) -> None:
                 raise EnvironmentLacksError(text)
 
 
+def log_tags(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
+    """Give a run's tags and its task's name, where it has them, to each logger as hyperparameters."""
+    given = {key: values[key] for key in ("task_name", "tags") if values.get(key)}
+    for each in trainer.loggers if given else ():
+        each.log_hyperparams(given)
+
+
 @contextmanager
 def ended(trainer: pl.Trainer) -> Generator[None]:
     """End what W&B and Comet have begun in this process, so that the next run of a sweep begins its own.

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import yaml
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -41,6 +42,7 @@ from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, suggest_name
+from lightning_eff.core.log_filters import IS_REPORT
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
@@ -245,7 +247,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._write(trainer, meter)
 
     def _print(self) -> None:
-        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / PAGE_FILE)
+        text = summary.report_text(self.report)
+        rank_zero_info("\n%s\n report: %s", text, self._folder / PAGE_FILE, extra={IS_REPORT: True})
 
     def _write(self, trainer: pl.Trainer, meter: Meter) -> None:
         """Update the ledger, one row a technique, and write both files."""
@@ -261,9 +264,12 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             return
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         resolved = folder / CONFIG_FILE
         config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
+        labels: Any = yaml.safe_load(config)
+        if isinstance(labels, dict):
+            self.report |= {key: labels.get(key) for key in ("task_name", "tags")}
+        (folder / LEDGER_FILE).write_text(json.dumps(self.report, indent=1, allow_nan=False))
         page = summary.report_page(self.report, meter.throughput, config)
         (folder / PAGE_FILE).write_text(page, encoding="utf-8")
 
