@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from lightning_eff.config.habits import proposals
@@ -17,7 +18,7 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     """
     recipes = {entry.name for entry in catalog.recipes()}
     found: list[str] = []
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in itertools.pairwise([*words, "-"]):
         if not word.startswith("-"):
             continue
         name, has_value, value = word.lstrip("-").partition("=")

@@ -102,6 +102,9 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
     """Return what an override may mean that an error is about, or whose key no recipe has."""
     key = str(item.key_or_group)
     is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
-    if item.is_delete() or not (is_unknown or text.startswith((f"{key}:", f"{key}=", NO_NAME))):
+    begins = [
+        f"{path}{sign}" for path in itertools.accumulate(key.split("."), "{}.{}".format) for sign in ":="
+    ]
+    if item.is_delete() or not (is_unknown or text.startswith((NO_NAME, *begins))):
         return ()
     return proposals(key, item.get_value_string())

@@ -70,12 +70,9 @@ def run_ranks(
                 own = {"RANK": str(first + local), "LOCAL_RANK": str(local), ERROR_FILE: str(file)}
                 environment = os.environ | common | own
                 # A session of its own: SIGKILL to its group also ends what the rank has started.
-                keywords: Any = {
-                    "env": environment,
-                    "start_new_session": True,
-                    "stdout": 2 if as_json else None,
-                }
-                ranks.append(subprocess.Popen(command, **keywords))  # noqa: S603
+                stdout = 2 if as_json else None
+                rank = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)  # noqa: S603
+                ranks.append(rank)
             codes = _wait(ranks)
         finally:
             _kill(ranks)
