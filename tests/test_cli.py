@@ -167,8 +167,8 @@ def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) ->
     assert "trainer.max_steps=2: expected more than the 2 steps" in err
     assert "try: trainer.max_steps=4" in err
     assert len(list(Path("outputs/lm").iterdir())) == 1, "the refused run left no folder"
-    err = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5", code=0)[2]
-    assert "Finished 3 optimizer steps" in err
+    out = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5", code=0)[1]
+    assert "Finished 3 optimizer steps" in out
     assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
 
 
@@ -248,15 +248,19 @@ def test_a_signal_from_outside_saves_a_checkpoint_and_exits_with_its_code(
     words = [sys.executable, "-c", program, "train", "lm", *tiny]
     long = ["trainer.max_steps=100000", "trainer.max_epochs=-1", "trainer.limit_val_batches=0"]
     long.append("monitors.progress.every_n_seconds=0.2")
-    with subprocess.Popen([*words, *long], stderr=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*words, *long], **pipes, text=True) as process:
+        assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stderr:
             if re.match(r"step [1-9]", line):  # before the first step there is nothing to save
                 break
         process.send_signal(number)
-        rest = process.stderr.read()
-    assert rest.count("Efficiency report") == 1, "every message is printed once"
-    assert "Stopped after" in rest
+        rest, report = process.stderr.read(), process.stdout.read()
+    assert (report.count("Efficiency report"), rest.count("Efficiency report")) == (1, 0), (
+        "it is printed once"
+    )
+    assert "Stopped after" in report
     assert "with ckpt_path=auto the same command goes on" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))

@@ -24,7 +24,7 @@ from lightning_eff.core.errors import UsageError
 MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 100
 _PREFIX = "tag:yaml.org,2002:"
-_PACKAGE = re.compile(r"(?:\s*(?:#.*)?\n)*?\s*#\s*@package\s+(\S+)")
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")  # Hydra reads it in the first line only
 _NUMBER_TAGS = {f"{_PREFIX}int", f"{_PREFIX}float"}
 _PLAIN_TAGS = _NUMBER_TAGS | {f"{_PREFIX}{kind}" for kind in ("null", "bool", "str", "seq", "map")}
 
