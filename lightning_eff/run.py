@@ -30,6 +30,7 @@ from lightning_eff.config.ckpt_path import (
     callbacks_of,
     check_something_left,
     find_checkpoint,
+    task_folder,
     with_base,
 )
 from lightning_eff.config.validate import MODULE_OPTIMIZER
@@ -77,6 +78,7 @@ class Run:
         callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
         with loggers.ended(self.trainer):
+            loggers.log_tags(self.trainer, self.values)
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             text = "the run trained on nothing: its data has no batches"
@@ -111,7 +113,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         UsageError: A third-party class rejects its arguments.
     """
     restart = ray.reported_checkpoint(run_dir)
-    ckpt_path = restart or find_checkpoint(values, Path(values["output_root"]) / recipe)
+    ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values, ray.joined(values))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lightning_eff import cli
 from lightning_eff.commands._completion import SCRIPTS, complete
@@ -104,7 +105,16 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "data.source_dir=nowhere"], "data: source_dir='nowhere' is no folder"),
         (["train", "lm", "trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
         (["train", "lm", "optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
-        (["train", "lm", "lr=3"], "lr: no such key; did you mean optimizer.lr?"),
+        (["train", "lm", "lr=3"], "lr: no such key\n  try: optimizer.lr=3"),
+        (["train", "lm", "--trainer.max_steps", "5"], "without dashes\n  try: trainer.max_steps=5"),
+        (["train", "--trainer.max_steps=5", "lm"], "without dashes\n  try: trainer.max_steps=5"),
+        (["plan", "--fast-dev-run", "lm", "--lr=1"], "try: trainer.fast_dev_run=true optimizer.lr=1"),
+        (["train", "lm", "--rounds", "3"], "unknown option '--rounds'"),
+        (["train", "lm", "callbacks=a,b"], "try: callbacks=[a,b]\n  try: -m callbacks=a,b"),
+        (["train", "lm", "seed=1,2"], "try: -m seed=1,2"),
+        (["train", "lm", "task_name=''"], "task_name='': expected a name"),
+        (["train", "lm", "task_name=../.."], "a folder under output_root"),
+        (["train", "lm", "tags=dev"], "tags='dev': expected a list"),
         (["train", "lm", "ckpt_path=."], "ckpt_path='.': expected a checkpoint; this is a folder"),
         (["ls", "emty_cache"], "did you mean 'empty_cache'?"),
         (["ls", "a", "b"], "unknown argument 'b'"),
@@ -157,8 +167,8 @@ def test_going_on_from_the_last_checkpoint(tiny: list[str], command: Command) ->
     assert "trainer.max_steps=2: expected more than the 2 steps" in err
     assert "try: trainer.max_steps=4" in err
     assert len(list(Path("outputs/lm").iterdir())) == 1, "the refused run left no folder"
-    err = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5", code=0)[2]
-    assert "Finished 3 optimizer steps" in err
+    out = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5", code=0)[1]
+    assert "Finished 3 optimizer steps" in out
     assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
 
 
@@ -187,6 +197,22 @@ def test_a_checkpoint_that_is_damaged_or_none_is_refused_unread(tiny: list[str],
         assert len(err.strip().splitlines()) <= cli.MAX_ERROR_LINES
     assert not Path("touched").exists()
     assert len(list(Path("outputs/baseline").iterdir())) == 1
+
+
+def test_the_report_goes_to_stdout_and_tags_to_report_and_loggers(tiny: list[str], command: Command) -> None:
+    words = ["task_name=dev", "tags=[quick,dev]", "logger=[csv,tensorboard]"]
+    _, out, err = command("train", "baseline", *tiny, *words, code=0)
+    assert out.lstrip().startswith("Efficiency report. Finished 2 optimizer steps")
+    assert " tags: quick, dev\n" in out
+    assert "Efficiency report" not in err
+    (folder,) = Path("outputs/dev").iterdir()
+    report = json.loads((folder / "efficiency.json").read_text())
+    assert (report["task_name"], report["tags"]) == ("dev", ["quick", "dev"])
+    for logger in ("metrics", "tensorboard"):
+        logged = yaml.safe_load((folder / logger / "hparams.yaml").read_text())
+        assert (logged["task_name"], logged["tags"]) == ("dev", ["quick", "dev"])
+    out = command("train", "baseline", *tiny, *words, "ckpt_path=auto", "tags=[]", "--json", code=0)[1]
+    assert json.loads(out) == report, "of the run before: tags are no setting of the training"
 
 
 def test_a_sweep_runs_each_combination_and_survives_a_failure(mine: list[str], command: Command) -> None:
@@ -240,15 +266,19 @@ def test_a_signal_from_outside_saves_a_checkpoint_and_exits_with_its_code(
     words = [sys.executable, "-c", program, "train", "lm", *tiny]
     long = ["trainer.max_steps=100000", "trainer.max_epochs=-1", "trainer.limit_val_batches=0"]
     long.append("monitors.progress.every_n_seconds=0.2")
-    with subprocess.Popen([*words, *long], stderr=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*words, *long], **pipes, text=True) as process:
+        assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stderr:
             if re.match(r"step [1-9]", line):  # before the first step there is nothing to save
                 break
         process.send_signal(number)
-        rest = process.stderr.read()
-    assert rest.count("Efficiency report") == 1, "every message is printed once"
-    assert "Stopped after" in rest
+        rest, report = process.stderr.read(), process.stdout.read()
+    assert (report.count("Efficiency report"), rest.count("Efficiency report")) == (1, 0), (
+        "it is printed once"
+    )
+    assert "Stopped after" in report
     assert "with ckpt_path=auto the same command goes on" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))

@@ -49,7 +49,7 @@ def test_a_model_of_the_current_folder_is_trained_planned_and_exported(
     Path("my_model.py").write_text(MODEL)
     done = script("train", "baseline", *OWN, cwd=empty_folder)
     assert done.stderr.startswith("model: my_model.Net has no context_length")
-    assert "Finished 2 optimizer steps" in done.stderr
+    assert "Finished 2 optimizer steps" in done.stdout
     _, out, err = command("plan", "baseline", *OWN, code=0)
     assert len(set(err.splitlines())) == 1, "but for a line on what Net has not"
     assert "callbacks/optimizer_choice" in out

@@ -57,7 +57,7 @@ def commands() -> list[list[str]]:
 
 def write_files() -> None:
     for block in [*blocks("python"), *blocks("yaml")]:
-        name = re.match(r"# (\S+\.(?:py|yaml))\n", block)
+        name = re.match(r"(?:# @package .*\n)?# (\S+\.(?:py|yaml))\n", block)
         if name:
             Path(name[1]).parent.mkdir(parents=True, exist_ok=True)
             Path(name[1]).write_text(block)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from lightning_eff import __version__
+from lightning_eff.commands._dashed import as_overrides
 from lightning_eff.commands._examples import EXAMPLES
 from lightning_eff.commands._recipe_file import OF_RUNS, find_recipe
 from lightning_eff.commands._run_options import add_generate, add_report
@@ -212,6 +213,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options, rest = top.parse_known_args(words, argparse.Namespace(json=False, debug=False))
     parser = parsers.get(options.verb, top)
     unknown = [word for word in rest if word.startswith("-")]
+    meant = as_overrides(rest) if TAKES.get(options.verb) in OF_RECIPES else []
+    if meant:
+        name = unknown[0].partition("=")[0]
+        text = f"{options.verb}: {name}: settings are overrides, without dashes\n  try: {' '.join(meant)}"
+        raise UsageError(text)
     if unknown:
         parser.error(f"unknown option {unknown[0]!r}; {suggest_name(unknown[0], option_names(parser))}")
     if options.verb is None:

@@ -49,12 +49,12 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
         configure_logging(launch)
         composed = app.check()
     values, notes = _on_one_device(composed.values, options.overrides, launch)
-    from lightning_eff.config.ckpt_path import with_base
+    from lightning_eff.config.ckpt_path import task_folder, with_base
     from lightning_eff.config.evaluated import find_evaluated
 
     typed = any(word.startswith("ckpt_path=") for word in options.overrides)
     asked: str | None = values["ckpt_path"] if typed or not options.run else None  # else what it resumed from
-    folder = Path(options.run) if options.run else Path(values["output_root"]) / options.recipe
+    folder = Path(options.run) if options.run else task_folder(values, options.recipe)
     checkpoint = find_evaluated(asked, folder, remedy=f"lightning-eff train {options.given}")
     if values.get("launch"):
         allowed = f"none: {options.verb} runs on this machine"

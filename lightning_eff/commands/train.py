@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from lightning_eff.commands import _parser, _sweep
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.config.recipes import RecipeChain, RecipePath
+from lightning_eff.config.recipes import RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.config.sweeps import METRIC, Sweep
 from lightning_eff.core import host_memory
@@ -35,6 +35,7 @@ from lightning_eff.core.errors import (
     is_out_of_memory,
     root_cause_line,
 )
+from lightning_eff.core.log_filters import report_on_stdout
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
@@ -82,25 +83,40 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
-        job = _Job(app.recipe, app.path, app.chain)
+        job = _Job(app.recipe, app.path, as_json=options.json)
         if options.multirun:
-            job.sweep = app.check_sweep()
-            _sweep.run_sweep(job.sweep, lambda: app.sweep(job), job.failures, as_json=options.json)
-            return EXIT_OK
-        composed = app.check()
-        if starts_ranks(composed.values):
-            job.reports.append(job.run_ranks(composed.values, options.overrides, composed.run_dir))
-        else:
-            run_dir = job.prepare(app, composed, options.overrides)
-            if not job.reports:  # else an earlier run has finished it
-                app.run(job, run_dir, save_config=not launch.rank)
-    metric = composed.values.get(METRIC)
-    if job.reports and metric is not None and RUN_DIR not in os.environ:  # there, the parent says it
-        job.reports[0] = _sweep.say_metric(job.reports[0], metric)
+            return _run_sweep(app, job, as_json=options.json)
+        with redirect_stdout(sys.stderr) if options.json else report_on_stdout():
+            _run(app, job, options.overrides, launch)
     if options.json and not launch.rank:
         print_json(job.reports[0] if job.reports else {"rows": []})
     if job.failures:
         raise job.failures[0]
+    return EXIT_OK
+
+
+def _run(app: RecipeApp, job: _Job, overrides: Sequence[str], launch: Launch) -> None:
+    composed = app.check()
+    if starts_ranks(composed.values):
+        job.reports.append(job.run_ranks(composed.values, overrides, composed.run_dir))
+    else:
+        run_dir = job.prepare(app, composed, overrides)
+        if not job.reports:  # else an earlier run has finished it
+            app.run(job, run_dir, save_config=not launch.rank)
+    metric = composed.values.get(METRIC)
+    if job.reports and metric is not None and RUN_DIR not in os.environ:  # there, the parent says it
+        job.reports[0] = _sweep.say_metric(job.reports[0], metric)
+
+
+def _run_sweep(app: RecipeApp, job: _Job, *, as_json: bool) -> int:
+    """Run a sweep, of whose runs the standard output has the table alone."""
+
+    def start() -> None:
+        with redirect_stdout(sys.stderr):
+            app.sweep(job)
+
+    job.sweep = app.check_sweep()
+    _sweep.run_sweep(job.sweep, start, job.failures, as_json=as_json)
     return EXIT_OK
 
 
@@ -142,10 +158,10 @@ class _Job:
     A launcher plugin may pickle it and call it in another process.
     """
 
-    def __init__(self, recipe: str, path: RecipePath, chain: RecipeChain) -> None:
+    def __init__(self, recipe: str, path: RecipePath, *, as_json: bool = False) -> None:
         self.recipe = recipe
         self.path = path
-        self.chain = chain
+        self.as_json = as_json
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self.sweep: Sweep | None = None
@@ -164,9 +180,10 @@ class _Job:
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
             values = {**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")}
             ray.check(values)
-            return ray.run(train_in_worker, [*words, *(f"trainer.{key}=auto" for key in recipes_own)], folder)
+            words += [f"trainer.{key}=auto" for key in recipes_own]
+            return ray.run(train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
-        return run_ranks(words, folder, values["trainer"])
+        return run_ranks(words, folder, values["trainer"], as_json=self.as_json)
 
     def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:
         """Build the only run before Hydra creates its folder; return the folder."""
@@ -253,7 +270,9 @@ class _Job:
         launch, prepared = Launch.of(), self._prepared
         self._prepared = None  # the run's tensors have no other owner
         if prepared is None:
-            values = resolve_config(cfg, parse_overrides(overrides), self.chain)
+            parsed = parse_overrides(overrides)
+            chain = read_chain(self.recipe, self.path, parsed)  # a sweep's, of what this job chooses
+            values = resolve_config(cfg, parsed, chain)
             check_tasks(values["trainer"], launch)
             if starts_ranks(values):
                 return self.run_ranks(values, overrides, folder)

@@ -30,6 +30,16 @@ class FinishedRunError(ConfigError):
     """The checkpoint is at or after the run's end: there is nothing left to train."""
 
 
+def task_folder(values: Mapping[str, Any], recipe: str) -> Path:
+    """Return the folder of the runs with a config's `task_name`, by default the recipe's name.
+
+    Example:
+        >>> task_folder({"output_root": "outputs", "task_name": "dev"}, "lm").as_posix()
+        'outputs/dev'
+    """
+    return Path(values["output_root"], values.get("task_name") or recipe)
+
+
 def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
     """Return the checkpoint to resume from, which `ckpt_path` names: a path, `last` or `auto`.
 
@@ -90,7 +100,7 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         folder = next(inside, None)
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
-    own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric")
+    own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric", "task_name", "tags")
     settings = {key: portable(value) for key, value in values.items() if key not in own}
     trainer = settings.get("trainer")
     if isinstance(trainer, dict) and trainer.get("num_nodes") == "auto":

@@ -11,6 +11,7 @@ needs a third. `RecipeApp` drives the same Hydra object, and Hydra runs the very
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from lightning_eff.config import hydra_errors
 from lightning_eff.config.folders import check_inside
 from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
-from lightning_eff.config.recipes import FOLDER, RecipeChain, RecipePath, read_chain
+from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
 from lightning_eff.config.sweeps import (
     GRID,
@@ -46,16 +47,18 @@ from lightning_eff.config.sweeps import (
     sweep_of,
 )
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
-from lightning_eff.core.errors import ConfigError, UsageError, check_path
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
-RUN_DIR = "${output_root}/${hydra.job.config_name}/${now:%Y-%m-%d_%H-%M-%S-%f}"
+RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
+"""What names the folder of the runs: the second where it is set."""
+RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
 HYDRA_FOLDERS = {
     "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
     "hydra.sweep.dir": (
         "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
-        "${output_root}/${hydra.job.config_name}/sweep_${now:%Y-%m-%d_%H-%M-%S-%f}",
+        f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
     ),
 }
 """Hydra's default and what replaces it; any other value in a recipe or override stays."""
@@ -155,7 +158,8 @@ class RecipeApp:
     @keep_overrides()
     def check(self, run_dir: Path | None = None) -> Composed:
         """Compose the run and check it; a second call checks it with another `run_dir`."""
-        return self._check(self.config(), self._parsed, run_dir)
+        with self._habits_explained():
+            return self._check(self.config(), self._parsed, run_dir)
 
     def config(self) -> DictConfig:
         """Return the config as Hydra composed it."""
@@ -166,19 +170,22 @@ class RecipeApp:
     @keep_overrides()
     def check_sweep(self) -> Sweep:
         """Compose and check each run of a sweep, except those that a sweeper plugin chooses later."""
-        cfg = self._compose(self._lines, RunMode.MULTIRUN)
-        check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
-        hydra_overrides = list(cfg.hydra.overrides.hydra)
-        with _explained():
-            lines = lines_of(cfg)
-            sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-        jobs = runs_to_check(lines, is_grid=sweeper["_target_"] == GRID)
-        for job in jobs:
-            # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
-            composed = self._check(self._compose([*hydra_overrides, *job]), parse_overrides(job))
-            check_metric(sweeper, composed.values)
-            check_storage(sweeper, Path(composed.values["output_root"]).resolve())
-        return sweep_of(cfg, lines, len(jobs))
+        with self._habits_explained():
+            cfg = self._compose(self._lines, RunMode.MULTIRUN)
+            check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
+            hydra_overrides = list(cfg.hydra.overrides.hydra)
+            with _explained():
+                lines = lines_of(cfg)
+                sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+            jobs = runs_to_check(lines, is_grid=sweeper["_target_"] == GRID)
+            for job in jobs:
+                # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
+                overrides = parse_overrides(job)
+                chain = read_chain(self.recipe, self.path, overrides)  # of what this job chooses
+                composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
+                check_metric(sweeper, composed.values)
+                check_storage(sweeper, Path(composed.values["output_root"]).resolve())
+            return sweep_of(cfg, lines, len(jobs))
 
     def run(self, job: Callable[[DictConfig], float | None], run_dir: Path, *, save_config: bool) -> None:
         """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
@@ -198,6 +205,30 @@ class RecipeApp:
         else:
             self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
 
+    @contextmanager
+    def _habits_explained(self) -> Generator[None]:
+        """Say in an error what another tool's word in the overrides is called here."""
+        try:
+            yield
+        except (UsageError, ConfigError) as error:
+            typed = [item for item in self._parsed if item.key_or_group != SEARCH_PATH]  # that is `path`'s
+            explained = hydra_errors.with_habits(error, typed, self._composes)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _composes(self, overrides: list[str]) -> bool:
+        """Return whether the recipe can be composed with other overrides."""
+        logging.disable(logging.WARNING)  # of settings that are left out
+        try:
+            with recipe_app(self.recipe, overrides, self.path) as app:
+                app._check(app.config(), app._parsed)  # noqa: SLF001 - `check` would explain its error, too
+        except (UsageError, ConfigError, EnvironmentLacksError):
+            return False
+        finally:
+            logging.disable(logging.NOTSET)
+        return True
+
     def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         try:
             return self._loader.compose(self.recipe, list(lines), mode)
@@ -206,7 +237,14 @@ class RecipeApp:
         except COMPOSITION_ERRORS as error:
             raise UsageError(hydra_errors.composition_error(error)) from error
 
-    def _check(self, cfg: DictConfig, overrides: Sequence[Override], run_dir: Path | None = None) -> Composed:
+    def _check(
+        self,
+        cfg: DictConfig,
+        overrides: Sequence[Override],
+        run_dir: Path | None = None,
+        chain: RecipeChain | None = None,
+    ) -> Composed:
+        chain = chain or self.chain
         cfg = copy.deepcopy(cfg)  # Hydra runs the original
         with _explained():
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
@@ -218,8 +256,8 @@ class RecipeApp:
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
                 cfg.hydra.runtime.output_dir = str(folder)  # which `${run_dir}` refers to
             HydraConfig.instance().set_config(cfg)
-            values = resolve_config(cfg, overrides, self.chain)
-        return Composed(values, folder, folders["dir"] == RUN_DIR, self.chain)
+            values = resolve_config(cfg, overrides, chain)
+        return Composed(values, folder, folders["dir"].replace(TASK, RECIPE) == RUN_DIR, chain)
 
 
 @contextmanager
@@ -254,7 +292,8 @@ class _SharedLoader:
         folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
         for key, (default, replacement) in HYDRA_FOLDERS.items():
             if folders[key.split(".")[1]]["dir"] == default:
-                OmegaConf.update(cfg, key, replacement)
+                named = OmegaConf.select(cfg, "task_name") is not None
+                OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
         self._composed[recipe, *overrides] = cfg
         return cfg
 

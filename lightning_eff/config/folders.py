@@ -31,6 +31,8 @@ def check_inside(key: str, value: str, root: Path) -> None:
 def check_folders(values: Mapping[str, Any], root: Path) -> None:
     """Reject folders outside `root`, names that lead out of their folder, and a root without write access."""
     check_path("output_root", root)
+    if values.get("task_name") == "":
+        raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
     for path, key, value in walk_leaves(values):
         if not isinstance(value, str):
             continue

@@ -1,19 +1,27 @@
-"""Explain Hydra's composition errors in one or two lines: the key or option at fault and the nearest name.
+"""Explain what cannot be composed in one or two lines: the key or option at fault and the nearest name.
 
 Hydra's advice to append a misspelt key with `+` is left out.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+
+from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 
+from lightning_eff.config.habits import proposals
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import CONF, parameter_keys
-from lightning_eff.core.errors import EnvironmentLacksError, UsageError, suggest_name
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, suggest_name
 
 JOB_FILES = {"slurm": "slurm", "k8s": "k8s", "kubernetes": "k8s"}
 """What a user may choose as a launcher, and the kind of job file that `launch` prints for it."""
+AMBIGUOUS = "Ambiguous value for argument '"
+NO_NAME = "Config group override must be a string or a list"
+"""How two of Hydra 1.3's messages begin: for `callbacks=a,b` and for `precision=16`."""
 
 PLUGINS = {
     "hydra/launcher/submitit": ("slurm", "launcher for SLURM"),
@@ -49,6 +57,13 @@ def composition_error(error: Exception) -> str:
         return "the config is nested too deep, or its defaults never end"
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
+    if first.startswith(AMBIGUOUS):
+        key, _, value = first.removeprefix(AMBIGUOUS).rstrip("'").lstrip("+").partition("=")
+        is_list = key in MULTI_CHOICE_GROUPS
+        tries = [f"{key}=[{value}]"] if is_list else []
+        tries.append(f"-m {key}={value}  # one run for each")
+        kind = "several options of a group are a list" if is_list else "several values are a sweep"
+        return "\n".join([f"{key}={value}: {kind}", *(f"  try: {each}" for each in tries)])
     if first.startswith("Could not override '"):
         key = first.split("'")[1]
         if key in TOP_LEVEL:
@@ -62,3 +77,42 @@ def composition_error(error: Exception) -> str:
         return f"{group} is set more than once, and takes one option: {remedy}"
     reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""
     return f"{first}{reason}"
+
+
+def with_habits(
+    error: UsageError | ConfigError, overrides: Sequence[Override], composes: Callable[[list[str]], bool]
+) -> UsageError | ConfigError:
+    """Return the error with what a habit means here, if an override that it is about is one of the table.
+
+    Args:
+        error: For what cannot be composed or checked.
+        overrides: Those of the run.
+        composes: Whether these overrides can, in place of the run's.
+    """
+    text = str(error)
+    meant = {str(item.input_line): _meant_by(item, text) for item in overrides}
+    habits = {line: words for line, words in meant.items() if words}
+    if not habits:
+        return error
+    others = [line for line, words in meant.items() if not words]
+    choices = [" ".join(words) for words in itertools.product(*habits.values())]
+    if len(choices) > 1:
+        choices = [next((words for words in choices if composes([*others, *words.split()])), "")]
+    if not choices[0]:
+        return error
+    reason = text.partition("\n")[0].partition(";")[0]
+    if NO_NAME in reason:
+        reason = f"{next(iter(habits))}: no such option"
+    return UsageError(f"{reason}\n  try: {choices[0]}")
+
+
+def _meant_by(item: Override, text: str) -> Sequence[str]:
+    """Return what an override may mean that an error is about, or whose key no recipe has."""
+    key = str(item.key_or_group)
+    is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
+    begins = [
+        f"{path}{sign}" for path in itertools.accumulate(key.split("."), "{}.{}".format) for sign in ":="
+    ]
+    if item.is_delete() or not (is_unknown or text.startswith((NO_NAME, *begins))):
+        return ()
+    return proposals(key, item.get_value_string())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_eff.config.recipes import RecipeChain, listed_options
+from lightning_eff.config.recipes import RecipeChain, is_override, listed_options
 from lightning_eff.config.targets import EXTRAS, resolve_class
 from lightning_eff.config.validate import foreign_keys
 from lightning_eff.core.catalog import CONF
@@ -109,9 +109,9 @@ def _listed(chain: RecipeChain) -> list[str]:
     lists: list[list[str]] = []
     for _, defaults in chain.recipes:  # the last recipe comes first
         lists.insert(0, listed_options(defaults, GROUP) or [])
-        if any(isinstance(entry, dict) and f"override {GROUP}" in entry for entry in defaults):
+        if any(is_override(entry, GROUP) for entry in defaults):
             break
-    return [name for options in lists for name in options]
+    return [name for options in lists for option in options for name in sorted(chain.names(GROUP, [option]))]
 
 
 def _chosen(overrides: Sequence[Override]) -> list[str]:
@@ -140,6 +140,13 @@ def check_loggers(values: Mapping[str, Any]) -> None:
                 text = f"{GROUP}={name} needs the package {packages[0]}"
                 text += f"\n  try: pip install 'lightning-eff[{EXTRAS[packages[0]]}]'"
                 raise EnvironmentLacksError(text)
+
+
+def log_tags(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
+    """Give a run's tags and its task's name, where it has them, to each logger as hyperparameters."""
+    given = {key: values[key] for key in ("task_name", "tags") if values.get(key)}
+    for each in trainer.loggers if given else ():
+        each.log_hyperparams(given)
 
 
 @contextmanager

@@ -12,13 +12,15 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from lightning_eff.config.strict_yaml import MAX_DEPTH, file_error, is_file, read_yaml
+from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
 from lightning_eff.core.catalog import CONF, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
 
 FOLDER = "file://"
 """How Hydra's search path marks a folder."""
 SEARCH_PATH = "hydra.searchpath"
+EXPERIMENT = "experiment/"
+"""Folder of the user's files that change a recipe as a whole."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,30 @@ class RecipePath:
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """A recipe and the recipes that it builds on, each with its defaults list; later choices come first."""
+    """A recipe, the recipes that it builds on and the experiment, if any, each with its defaults list.
+
+    Later choices come first.
+    """
 
     recipes: Sequence[tuple[str, Sequence[Any]]] = ()
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
     """FILE:LINE of each entry that names no file."""
+    keys: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """What each file of a group brings: the names under which its options stand in the config."""
 
     def options(self, group: str) -> set[str] | None:
         """Return all options of a group that the recipes list; None if none of them lists the group."""
         lists = [listed_options(defaults, group) for _, defaults in self.recipes]
         found = [options for options in lists if options is not None]
         return {name for options in found for name in options} if found else None
+
+    def names(self, group: str, options: Iterable[str]) -> set[str]:
+        """Return the names that options of a group have in the config; a file may bring several."""
+        return {name for option in options for name in self.keys.get(f"{group}/{option}", {option})}
+
+    def overrides(self, group: str) -> bool:
+        """Return whether a defaults list replaces what others list of a group."""
+        return any(is_override(entry, group) for _, defaults in self.recipes for entry in defaults)
 
 
 def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
@@ -99,9 +114,13 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         for name in _as_list(item.value())
         if isinstance(name, str) and "." not in item.key_or_group
     ]
-    visited = [pair for name in (recipe, *chosen) for pair in walk.visit(name)]
-    recipes = [(name, [entry for _, entry in defaults]) for name, defaults in visited if "/" not in name]
-    return RecipeChain(recipes, walk.missing)
+    visited = [pair for name in (*chosen, recipe) for pair in walk.visit(name)]
+    recipes = [
+        (name, [entry for _, entry in defaults])
+        for name, defaults in visited
+        if "/" not in name or name.startswith(EXPERIMENT)
+    ]
+    return RecipeChain(recipes, walk.missing, walk.keys)
 
 
 class _Walk:
@@ -110,6 +129,7 @@ class _Walk:
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
         self.missing: dict[str, str] = {}
+        self.keys: dict[str, set[str]] = {}
         self.read = cache(read_yaml)
         self._done: set[str] = set()
 
@@ -123,7 +143,8 @@ class _Walk:
             self.missing[name] = listed_at
         if file is None or name in self._done:
             return
-        defaults = self.read(file, expect_mapping="/" not in name).defaults
+        document = self.read(file, expect_mapping="/" not in name)
+        defaults = document.defaults
         yield name, defaults
         ancestors = (*ancestors, name)
         for line, entry in reversed(defaults):
@@ -133,6 +154,20 @@ class _Walk:
                     raise file_error(file, line, f"defaults that never end: {cycle}")
                 yield from self.visit(child, ancestors, f"{file}:{line}")
         self._done.add(name)
+        self.keys[name] = self._keys(name, document)
+
+    def _keys(self, name: str, document: YamlDocument) -> set[str]:
+        """Return the names that a visited file and those in its defaults list have in their group."""
+        group, _, option = name.rpartition("/")
+        content: Any = document.content if isinstance(document.content, dict) else {}
+        parent, _, own = (document.package or "").rpartition(".")
+        if parent == group:
+            return {own}
+        if "_target_" in content or document.package:
+            return {option}
+        files = [file for _, entry in document.defaults for file in _files_of(entry, group)]
+        inherited = [self.keys.get(file, {file}) for file in files if file.startswith(f"{group}/")]
+        return {str(key) for key in content if key != "defaults"}.union(*inherited)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -164,7 +199,18 @@ def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
     """
     for entry in reversed(defaults):
         if isinstance(entry, dict):
-            options = {str(key).removeprefix("override ").lstrip("/"): value for key, value in entry.items()}
-            if group in options:
-                return [str(name) for name in _as_list(options[group])]
+            ((key, options),) = entry.items()
+            if str(key).split()[-1].lstrip("/") == group:
+                return [str(name) for name in _as_list(options)]
     return None
+
+
+def is_override(entry: Any, group: str) -> bool:
+    """Return whether an entry of a defaults list replaces what others list of a group.
+
+    Example:
+        >>> is_override({"override /logger": "csv"}, "logger"), is_override({"logger": "csv"}, "logger")
+        (True, False)
+    """
+    keys = [str(key).split() for key in entry] if isinstance(entry, dict) else []
+    return any(words[0] == "override" and words[-1].lstrip("/") == group for words in keys)

@@ -35,7 +35,7 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
     loggers.name_settings(cfg, overrides, chain)
-    _check_keys(cfg, overrides)
+    _check_keys(cfg, overrides, chain)
     _drop_inapplicable(cfg, overrides, chain)
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     resolved: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
@@ -46,7 +46,7 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     return values
 
 
-def _check_keys(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+def _check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
     """Reject keys that nothing reads, options under another name, and choices that Hydra drops silently."""
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in content:
@@ -54,6 +54,8 @@ def _check_keys(cfg: DictConfig, overrides: Sequence[Override]) -> None:
             group, _, option = str(key).partition("/")
             is_choice = option and group in MULTI_CHOICE_GROUPS
             remedies = [f"{group}=[{option}] or +{group}={option}"] if is_choice else []
+            if group == "experiment":
+                raise _no_experiment(content[key])
             allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
             raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedies)
     for group in MULTI_CHOICE_GROUPS:
@@ -66,17 +68,24 @@ def _check_keys(cfg: DictConfig, overrides: Sequence[Override]) -> None:
         if group not in MULTI_CHOICE_GROUPS or item.is_delete():
             continue
         value = item.value()
-        names: list[Any] = value if isinstance(value, list) else [value]
+        options: list[Any] = value if isinstance(value, list) else [value]
         present = list(cfg.get(group) or {})
-        for name in names:
-            if (
-                name not in (None, loggers.NONE)
-                and str(name) not in present
-                and f"{group}.{name}" not in removed
-            ):
-                remedy = f"{group}=[{','.join([*present, str(name)])}]"
-                allowed = f"one list: Hydra dropped {name!r} and kept {present}"
+        for option in options:
+            names = chain.names(group, [str(option)])
+            dropped = [name for name in names if name not in present and f"{group}.{name}" not in removed]
+            if option not in (None, loggers.NONE) and dropped:
+                remedy = f"{group}=[{','.join([*present, str(option)])}]"
+                allowed = f"one list: Hydra dropped {option!r} and kept {present}"
                 raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
+
+
+def _no_experiment(value: Any) -> ConfigError:
+    """Return the error for an experiment that became a key: no folder has the group, or a file its own."""
+    if isinstance(value, str):
+        allowed = f"a file experiment/{value}.yaml in a folder that --config-dir names; none has experiments"
+    else:
+        allowed = "a file whose first line is `# @package _global_`, so that its keys are those of a recipe"
+    return ConfigError("experiment", value, allowed=allowed)
 
 
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
@@ -98,10 +107,11 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     # A recipe's settings of an option that it lists and that an override took out of the list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
-        if group not in explicit or not isinstance(node, DictConfig):
+        is_replaced = group in explicit or chain.overrides(group)
+        if not is_replaced or not isinstance(node, DictConfig):
             continue
         by_user = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
-        names = (chain.options(group) or set()) - by_user
+        names = chain.names(group, chain.options(group) or ()) - by_user
         absent = [name for name in names if name in node and "_target_" not in node[name]]
         with open_dict(node), open_dict(cfg):
             for name in absent:

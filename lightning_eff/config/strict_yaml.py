@@ -8,6 +8,7 @@ Recipes, options and a run's `resolved.yaml` are all read here and nowhere else.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_eff.core.errors import UsageError
 MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 100
 _PREFIX = "tag:yaml.org,2002:"
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")  # Hydra reads it in the first line only
 _NUMBER_TAGS = {f"{_PREFIX}int", f"{_PREFIX}float"}
 _PLAIN_TAGS = _NUMBER_TAGS | {f"{_PREFIX}{kind}" for kind in ("null", "bool", "str", "seq", "map")}
 
@@ -33,6 +35,8 @@ class YamlDocument:
 
     content: Any
     defaults: Sequence[tuple[int, Any]] = ()
+    package: str | None = None
+    """What its `# @package` line says."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -109,7 +113,8 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
         content = None if root is None else loader.construct_document(root)
         if expect_mapping and not isinstance(content, dict):
             raise file_error(file, 1, "expected lines of key: value")
-        return YamlDocument(content, _read_defaults(root, loader))
+        package = _PACKAGE.match(text)
+        return YamlDocument(content, _read_defaults(root, loader), package and package[1])
     except OSError as error:
         raise file_error(file, 1, str(error.strerror)) from error
     except UnicodeDecodeError as error:

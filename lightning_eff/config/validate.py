@@ -36,7 +36,7 @@ MODULE_OPTIMIZER = "lightning_eff.optimizer.module.ModuleOptimizer"
 """What `optimizer=module` names in the place of an optimizer: a callback that keeps the module's own."""
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
-    "optimized_metric": str | None,
+    "optimized_metric": str | None, "task_name": str | None, "tags": list[str] | None,
 }  # fmt: skip
 RUN_KEYS = tuple(RUN_TYPES)
 TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)

@@ -1,13 +1,20 @@
-"""Messages of libraries that a user of the command line can do nothing about: left out here and nowhere else.
+"""What a user of the command line sees of the log: the report apart, and nothing that cannot be helped.
 
-A log message is matched by its logger and its beginning, a warning by its beginning; all others are kept.
+A library's message is matched by its logger and its beginning, a warning by its beginning; all others are
+kept. Messages go to the standard error; the report of a run is a message too, and its result.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
+IS_REPORT = "is_report"
+"""Attribute of the log record that is a run's report."""
 
 IGNORED_MESSAGES = {
     # torchao 0.18.0: binaries for GPUs and Python versions other than these, which no option of ours calls
@@ -44,3 +51,27 @@ def ignore_library_messages() -> None:
 
 def _is_kept(record: logging.LogRecord) -> bool:
     return re.match(IGNORED_MESSAGES[record.name], record.getMessage()) is None
+
+
+@contextmanager
+def report_on_stdout() -> Generator[None]:
+    """Write the report of each run to the standard output, and not to where other messages go."""
+
+    def is_report(record: logging.LogRecord) -> bool:
+        return hasattr(record, IS_REPORT)
+
+    def is_message(record: logging.LogRecord) -> bool:
+        return not is_report(record)
+
+    root = logging.getLogger()
+    others, printing = list(root.handlers), logging.StreamHandler(sys.stdout)
+    printing.addFilter(is_report)
+    root.addHandler(printing)
+    for handler in others:
+        handler.addFilter(is_message)
+    try:
+        yield
+    finally:
+        root.removeHandler(printing)
+        for handler in others:
+            handler.removeFilter(is_message)

@@ -38,11 +38,17 @@ POLL_S = 0.2
 
 
 def run_ranks(
-    words: Iterable[str], folder: Path, trainer: Mapping[str, Any], *, verb: str = "train"
+    words: Iterable[str],
+    folder: Path,
+    trainer: Mapping[str, Any],
+    *,
+    verb: str = "train",
+    as_json: bool = False,
 ) -> dict[str, Any]:
     """Run a verb in a process for each device of this machine, which is machine NODE_RANK.
 
-    With several machines, MASTER_ADDR and MASTER_PORT in the environment say where the ranks meet.
+    With several machines, MASTER_ADDR and MASTER_PORT in the environment say where the ranks meet. With
+    `as_json` the standard output is the caller's, and that of the ranks goes to the standard error.
 
     Returns:
         The efficiency report in `folder`; empty without that monitor.
@@ -64,7 +70,9 @@ def run_ranks(
                 own = {"RANK": str(first + local), "LOCAL_RANK": str(local), ERROR_FILE: str(file)}
                 environment = os.environ | common | own
                 # A session of its own: SIGKILL to its group also ends what the rank has started.
-                ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))  # noqa: S603
+                stdout = 2 if as_json else None
+                rank = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)  # noqa: S603
+                ranks.append(rank)
             codes = _wait(ranks)
         finally:
             _kill(ranks)

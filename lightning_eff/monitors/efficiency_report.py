@@ -42,6 +42,7 @@ from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, is_out_of_memory, suggest_name
+from lightning_eff.core.log_filters import IS_REPORT
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
@@ -269,7 +270,9 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._write(trainer)
 
     def _print(self) -> None:
-        rank_zero_info("\n%s\n report: %s", summary.report_text(self.report), self._folder / files.PAGE_FILE)
+        text = summary.report_text(self.report)
+        page = self._folder / files.PAGE_FILE
+        rank_zero_info("\n%s\n report: %s", text, page, extra={IS_REPORT: True})
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Update the ledger, one row a technique, and write both files."""
@@ -282,6 +285,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)
         if trainer.is_global_zero:
+            self.report |= files.labels(self._folder)
             files.write_report(self._folder, self.report)
 
     def _repr_html_(self) -> str | None:

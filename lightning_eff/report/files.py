@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import allocator, machine
@@ -26,6 +27,13 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LEDGER_FILE).write_text(json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
+
+
+def labels(folder: Path) -> dict[str, Any]:
+    """Return `task_name` and `tags` of a recipe's run; nothing outside of recipes."""
+    resolved = folder / RESOLVED
+    found: Any = yaml.safe_load(resolved.read_text(encoding="utf-8")) if resolved.is_file() else None
+    return {key: found.get(key) for key in ("task_name", "tags")} if isinstance(found, dict) else {}
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:

@@ -92,6 +92,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
     shown = " | ".join(f"{label} {value}" for label, value in key_figures(report))
     lines += [f" {shown}"] if shown else []
+    lines += [f" tags: {', '.join(report['tags'])}"] if report.get("tags") else []
     peak: Mapping[str, Any] = report.get("memory") or {}
     held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
     if held:

@@ -48,9 +48,9 @@ def test_the_same_command_again_goes_on_to_the_bit(
     monkeypatch.setenv("STOP_BY", name)
     Path("my_stopped.py").write_text(STOPPED)
     words = ["train", "lm", *tiny, *MORE, "ckpt_path=auto"]
-    ended, _, err = command(*words)
+    ended, out, err = command(*words)
     assert ended == code, err
-    assert err.count("Stopped after") == err.count("with ckpt_path=auto the same command goes on") == 1
+    assert out.count("Stopped after") == err.count("with ckpt_path=auto the same command goes on") == 1
     assert "no checkpoint of a run with these settings under outputs/lm: begins at step 0" in err
     assert [*saved("outputs")] == ["step-3"], "the step was finished, with both of its batches"
 

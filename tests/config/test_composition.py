@@ -225,6 +225,96 @@ def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> N
         composition.compose_recipe("lm", ["callbacks=[bare]"], own_folder(empty_folder, callbacks__bare=text))
 
 
+MIXED = """
+defaults:
+  - empty_cache
+  - own
+  - _self_
+early_stopping:
+  patience: 7
+"""
+OWN = """
+early_stopping:
+  _target_: lightning.pytorch.callbacks.EarlyStopping
+  monitor: val_loss
+timer:
+  _target_: lightning.pytorch.callbacks.Timer
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["callbacks=default"], ["empty_cache", "early_stopping", "timer"]),
+        (["callbacks=[own,micro_batch]"], ["early_stopping", "timer", "micro_batch"]),
+        (["+callbacks=default"], ["exact_resume", "empty_cache", "early_stopping", "timer"]),
+        (["callbacks=default", "~callbacks.timer"], ["empty_cache", "early_stopping"]),
+    ],
+)
+def test_a_file_of_several_callbacks(overrides: list[str], names: list[str], empty_folder: Path) -> None:
+    mine = own_folder(empty_folder, callbacks__default=MIXED, callbacks__own=OWN)
+    callbacks = composition.compose_recipe("baseline", overrides, mine).values["callbacks"]
+    assert list(callbacks) == names
+    assert callbacks["early_stopping"].get("patience") == (None if "own" in overrides[0] else 7)
+
+
+def test_of_a_file_of_several_callbacks_none_is_dropped_in_silence(empty_folder: Path) -> None:
+    late = "defaults:\n  - lm\n  - override callbacks: [empty_cache]\n  - _self_\n"
+    mine = own_folder(empty_folder, callbacks__own=OWN, late=late)
+    with pytest.raises(ConfigError, match="Hydra dropped 'own'"):
+        composition.compose_recipe("baseline", ["callbacks=own", "callbacks=[empty_cache]"], mine)
+    mine = own_folder(
+        empty_folder, callbacks__own=OWN.replace("_target_: lightning.pytorch.callbacks.Ti", "a: ")
+    )
+    with pytest.raises(ConfigError, match="'timer' is not in callbacks"):
+        composition.compose_recipe("baseline", ["callbacks=own"], mine)
+
+
+BIG = """# @package _global_
+defaults:
+  - override /optimizer: sgd
+  - override /callbacks: [empty_cache]
+  - override /logger: tensorboard
+seed: 5
+tags: [big]
+model:
+  d_model: 64
+"""
+SMALL = "# @package _global_\nmodel:\n  d_model: 16\n"
+
+
+def test_an_experiment_is_applied_last_and_overrides_after_it(empty_folder: Path) -> None:
+    mine = own_folder(
+        empty_folder, experiment__big=BIG, experiment__bare="seed: 5\n", experiment__small=SMALL
+    )
+    values = composition.compose_recipe("lm", ["experiment=big", "seed=6"], mine).values
+    assert (values["seed"], values["tags"], values["model"]["d_model"]) == (6, ["big"], 64)
+    assert values["optimizer"]["_target_"] == "torch.optim.SGD"
+    assert [*values["callbacks"], *values["logger"]] == ["empty_cache", "tensorboard"], (
+        "without lm's settings"
+    )
+    values = composition.compose_recipe("lm", ["experiment=big", "+callbacks=tiled_loss"], mine).values
+    assert list(values["callbacks"]) == ["empty_cache", "tiled_loss"]
+    with pytest.raises(UsageError, match=r"experiment=bigg: no such option; did you mean 'big'\?"):
+        composition.compose_recipe("lm", ["experiment=bigg"], mine)
+    with pytest.raises(ConfigError, match="whose first line is `# @package _global_`"):
+        composition.compose_recipe("lm", ["experiment=bare"], mine)
+    with pytest.raises(ConfigError, match=r"a file experiment/big\.yaml in a folder that --config-dir names"):
+        composition.compose_recipe("lm", ["experiment=big"])
+    with composition.recipe_app("lm", ["experiment=big,small"], mine) as app:
+        app.check_sweep()
+    with (
+        composition.recipe_app("lm", ["experiment=small,bare"], mine) as app,
+        pytest.raises(ConfigError, match="whose first line"),
+    ):
+        app.check_sweep()
+
+
+def test_the_task_names_the_folder_of_its_runs(empty_folder: Path) -> None:
+    composed = composition.compose_recipe("lm", ["task_name=dev"])
+    assert composed.run_dir.parent == empty_folder / "outputs" / "dev"
+
+
 def test_any_hydra_app_can_use_the_groups() -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

@@ -180,9 +180,9 @@ def test_a_job_that_was_taken_elsewhere_leaves_what_went_wrong_as_a_row(
     section["overrides"] = {"task": task}
     (tmp_path / "0").mkdir()
     with recipe_app("baseline", task) as app:
-        cfg, chain = app.config(), app.chain
+        cfg = app.config()
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
-    here = train._Job("baseline", RecipePath(), chain)
+    here = train._Job("baseline", RecipePath())
     here.sweep = Sweep(tmp_path, fixed=frozenset(task[1:]))
     there = pickle.loads(pickle.dumps(here))
     there._home_pid = -1

@@ -34,15 +34,15 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(root: str, *more: str, stderr: Any = subprocess.PIPE) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "lightning_eff", *WORDS, f"output_root={root}", *more]
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def end_of(process: subprocess.Popen[str], code: int = 0) -> str:
     with process:
-        _, err = process.communicate()
+        out, err = process.communicate()
     assert process.returncode == code, err
     wait_for(lambda: not processes_of("ray") and not processes_of("lightning_eff"))
-    return err
+    return err + out
 
 
 def wait_for(found: Callable[[], Any]) -> Any:

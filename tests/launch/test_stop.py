@@ -92,15 +92,14 @@ def words_for(strategy: str, *more: str) -> list[str]:
 def start(launcher: str, strategy: str, fault: str, *more: str) -> subprocess.Popen[str]:
     words = [*LAUNCHERS[launcher], "lightning_eff", *words_for(strategy, *more)]
     environment = os.environ | {"FAULT": fault, "MARK": str(Path.cwd())}
-    return subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def end_of(process: subprocess.Popen[str]) -> list[str]:
     """Wait for its end; return the lines that it wrote."""
     with process:
-        _, err = process.communicate()
+        out, err = process.communicate()
+    err = out + err
     assert process.returncode, err
     assert left_over(str(Path.cwd())) == []
     return [line for line in err.splitlines() if line.strip(" =")]
@@ -145,9 +144,9 @@ def test_a_signal_to_one_rank_of_this_process(command: Command, monkeypatch: pyt
     """As below; the command itself, which starts the ranks, needs no third process."""
     monkeypatch.setenv("FAULT", "SIGTERM:1:step")
     monkeypatch.setenv("MARK", str(Path.cwd()))
-    err = command(*words_for("ddp", "trainer.max_steps=100000"), code=143)[2]
+    _, out, err = command(*words_for("ddp", "trainer.max_steps=100000"), code=143)
     assert left_over(str(Path.cwd())) == []
-    assert_stopped([line for line in err.splitlines() if line.strip(" =")])
+    assert_stopped([line for line in (out + err).splitlines() if line.strip(" =")])
 
 
 def assert_stopped(lines: list[str], *, is_told: bool = True) -> None:

@@ -1,0 +1,92 @@
+"""Each row of the table of habits proposes what can be composed, and is found by what people type."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_eff.config.composition import compose_recipe
+from lightning_eff.config.habits import HABITS, proposals
+from lightning_eff.config.validate import TOP_LEVEL
+from lightning_eff.core.catalog import CONF, parameter_keys
+from lightning_eff.core.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+RESUMES = ("resume", "resume_from", "resume_from_checkpoint", "ckpt", "checkpoint")
+VALUES = {
+    "data": "python_source", "datamodule": "python_source", "optim": "sgd", "lr_scheduler": "cosine",
+    "trainer.precision": "fp32", "trainer.strategy": "ddp", "trainer.logger": "csv", "accelerator": "cpu",
+    "max_time": "00:01:00:00", "profiler": "simple", "deterministic": "true", "detect_anomaly": "true",
+    **dict.fromkeys(("output_dir", "out_dir", "log_dir", "paths.output_dir"), "elsewhere"),
+    **dict.fromkeys((*RESUMES, "trainer.ckpt_path", "trainer.resume_from_checkpoint"), "last"),
+}  # fmt: skip
+ROWS = [row.partition("=")[::2] for row in HABITS]
+PROPOSED = {row: proposals(row[0], row[1] or VALUES.get(row[0], "2")) for row in ROWS}
+
+
+def test_what_is_proposed_exists() -> None:
+    known = {
+        *parameter_keys(),
+        *TOP_LEVEL,
+        *(f"trainer.{key}" for key in inspect.signature(Trainer).parameters),
+    }
+    own = {"strategy.find_unused_parameters"}  # of PyTorch's DDP, through Lightning's `**kwargs`
+    own |= {"model.hidden_size", "model.width", "model.hidden_dim", "model.depth"}  # of models of users
+    for found in PROPOSED.values():
+        assert found
+        for word in " ".join(found).split():
+            key, _, value = word.lstrip("+").partition("=")
+            assert key in known | own, word
+            names = value.strip("[]").split(",") if (CONF / key).is_dir() and value != "[]" else []
+            assert all((CONF / key / f"{name}.yaml").is_file() for name in names), word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids="=".join)
+def test_what_is_proposed_composes(row: tuple[str, str]) -> None:
+    key, value = row[0], row[1] or VALUES.get(row[0], "2")
+    with pytest.raises(UsageError) as caught:
+        compose_recipe("lm", [f"{key}={value}"])
+    text = str(caught.value)
+    assert text.startswith(key.rpartition(".")[0] or key)
+    (words,) = [line.removeprefix("  try: ") for line in text.splitlines()[1:]]
+    assert words in proposals(key, value)
+    compose_recipe("lm", words.split())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "words"),
+    [
+        ("lm", ["batch_size=8", "seed=3", "steps=2"], "data.batch_size=8 trainer.max_steps=2"),
+        ("lm", ["epochs=2"], "trainer.max_epochs=2 trainer.max_steps=-1"),
+        ("baseline", ["hidden_size=32"], "model.d_model=32"),
+        ("images", ["hidden_size=32"], "model.channels=32"),
+        (
+            "baseline",
+            ["micro_batch_size=2"],
+            "+callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2",
+        ),
+        ("low_memory", ["micro_batch_size=2"], "callbacks.micro_batch.micro_batch_size=2"),
+        ("lm", ["resume=last"], "ckpt_path=last"),
+        ("lm", ["callbacks=lora"], "+callbacks=peft_adapter"),
+        ("lm", ["precision=16"], "precision=fp16_mixed"),
+        ("lm", ["trainer.strategy=deepspeed_stage_3"], "strategy=deepspeed_zero strategy.stage=3"),
+        ("lm", ["optimizer.learning_rate=0.1"], "optimizer.lr=0.1"),
+    ],
+)  # fmt: skip
+def test_habits_find_their_key(recipe: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compose_recipe(recipe, overrides)
+    assert str(caught.value).splitlines()[1:] == [f"  try: {words}"]
+
+
+def test_a_habit_that_no_parameter_answers_is_not_guessed_nor_one_that_has_no_fault(
+    empty_folder: Path,
+) -> None:
+    with pytest.raises(UsageError, match="hidden_size: no such key; there are"):
+        compose_recipe("baseline", ["hidden_size=wide"])
+    with pytest.raises(UsageError, match=r"^sed: no such key; did you mean 'seed'\?$"):
+        compose_recipe("baseline", ["sed=1", "precision=fp32"])
