@@ -96,7 +96,7 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "launch=slurm"], "try: lightning-eff launch slurm RECIPE"),
         (
             ["plan", "lm", "launch=ray", "launch.workers=0"],
-            "launch.workers=0: expected a number of at least 1",
+            "launch.workers=0: expected a whole number of at least 1",
         ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
         (["train", "lm", "ckpt_path=a.ckpt"], "an existing checkpoint, last or auto"),
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_is_damaged_or_none_is_refused_unread(tiny: list[str],
 def test_the_report_goes_to_stdout_and_tags_to_report_and_loggers(tiny: list[str], command: Command) -> None:
     words = ["task_name=dev", "tags=[quick,dev]", "logger=[csv,tensorboard]"]
     _, out, err = command("train", "baseline", *tiny, *words, code=0)
-    assert out.lstrip().startswith("Efficiency report. Finished 2 optimizer steps")
+    assert out.lstrip().startswith("Efficiency report of baseline, run ")
     assert " tags: quick, dev\n" in out
     assert "Efficiency report" not in err
     (folder,) = Path("outputs/dev").iterdir()
@@ -279,7 +279,7 @@ def test_a_signal_from_outside_saves_a_checkpoint_and_exits_with_its_code(
         "it is printed once"
     )
     assert "Stopped after" in report
-    assert "with ckpt_path=auto the same command goes on" in rest
+    assert "ckpt_path=auto goes on from the newest checkpoint" in rest
     assert process.returncode == expected
     assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_eff.commands._rank import starts_ranks, told_to_parent
 from lightning_eff.commands._saved_run import explained_loading, find_saved_run
-from lightning_eff.commands.train import starts_ranks, told_to_parent
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import EXIT_OK, UsageError
 from lightning_eff.core.text import print_json

@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from lightning_eff import __version__
+from lightning_eff.commands._argument_types import at_least, layers, numbers, size
 from lightning_eff.commands._dashed import as_overrides
 from lightning_eff.commands._examples import EXAMPLES
 from lightning_eff.commands._recipe_file import OF_RUNS, find_recipe
 from lightning_eff.commands._run_options import add_generate, add_report
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
-from lightning_eff.core.text import parse_bytes
 
 RECIPE, OPTIONAL_RECIPE = "RECIPE [overrides]", "[RECIPE] [overrides]"
 CLUSTERS = ("slurm", "k8s")
@@ -53,28 +53,28 @@ def _plan(add: Add) -> None:
 
 
 def _compare(add: Add) -> None:
-    add("--steps", type=_at_least(6), default=8, metavar="N", help="optimizer steps of a trial (8)")
+    add("--steps", type=at_least(6), default=8, metavar="N", help="optimizer steps of a trial (8)")
     add(
         "--rounds",
-        type=_at_least(1),
+        type=at_least(1),
         default=3,
         metavar="N",
         help="runs of each trial (3); the fastest counts",
     )
     about = "a trial is killed after so many seconds (180), and starts no more steps after a third of them"
-    add("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
+    add("--limit-s", type=at_least(1, float), default=180.0, metavar="N", help=about)
     add("--only", metavar="NAME,...", help="these rows besides the baseline; * matches anything")
     about = "a row of your own on top of the baseline; may be repeated"
     add("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
 
 
 def _tune(add: Add) -> None:
-    add("--minutes", type=_at_least(0.1, float), default=8.0, metavar="N", help="start no trial later (8)")
-    add("--steps", type=_at_least(6), default=8, metavar="N", help="steps of a trial in the first round (8)")
+    add("--minutes", type=at_least(0.1, float), default=8.0, metavar="N", help="start no trial later (8)")
+    add("--steps", type=at_least(6), default=8, metavar="N", help="steps of a trial in the first round (8)")
     about = "a trial is killed after so many seconds (180)"
-    add("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
+    add("--limit-s", type=at_least(1, float), default=180.0, metavar="N", help=about)
     about = "what a step may need, as in 8GiB; otherwise what the device has free"
-    add("--memory", type=_size, metavar="SIZE", help=about)
+    add("--memory", type=size, metavar="SIZE", help=about)
 
 
 def _bench(add: Add) -> None:
@@ -84,7 +84,7 @@ def _bench(add: Add) -> None:
     add("--tune", action="store_true", help=about)
     add("--again", action="store_true", help="with --tune RECIPE: also what an earlier call has chosen for")
     about = "your own layers: tokens, output features, input features"
-    add("--shapes", type=_layers, default=[], metavar="M,N,K[;...]", help=about)
+    add("--shapes", type=layers, default=[], metavar="M,N,K[;...]", help=about)
     about = "operands (bf16)"
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
     about = "write the raw numbers there, after each case: gemm.json, gpu_suite.json"
@@ -93,11 +93,11 @@ def _bench(add: Add) -> None:
     add("--blocking", action="store_true", help=about)
     add("--suite", choices=["gpu"], help="all that is claimed about a GPU, part by part")
     about = "end after so many minutes (--suite 9, --tune RECIPE 8)"
-    add("--minutes", type=_at_least(0.1, float), metavar="N", help=about)
+    add("--minutes", type=at_least(0.1, float), metavar="N", help=about)
     add("--resume", action="store_true", help="with --suite: continue what --out holds")
     add("--only", metavar="PART,...", help="with --suite: these parts")
     about = "with --suite: lengths of the long sequences (131072)"
-    add("--tokens", type=_numbers, default=[], metavar="N,...", help=about)
+    add("--tokens", type=numbers, default=[], metavar="N,...", help=about)
 
 
 def _export(add: Add) -> None:
@@ -119,8 +119,8 @@ def _doctor(add: Add) -> None:
 
 
 def _launch(add: Add) -> None:
-    add("--nodes", type=_at_least(1), default=1, metavar="N", help="machines (1)")
-    add("--gpus", type=_at_least(0), default=0, metavar="N", help="GPUs of each, one rank on each (none)")
+    add("--nodes", type=at_least(1), default=1, metavar="N", help="machines (1)")
+    add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each, one rank on each (none)")
     kinds, about = ["trainjob", "jobset", "rayjob"], "k8s: for Kubeflow Trainer, JobSet or KubeRay (trainjob)"
     add("--kind", choices=kinds, dest="kind_of_job", help=about)
     about = "k8s: image that has the package, as the repository's Dockerfile builds it"
@@ -262,40 +262,3 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: _Parser) 
         recipes = [f"{options.run}/{catalog.RESOLVED}"] if options.run else recipes
     options.given = recipes[0]
     options.recipe, options.config_dir = find_recipe(options.verb, recipes[0], options.config_dir)
-
-
-def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = kind(text)  # argparse reports a ValueError
-        if value < least:
-            message = f"{text}: expected at least {least}"
-            raise argparse.ArgumentTypeError(message)
-        return value
-
-    return number
-
-
-def _size(text: str) -> int:
-    """Read a size with its unit."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _numbers(text: str) -> list[int]:
-    """Read `N,N,N`."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        message = f"expected N[,N...], whole numbers of at least 1, not {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return [int(word) for word in words]
-
-
-def _layers(text: str) -> list[tuple[int, ...]]:
-    """Read `M,N,K;M,N,K`."""
-    layers = [tuple(number.strip() for number in layer.split(",")) for layer in text.split(";")]
-    if not all(len(layer) == 3 and all(n.isdecimal() and int(n) for n in layer) for layer in layers):
-        message = f"expected M,N,K[;M,N,K...], whole numbers of at least 1, not {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return [tuple(map(int, layer)) for layer in layers]

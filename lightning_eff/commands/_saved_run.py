@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands.train import configure_logging
+from lightning_eff.commands._rank import configure_logging
 from lightning_eff.config.composition import Composed, recipe_app
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.strict_yaml import read_yaml

@@ -9,8 +9,8 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from lightning_eff.commands._generation import Asked, generate
+from lightning_eff.commands._rank import told_to_parent
 from lightning_eff.commands._saved_run import SavedRun, find_saved_run
-from lightning_eff.commands.train import told_to_parent
 from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, check_path
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import Launch, num_ranks

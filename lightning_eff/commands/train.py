@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import traceback
-import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_eff.commands import _parser, _sweep
+from lightning_eff.commands._rank import configure_logging, starts_ranks, told_to_parent
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath, read_chain
@@ -25,11 +24,7 @@ from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
     EXIT_OK,
-    PRE_RUN_ERRORS,
     ConfigError,
-    ConflictWarning,
-    NoEffectWarning,
-    SlowPathWarning,
     SweepRunError,
     exit_code,
     is_out_of_memory,
@@ -41,14 +36,13 @@ from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
     RUN_DIR,
     Launch,
-    check_not_started,
     check_sweep,
     check_tasks,
     make_folder,
     num_ranks,
     shared_run_dir,
 )
-from lightning_eff.launch.ranks import STOPPED, end_with_parent, error_log, run_ranks, tell_parent
+from lightning_eff.launch.ranks import STOPPED, error_log, run_ranks
 
 
 def main(options: argparse.Namespace) -> int:
@@ -56,21 +50,6 @@ def main(options: argparse.Namespace) -> int:
     launch = Launch.of()
     with told_to_parent(launch):
         return _train(options, launch)
-
-
-@contextmanager
-def told_to_parent(launch: Launch) -> Generator[None]:
-    """End with the process that started this rank, if any did, and report a failure of this rank to it."""
-    if launch.by == "torchrun":
-        end_with_parent()
-    try:
-        yield
-    except BaseException as error:
-        if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
-            # Its summary comes after the last restart: where there are some, each attempt says why it failed.
-            is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
-            error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
-        raise
 
 
 def _train(options: argparse.Namespace, launch: Launch) -> int:
@@ -118,33 +97,6 @@ def _run_sweep(app: RecipeApp, job: _Job, *, as_json: bool) -> int:
     job.sweep = app.check_sweep()
     _sweep.run_sweep(job.sweep, start, job.failures, as_json=as_json)
     return EXIT_OK
-
-
-def configure_logging(launch: Launch) -> None:
-    """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
-    form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
-    logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
-    logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
-    import lightning
-
-    logging.getLogger(lightning.__name__).handlers.clear()
-    if launch.rank or RUN_DIR in os.environ:  # composed by another process, which has said so
-        logging.getLogger("lightning_eff.config.resolution").setLevel(logging.ERROR)
-    if launch.rank:
-        library = ("lightning", "lightning.fabric", "lightning.pytorch", "torch")
-        for name in library:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
-            warnings.simplefilter("ignore", category)
-
-
-def starts_ranks(values: Mapping[str, Any]) -> bool:
-    """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
-    launch = Launch.of()
-    if values.get("launch") and launch.by != "ray":
-        check_not_started(launch)
-        return True
-    return not launch.by and num_ranks(values["trainer"]) > 1
 
 
 def train_in_worker(words: Sequence[str]) -> None:

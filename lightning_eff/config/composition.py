@@ -31,23 +31,15 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from typing_extensions import override
 from yaml import YAMLError
 
-from lightning_eff.config import hydra_errors
-from lightning_eff.config.folders import check_inside
+from lightning_eff.config import hydra_errors, sweeps
+from lightning_eff.config.folders import check_run_dir
 from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
-from lightning_eff.config.sweeps import (
-    GRID,
-    Sweep,
-    check_metric,
-    check_storage,
-    lines_of,
-    runs_to_check,
-    sweep_of,
-)
+from lightning_eff.config.sweeps import Sweep
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, check_path
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
@@ -175,17 +167,17 @@ class RecipeApp:
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             hydra_overrides = list(cfg.hydra.overrides.hydra)
             with _explained():
-                lines = lines_of(cfg)
+                lines = sweeps.lines_of(cfg)
                 sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-            jobs = runs_to_check(lines, is_grid=sweeper["_target_"] == GRID)
+            jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
             for job in jobs:
                 # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
                 overrides = parse_overrides(job)
                 chain = read_chain(self.recipe, self.path, overrides)  # of what this job chooses
                 composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
-                check_metric(sweeper, composed.values)
-                check_storage(sweeper, Path(composed.values["output_root"]).resolve())
-            return sweep_of(cfg, lines, len(jobs))
+                sweeps.check_metric(sweeper, composed.values)
+                sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
+            return sweeps.sweep_of(cfg, lines, len(jobs))
 
     def run(self, job: Callable[[DictConfig], float | None], run_dir: Path, *, save_config: bool) -> None:
         """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
@@ -251,7 +243,7 @@ class RecipeApp:
             folders: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
             if run_dir is not None:
                 OmegaConf.update(cfg, "hydra.run.dir", str(run_dir))
-            _check_run_dir(cfg)
+            check_run_dir(cfg)
             folder = Path(str(cfg.hydra.run.dir)).resolve()
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
                 cfg.hydra.runtime.output_dir = str(folder)  # which `${run_dir}` refers to
@@ -302,19 +294,3 @@ class _SharedLoader:
         cfg = self._composed.get((config_name, *overrides))
         cfg = self.compose(config_name, overrides, run_mode) if cfg is None else cfg
         return copy.deepcopy(cfg)  # Hydra changes the config that it runs, and a sweep may repeat a job
-
-
-def _check_run_dir(cfg: DictConfig) -> None:
-    """Reject a run's and a sweep's folder outside of `output_root`."""
-    root = cfg.get("output_root")
-    if not str(root or "").strip():
-        allowed = "a folder; a recipe that builds on baseline has one"
-        raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
-    check_path("output_root", str(root))
-    if cfg.hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError(key="hydra.mode", value="MULTIRUN", allowed="RUN; the option -m runs a sweep")
-    folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}
-    if cfg.hydra.output_subdir is not None:
-        folders["hydra.output_subdir"] = Path(cfg.hydra.run.dir) / str(cfg.hydra.output_subdir)
-    for key, value in folders.items():
-        check_inside(key, str(value), Path(str(root)).resolve())

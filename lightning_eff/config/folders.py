@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
 from lightning_eff.config.validate import walk_leaves
 from lightning_eff.core.errors import ConfigError, check_path
 
@@ -45,3 +48,19 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         allowed = f"a folder with write access; {existing} has none"
         raise ConfigError(key="output_root", value=str(root), allowed=allowed)
+
+
+def check_run_dir(cfg: DictConfig) -> None:
+    """Reject a run's and a sweep's folder outside of `output_root`."""
+    root = cfg.get("output_root")
+    if not str(root or "").strip():
+        allowed = "a folder; a recipe that builds on baseline has one"
+        raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
+    check_path("output_root", str(root))
+    if cfg.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(key="hydra.mode", value="MULTIRUN", allowed="RUN; the option -m runs a sweep")
+    folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}
+    if cfg.hydra.output_subdir is not None:
+        folders["hydra.output_subdir"] = Path(cfg.hydra.run.dir) / str(cfg.hydra.output_subdir)
+    for key, value in folders.items():
+        check_inside(key, str(value), Path(str(root)).resolve())

@@ -103,8 +103,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._logged: LoggedFigures | None = None
         self._watch: UnmovedWeights | None = None
         self._unmoved: Unmoved | None = None
-        self._first_step = 0
-        self._last_step = 0
+        self._first_step = self._last_step = 0
         self._began_s = 0.0
         self._losses, self._validation = Losses(), Validation()
         self._folder = Path()
@@ -270,17 +269,16 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._write(trainer)
 
     def _print(self) -> None:
-        text = summary.report_text(self.report)
-        page = self._folder / files.PAGE_FILE
-        rank_zero_info("\n%s\n report: %s", text, page, extra={IS_REPORT: True})
+        text = f"\n{summary.report_text(self.report)}\n report: {self._folder / files.PAGE_FILE}"
+        rank_zero_info("%s", text, extra={IS_REPORT: True})
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Update the ledger, one row a technique, and write both files."""
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
             outcome = technique.outcome()
-            status = "applied" if outcome.effective else "no effect"
-            status = status if trainer.global_step > self._first_step else "not run"
+            has_run = trainer.global_step > self._first_step
+            status = ("applied" if outcome.effective else "no effect") if has_run else "not run"
             row = {"technique": name_of(technique), "asked": arguments, "status": status}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)

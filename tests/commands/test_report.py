@@ -219,7 +219,7 @@ def test_a_damaged_report_and_one_of_an_older_version_are_named(
     monkeypatch.setattr(Path, "replace", full)
     assert "report.html was not written: No space left" in command("report", "mine", code=2)[2]
     assert (run / "report.html").read_bytes() == original
-    assert sorted(each.suffix for each in run.iterdir()) == [".csv", ".html", ".json", ".yaml"]
+    assert sorted(each.suffix for each in run.iterdir()) == [".html", ".json", ".yaml"]
 
 
 def test_only_what_differs_is_shown() -> None:

@@ -50,7 +50,7 @@ def test_the_same_command_again_goes_on_to_the_bit(
     words = ["train", "lm", *tiny, *MORE, "ckpt_path=auto"]
     ended, out, err = command(*words)
     assert ended == code, err
-    assert out.count("Stopped after") == err.count("with ckpt_path=auto the same command goes on") == 1
+    assert out.count("Stopped after") == err.count("ckpt_path=auto goes on from the newest checkpoint") == 1
     assert "no checkpoint of a run with these settings under outputs/lm: begins at step 0" in err
     assert [*saved("outputs")] == ["step-3"], "the step was finished, with both of its batches"
 

@@ -12,6 +12,7 @@ from lightning_eff.core.log_filters import IGNORED_MESSAGES, ignore_library_mess
 SAID = {
     "torchao": "Failed to load /site-packages/torchao/_C_mxfp8.so: Could not load this library",
     "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by",
+    "lightning.pytorch.trainer.connectors.signal_connector": "SLURM auto-requeueing enabled. Setting signal",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: No module",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.commands import train
+from lightning_eff.commands import _rank, train
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.sweeps import Sweep
@@ -137,7 +137,7 @@ def test_train_refuses_before_anything_is_built(
     for key, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
-    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
+    monkeypatch.setattr("lightning_eff.commands._rank.end_with_parent", lambda: None)
     code, _, err = command("train", "baseline", *tiny, "trainer.devices=3")
     assert code == 2
     assert "trainer.devices=3: expected 2: torchrun started 2" in err
@@ -161,7 +161,7 @@ def test_sweeps_that_cannot_be_are_refused_with_what_works(
 ) -> None:  # fmt: skip
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("lightning_eff.commands.train.end_with_parent", lambda: None)
+    monkeypatch.setattr("lightning_eff.commands._rank.end_with_parent", lambda: None)
     monkeypatch.setattr("lightning_eff.commands.train.configure_logging", lambda _: None)
     code, _, err = command("train", "lm", "-m", "seed=1,2", *words)
     assert code == expected
@@ -251,7 +251,7 @@ def test_each_attempt_under_torchrun_says_why_it_failed(
 ) -> None:
     """Its own summary comes after the last; a setting that all ranks refuse is printed by one of them."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    monkeypatch.setattr(train, "tell_parent", lambda error: True)
-    with pytest.raises(type(error)), train.told_to_parent(Launch("lightning", rank)):
+    monkeypatch.setattr(_rank, "tell_parent", lambda error: True)
+    with pytest.raises(type(error)), _rank.told_to_parent(Launch("lightning", rank)):
         raise error
     assert error.__dict__["is_reported"] is is_reported

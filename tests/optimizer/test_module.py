@@ -217,9 +217,9 @@ def test_a_recipe_in_parts_ends_as_in_one(
     recipe: list[str], command: Command, stop: int, steps: int, model: list[str]
 ) -> None:
     words = ["train", *recipe, *model]
-    _, _, said = command(*words, "output_root=whole", code=0)
+    _, reported, said = command(*words, "output_root=whole", code=0)
     assert "optimizer.lr, scheduler of the recipe left out" in said
-    assert f"Finished {steps} optimizer steps" in said
+    assert f"Finished {steps} optimizer steps" in reported
     command(*words, "output_root=parts", f"trainer.max_steps={stop}", code=0)
     command(*words, "output_root=parts", "ckpt_path=last", f"trainer.max_steps={steps}", code=0)
     whole, parts = state(Path("whole"), steps), state(Path("parts"), steps)

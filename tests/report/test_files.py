@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE, add_out_of_memory, write_report
-from tests.report.test_summary import make_report
+from tests.support.reports import make_report
 
 FOUND = {"sentences": ["Out of memory during setup"], "overrides": [], "holders": [], "num_bytes": None}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
 
@@ -12,55 +11,10 @@ import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
 from lightning_eff.report.html import Series, histogram, line_chart, scatter_chart, stacked_chart
-from lightning_eff.report.module_tracker import PHASES
-from lightning_eff.report.page import report_page
 from lightning_eff.report.recording import CATEGORIES
+from tests.support.reports import MEMORY, TIMELINE, Reader, make_page
 
 HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><link href=//evil>"""
-EMPTY = dict.fromkeys(CATEGORIES, 0)
-TIMELINE = [EMPTY | {"parameters": 10 * 2**20, "activations": size * 2**20} for size in (0, 90, 30)]
-MEMORY = {
-    "num_bytes": 100 * 2**20, "phase": "forward", "operation": "mm", "path": "a<b", "timeline": TIMELINE,
-    "by_phase": dict.fromkeys(PHASES, EMPTY | {"parameters": 10}) | {"forward": TIMELINE[1]},
-}  # fmt: skip
-
-
-class Reader(HTMLParser):
-    """Collects tags, attributes and texts, and checks that what is opened is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in ("meta", "br"):
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def make_page(word: str = "word", **changes: Any) -> str:
-    row = {"technique": word, "asked": {word: word, "n": 3}, "status": word, "did": word}
-    report = {
-        "title": word, "status": "failed", "reason": word, "num_steps": 3, "measured": {}, "ledger": [row],
-        "environment": {word: word}, "command": word,
-    }  # fmt: skip
-    return report_page(report | changes, word)
 
 
 def points(svg: str) -> list[tuple[float, float]]:

@@ -10,8 +10,7 @@ import pytest
 from lightning_eff.report import history
 from lightning_eff.report.page import notebook_frame, report_page, verdict
 from lightning_eff.report.recording import CATEGORIES
-from tests.report.test_html import MEMORY, Reader, make_page
-from tests.report.test_summary import make_report
+from tests.support.reports import MEMORY, Reader, make_page, make_report
 
 LINE = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
 SERIES = {

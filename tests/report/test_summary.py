@@ -8,22 +8,9 @@ import pytest
 
 from lightning_eff.core import catalog
 from lightning_eff.report import summary
+from tests.support.reports import APPLIED, MEASURED, make_report
 
 NOTHING = dict.fromkeys(("batch_time_s", "samples_per_s", "tokens_per_s", "mfu", "data_wait_share"))
-MEASURED = {
-    "batch_time_s": 0.0123, "samples_per_s": 1300.04, "tokens_per_s": 166_400.0, "flops_per_s": 2.5e12,
-    "mfu": 0.4567, "peak_bytes": 3 * 2**29, "data_wait_share": 0.021, "num_batches": 96,
-}  # fmt: skip
-APPLIED = {"technique": "precision/auto", "asked": {}, "status": "applied", "did": "bf16-mixed on cpu"}
-IDLE = {"technique": "callbacks/empty_cache", "asked": {}, "status": "no effect", "did": "never"}
-
-
-def make_report(**changes: Any) -> dict[str, Any]:
-    report = {
-        "title": "lm, run 2", "environment": {}, "command": "train lm", "status": "finished",
-        "reason": "", "num_steps": 100, "measured": MEASURED, "ledger": [APPLIED, IDLE],
-    }  # fmt: skip
-    return report | changes
 
 
 def test_the_text_of_a_finished_run() -> None:

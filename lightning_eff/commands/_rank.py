@@ -1,0 +1,63 @@
+"""What a process of a verb does as one of the ranks of a run: whom it tells of an error, and what it logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_eff.core.errors import (
+    EXIT_OK,
+    PRE_RUN_ERRORS,
+    ConflictWarning,
+    NoEffectWarning,
+    SlowPathWarning,
+    exit_code,
+)
+from lightning_eff.launch.job import RUN_DIR, Launch, check_not_started, num_ranks
+from lightning_eff.launch.ranks import STOPPED, end_with_parent, tell_parent
+
+
+@contextmanager
+def told_to_parent(launch: Launch) -> Generator[None]:
+    """End with the process that started this rank, if any did, and report a failure of this rank to it."""
+    if launch.by == "torchrun":
+        end_with_parent()
+    try:
+        yield
+    except BaseException as error:
+        if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
+            # Its summary comes after the last restart: where there are some, each attempt says why it failed.
+            is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+            error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
+        raise
+
+
+def configure_logging(launch: Launch) -> None:
+    """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
+    form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
+    logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
+    logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
+    import lightning
+
+    logging.getLogger(lightning.__name__).handlers.clear()
+    if launch.rank or RUN_DIR in os.environ:  # composed by another process, which has said so
+        logging.getLogger("lightning_eff.config.resolution").setLevel(logging.ERROR)
+    if launch.rank:
+        library = ("lightning", "lightning.fabric", "lightning.pytorch", "torch")
+        for name in library:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
+            warnings.simplefilter("ignore", category)
+
+
+def starts_ranks(values: Mapping[str, Any]) -> bool:
+    """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
+    launch = Launch.of()
+    if values.get("launch") and launch.by != "ray":
+        check_not_started(launch)
+        return True
+    return not launch.by and num_ranks(values["trainer"]) > 1
