@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -61,19 +62,9 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
         ConfigError: The model is no language model, the prompt is too long, or the checkpoint does not fit.
         UsageError: There is no chat template, or it rejects the conversation.
     """
-    import lightning.pytorch as pl
-
-    from lightning_eff import run
     from lightning_eff.config.ckpt_path import read_for
 
-    kept = {k: v for k, v in (saved.values.get("callbacks") or {}).items() if k not in LEFT_OUT}
-    values: dict[str, Any] = dict(saved.values) | {"logger": None, "monitors": {}, "callbacks": kept}
-    values["trainer"] = values["trainer"] | {"limit_predict_batches": 1}
-    pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = run.build_trainer(values)
-    data = run.make("data", values["data"])
-    pl.seed_everything(values["seed"], workers=True, verbose=False)
-    model = run.make("model", values["model"])
+    trainer, data, model = _built(saved)
     step = read_for(saved.checkpoint, trainer).get("global_step")
     keywords = _keywords(model, data)
     tokenizer = _Tokenizer(data)
@@ -120,6 +111,20 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
         "texts": texts,
         "notes": saved.notes,
     }
+
+
+def _built(saved: SavedRun) -> tuple[pl.Trainer, Any, Any]:
+    """Build the run's Trainer, data and model, as `train` does, without what only training needs."""
+    from lightning_eff import run
+
+    kept = {k: v for k, v in (saved.values.get("callbacks") or {}).items() if k not in LEFT_OUT}
+    values: dict[str, Any] = dict(saved.values) | {"logger": None, "monitors": {}, "callbacks": kept}
+    values["trainer"] = values["trainer"] | {"limit_predict_batches": 1}
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    trainer = run.build_trainer(values)
+    data = run.make("data", values["data"])
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    return trainer, data, run.make("model", values["model"])
 
 
 def _keywords(model: Any, data: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a process of a verb does as one of the ranks of a run: whom it tells of an error, and what it logs."""
+"""What a verb's process does as one of a run's ranks: which errors its parent gets, and what it logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers' `generate` is told, so that options mean what they mean for `GPT.generate`."""
+"""Arguments for transformers' `generate`, by which options mean what they mean for `GPT.generate`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """One table per run: the techniques configured, what each did, and the time, FLOPs and memory of the run.
 
 Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next to the run's
-other files, with `batch_times.csv`, so that `lightning-eff report` can draw the page again. A run that fails
-writes them too, with the reason, and again when its last checkpoint is saved.
+other files. A run that fails writes them too, with the reason, and again when its last checkpoint is saved.
 All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
 where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
 compiled model is timed and not counted: its operations are not dispatched one by one. Of bfloat16 weights the
@@ -103,8 +102,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._logged: LoggedFigures | None = None
         self._watch: UnmovedWeights | None = None
         self._unmoved: Unmoved | None = None
-        self._first_step = self._last_step = 0
-        self._began_s = 0.0
+        self._first_step, self._last_step, self._began_s = 0, 0, 0.0
         self._losses, self._validation = Losses(), Validation()
         self._folder = Path()
 
@@ -131,10 +129,9 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._losses, self._validation = Losses(), Validation()
         # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
         # an earlier report in the Trainer's folder is left as it is.
-        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        folder = self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         if not self.dirpath and not trainer.loggers and (folder / files.PAGE_FILE).exists():
-            folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
-        self._folder = folder
+            self._folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
         self.meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]

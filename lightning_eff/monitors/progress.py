@@ -147,7 +147,7 @@ class Progress(RejectsTransformersTrainer, ProgressBar):
 
 
 def _bar() -> Bar | None:
-    """Return a bar that moves when it is told to, without a thread; None if the terminal cannot show it."""
+    """Return a bar that moves when it is updated, without a thread; None if the terminal cannot show it."""
     from rich.console import Console  # here: a log file needs none of it
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column

@@ -189,7 +189,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
 
 
 class _FirstLines(io.StringIO):
-    """Standard output while Ray prints to it, which tells of a lost machine with pages of counters."""
+    """Standard output while Ray prints to it, which prints pages of counters when a machine is lost."""
 
     @override
     def write(self, text: str, /) -> int:
