@@ -202,8 +202,9 @@ def check_not_started(launch: Launch) -> None:
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: launch='ray': expected none: torchrun has started the ranks ...
     """
-    if (launch.num_tasks or 1) > 1 or launch.by == "lightning":
-        allowed = f"none: {launch.by} has started the ranks already"
+    of_pods = os.environ.get("PET_NNODES", "1") != "1"  # each would start a Ray of its own
+    if (launch.num_tasks or 1) > 1 or launch.by == "lightning" or of_pods:
+        allowed = f"none: {'Kubeflow' if of_pods else launch.by} has started the ranks already"
         remedies = ["launch=none", "lightning-eff train ... launch=ray  # once"]
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 

@@ -166,6 +166,14 @@ def test_ray_starts_no_ranks_in_ranks(started: Launch) -> None:
         check_not_started(started)
 
 
+def test_no_pod_of_several_starts_a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    with pytest.raises(ConfigError, match="Kubeflow has started the ranks already"):
+        check_not_started(Launch())
+    monkeypatch.setenv("PET_NNODES", "1")
+    check_not_started(Launch())
+
+
 @pytest.mark.parametrize("missing", ["ray", "ray.train.torch"])
 def test_the_command_says_how_to_install_ray(
     missing: str, command: Command, fake: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
