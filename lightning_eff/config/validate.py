@@ -34,6 +34,8 @@ GROUP_BASES = {
 }
 MODULE_OPTIMIZER = "lightning_eff.optimizer.module.ModuleOptimizer"
 """What `optimizer=module` names in the place of an optimizer: a callback that keeps the module's own."""
+IGNORE_ARGUMENTS = ("lightning.pytorch.core.datamodule", "lightning.pytorch.core.module")
+"""Modules of constructors that take any argument and use none: what a class without its own inherits."""
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
     "optimized_metric": str | None, "task_name": str | None, "tags": list[str] | None,
@@ -184,6 +186,8 @@ def _check_nested(path: str, value: Any) -> bool:
 
 def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
     """Return a constructor's parameters, and whether it takes any keyword."""
+    if owner.__init__.__module__ in IGNORE_ARGUMENTS:
+        return {}, False
     parameters = dict(inspect.signature(owner.__init__).parameters)
     parameters.pop("self", None)
     return parameters, any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
