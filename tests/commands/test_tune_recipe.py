@@ -21,7 +21,14 @@ from lightning_eff.commands._tune.search import AS_IT_IS, Search
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import FAILED, MEASURED, TrialResult
 from lightning_eff.config.composition import compose_recipe
-from lightning_eff.core.errors import EXIT_OK, EXIT_OUT_OF_MEMORY, ConfigError, ConflictError, UsageError
+from lightning_eff.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_OUT_OF_MEMORY,
+    ConfigError,
+    ConflictError,
+    UsageError,
+)
 from lightning_eff.planner.advice import AdvisedRecipe, Options
 from tests.support.command_line import Command
 
@@ -250,6 +257,18 @@ def test_the_command_names_a_recipe_as_it_was_typed(
         assert out.splitlines()[-1].startswith(f"lightning-eff train {' '.join(words)} trainer.")
     for number in ("nan", "inf"):
         assert f"{number}: expected at least 0.1" in command("tune", "lm", "--minutes", number, code=2)[2]
+
+
+def test_a_stopped_search_says_how_to_go_on(
+    command: Command, tiny: list[str], trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> TrialResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess_trial, "run", stopped)
+    err = command("tune", "lm", *tiny, "--minutes", "2", code=EXIT_INTERRUPTED)[2]
+    assert err.splitlines()[-1] == "stopped; the same command goes on with what it has measured"
+    assert trials == []
 
 
 def test_a_limit_that_nothing_fits_is_said(
