@@ -17,6 +17,11 @@ from lightning_eff.core.errors import EXIT_OK, exit_code, root_cause_line
 from lightning_eff.core.remedies import keep_overrides
 
 MAX_ERROR_LINES = 5
+GOES_ON = {
+    "train": "; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one",
+    "tune": "; the same command goes on with what it has measured",
+}
+"""What is said of a verb that was stopped, and can go on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code != EXIT_OK:
             if "--debug" in words:
                 sys.stderr.write("".join(traceback.format_exception(error)))
-            sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error)[:MAX_ERROR_LINES]))
+            sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES]))
         return code
 
 
@@ -61,14 +66,12 @@ def _dispatch(words: list[str]) -> int:
     return int(module.main(options))
 
 
-def _error_lines(error: BaseException) -> list[str]:
+def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
     """Return root cause, line of code and the traceback's file; nothing if another rank prints it."""
     if error.__dict__.get("is_reported"):
         return []
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return [
-            "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
-        ]
+        return [f"stopped{next((text for verb, text in GOES_ON.items() if verb in words), '')}"]
     lines = f"error: {root_cause_line(error)}".splitlines()[: MAX_ERROR_LINES - 1]
     if hasattr(error, "exit_code"):  # an error of this package: its text is complete
         return lines

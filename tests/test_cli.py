@@ -229,6 +229,11 @@ def test_a_sweep_runs_each_combination_and_survives_a_failure(mine: list[str], c
     ]
     folders = sorted(path.parent.name for path in Path("outputs/lm").glob("sweep_*/*/efficiency.json"))
     assert folders == ["0", "1"]
+    _, out, _ = command(
+        "train", "lm", *mine, "model._target_=mine.Picky", "model.dropout=0.5", "--json", code=1
+    )
+    report = json.loads(out)
+    assert (report["status"], report["reason"]) == ("failed", "RuntimeError: no dropout, please")
     picky = ["model._target_=mine.Picky", "output_root=picky", f"data.cache_dir={Path('picky/c')}"]
     _, out, err = command("train", "lm", *mine, *picky, "-m", "model.dropout=0.5,0.0", code=1)
     assert "no dropout, please" in err

@@ -23,7 +23,7 @@ from lightning_eff.adapters.convolutions import ADAPTED, check_convolution, why_
 from lightning_eff.adapters.methods import ALL_CONV, ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import check_module_names, tied_parameters
 from lightning_eff.core.errors import ConfigError, ConflictWarning
-from lightning_eff.core.reach import CONVOLUTIONS
+from lightning_eff.core.reach import CONVOLUTIONS, TRANSPOSED
 
 
 def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
@@ -104,7 +104,8 @@ def _all_conv(model: nn.Module, config: PeftConfig) -> set[str]:
     left_out = [n for n in left_out if not any(f".{n}".endswith(f".{end}") for end in excluded)]
     about = ", ".join(f"{name}: {reasons[name]}" for name in left_out[:4])
     if not names:
-        reason = f"{type(model).__name__} has no convolution"
+        is_transposed = any(isinstance(layer, TRANSPOSED) for layer in model.modules())
+        reason = f"{type(model).__name__} has no convolution{' but transposed ones' * is_transposed}"
         reason += f" that {method} can adapt ({about})" if left_out else ""
         raise ConfigError(key="target_modules", value=ALL_CONV, allowed=f"names of layers: {reason}")
     if left_out:

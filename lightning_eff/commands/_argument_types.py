@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 from lightning_eff.core.text import parse_bytes
@@ -13,7 +14,7 @@ def at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         value = kind(text)  # argparse reports a ValueError
-        if value < least:
+        if not least <= value < math.inf:
             message = f"{text}: expected at least {least}"
             raise argparse.ArgumentTypeError(message)
         return value

@@ -42,6 +42,17 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
     raise UsageError(text)
 
 
+def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
+    """Return the words that name a recipe in another command, from its word and what `find_recipe` returned.
+
+    Example:
+        >>> words_of("mine/my.yaml", ["mine", "parts"]), words_of("lm", [])
+        (['mine/my.yaml', '--config-dir', 'parts'], ['lm'])
+    """
+    own = str(Path(word).parent) if "/" in word or word.endswith(SUFFIX) else None
+    return [word, *(part for folder in config_dir if folder != own for part in ("--config-dir", folder))]
+
+
 def _missing(verb: str, word: str, file: Path) -> str:
     """Say why there is no such file, with what there is instead."""
     path = Path(word)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.commands._rank import configure_logging
+from lightning_eff.commands._recipe_file import words_of
 from lightning_eff.config.composition import Composed, recipe_app
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.strict_yaml import read_yaml
@@ -55,7 +57,9 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
     typed = any(word.startswith("ckpt_path=") for word in options.overrides)
     asked: str | None = values["ckpt_path"] if typed or not options.run else None  # else what it resumed from
     folder = Path(options.run) if options.run else task_folder(values, options.recipe)
-    checkpoint = find_evaluated(asked, folder, remedy=f"lightning-eff train {options.given}")
+    own = [word for word in options.overrides if word.startswith("task_name=")]
+    words = [*words_of(options.given, options.config_dir), *own]
+    checkpoint = find_evaluated(asked, folder, remedy=f"lightning-eff train {shlex.join(words)}")
     if values.get("launch"):
         allowed = f"none: {options.verb} runs on this machine"
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])

@@ -115,7 +115,11 @@ def _prompt(options: argparse.Namespace) -> str:
             if sys.stdin is None or (options.prompt_file is None and sys.stdin.isatty()):
                 text = "generate: which prompt?\n  try: --prompt 'Once upon a time'"
                 raise UsageError(text)
-            prompt, source = sys.stdin.read(), "standard input"
+            source = "standard input"
+            try:
+                prompt = sys.stdin.read()
+            except UnicodeDecodeError:
+                prompt = "\udcff"
         else:
             check_path("--prompt-file", source)
             try:
@@ -126,6 +130,11 @@ def _prompt(options: argparse.Namespace) -> str:
                     key="--prompt-file", value=source, allowed=f"a text file ({reason})"
                 ) from error
         prompt = prompt.removesuffix("\n")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python has read other bytes as halves of characters
+        allowed = f"text in UTF-8; {source} has other bytes"
+        raise ConfigError(key="--prompt", value=prompt[:40], allowed=allowed) from error
     if not prompt:
         raise ConfigError(
             key="--prompt", value=prompt, allowed=f"some text; {source} is empty", remedies=["--prompt 'The'"]

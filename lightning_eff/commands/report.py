@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lightning_eff.commands._run_reports import RunReport, find_runs, read_run
-from lightning_eff.core.errors import EXIT_OK, UsageError, check_path
+from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, check_path
 from lightning_eff.core.text import print_json
 
 
@@ -21,10 +21,17 @@ def main(options: argparse.Namespace) -> int:
     root = Path(options.output_root)
     folders = list(dict.fromkeys(each for word in options.words for each in find_runs(word, root)))
     runs = [read_run(folder, root) for folder in folders]
-    if len(runs) == 1:
-        _show_one(runs[0], as_json=options.json)
-    else:
-        _show_several(runs, as_json=options.json)
+    try:
+        if len(runs) == 1:
+            _show_one(runs[0], as_json=options.json)
+        else:
+            _show_several(runs, as_json=options.json)
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        allowed = f"reports of this version; one of them has other values ({reason})"
+        raise ConfigError(key="RUN", value=" ".join(options.words), allowed=allowed) from error
     return EXIT_OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import traceback
@@ -25,6 +26,7 @@ from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
     EXIT_OK,
     ConfigError,
+    RankError,
     SweepRunError,
     exit_code,
     is_out_of_memory,
@@ -68,7 +70,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         with redirect_stdout(sys.stderr) if options.json else report_on_stdout():
             _run(app, job, options.overrides, launch)
     if options.json and not launch.rank:
-        print_json(job.reports[0] if job.reports else {"rows": []})
+        print_json(job.reports[0] if job.reports else job.failed_report)
     if job.failures:
         raise job.failures[0]
     return EXIT_OK
@@ -77,7 +79,10 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
 def _run(app: RecipeApp, job: _Job, overrides: Sequence[str], launch: Launch) -> None:
     composed = app.check()
     if starts_ranks(composed.values):
-        job.reports.append(job.run_ranks(composed.values, overrides, composed.run_dir))
+        try:
+            job.reports.append(job.run_ranks(composed.values, overrides, composed.run_dir))
+        except RankError as error:
+            job.keep_failure(error, composed.run_dir)
     else:
         run_dir = job.prepare(app, composed, overrides)
         if not job.reports:  # else an earlier run has finished it
@@ -116,6 +121,8 @@ class _Job:
         self.as_json = as_json
         self.reports: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
+        self.failed_report: dict[str, Any] = {}
+        """What the run that failed last has left of its report."""
         self.sweep: Sweep | None = None
         self._prepared: Any = None
         self._memory = host_memory.host_memory_limit()
@@ -211,9 +218,15 @@ class _Job:
             if exit_code(error) != EXIT_OK and is_new:
                 path.write_text("".join(traceback.format_exception(error)))
                 error.__dict__["error_log"] = str(path)
-            self.failures.append(self._explain(error, overrides, folder))
+            self.keep_failure(self._explain(error, overrides, folder), folder)
             return {}, self.failures[-1]
         return self.reports[-1], None
+
+    def keep_failure(self, error: BaseException, folder: Path) -> None:
+        """Keep what a run failed with, and its report."""
+        self.failures.append(error)
+        file = folder / "efficiency.json"
+        self.failed_report = json.loads(file.read_text()) if file.is_file() else {}
 
     def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
         from lightning_eff import run

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_eff.commands._recipe_file import words_of
 from lightning_eff.commands._tune.changes import single_changes
 from lightning_eff.commands._tune.measured import Measured, fingerprint
 from lightning_eff.commands._tune.search import AS_IT_IS, Search
@@ -125,7 +126,13 @@ def _report(options: argparse.Namespace, search: Search, best: Options, steps: i
     measured = search.measured
     rate, base_rate = measured.rate(best, steps), measured.rate(AS_IT_IS, steps)
     change = (*search.base, *best)
-    words = ["lightning-eff", "train", options.recipe, *options.overrides, *change]
+    words = [
+        "lightning-eff",
+        "train",
+        *words_of(options.given, options.config_dir),
+        *options.overrides,
+        *change,
+    ]
     if options.json:
         print_json({
             "overrides": list(change),

@@ -23,6 +23,8 @@ IGNORED_MESSAGES = {
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",
     # Lightning 2.6.6: the script for SLURM requeues the job, after the checkpoint
     "lightning.pytorch.trainer.connectors.signal_connector": r"SLURM auto-requeueing enabled",
+    # Lightning 2.6.6 advertises packages
+    "lightning.pytorch.utilities.rank_zero": r"\U0001f4a1 Tip: For seamless ",
     # bitsandbytes 0.50.2 on processors with AVX512-BF16: kernels from a hub, of which it has its own
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }

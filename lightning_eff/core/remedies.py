@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -29,6 +29,8 @@ _TOKEN = re.compile(
     rf"(?<![^\s'])(?:~(?P<removed>(?:{_GROUPS})(?:\.\w+)+)"
     rf"|\+?(?P<key>(?:{_GROUPS})(?:\.\w+)*)=(?P<value>\{{[^}}]*\}}|\[[^\]]*\]|[^\s,']+))(?=[\s,']|$)"
 )
+_QUOTED = re.compile(r"'(\+?[\w.]+=\[[^']*\])'")
+"""An override in the quotes that a shell needs."""
 _ONE_CALL = re.compile(r"\b(\w+)\(([^()]+)\) \1\(")
 """Two calls of one class in a row, up to the arguments of the second."""
 _NEXT_CALL = re.compile(r"\) (?=[\w.]+\()")
@@ -56,6 +58,20 @@ def for_fabric() -> Generator[None]:
         _in_fabric.reset(token)
 
 
+def list_override(key: str, names: Sequence[str]) -> str:
+    """Return the override of a list of names, in quotes where Hydra would read a number or null.
+
+    Example:
+        >>> list_override("callbacks.micro_batch.keep", ["weights", "1"])
+        'callbacks.micro_batch.keep=[weights,1]'
+        >>> print(list_override("callbacks.micro_batch.keep", ["1.0"]))
+        'callbacks.micro_batch.keep=["1.0"]'
+    """
+    quoted = [name if type(yaml.safe_load(name)) in (str, int) else f'"{name}"' for name in names]
+    override = f"{key}=[{','.join(quoted)}]"
+    return override if quoted == list(names) else f"'{override}'"
+
+
 def format_remedies(text: str) -> str:
     r"""Return a text whose remedies, the lines that begin with `try:`, are overrides or Python by context.
 
@@ -78,7 +94,8 @@ def override_as_python(remedy: str) -> str:
         >>> override_as_python("~callbacks.micro_batch"), override_as_python("strategy=deepspeed_zero")
         ('remove MicroBatch', 'DeepSpeedZero()')
     """
-    text = _TOKEN.sub(lambda match: _as_python(**match.groupdict()), remedy)
+    text = _QUOTED.sub(r"\1", remedy)
+    text = _TOKEN.sub(lambda match: _as_python(**match.groupdict()), text)
     text = _NEXT_CALL.sub(") and ", _ONE_CALL.sub(r"\1(\2, ", text))
     for name, fabrics in _FABRIC_NAMES if _in_fabric.get() else ():
         text = text.replace(name, fabrics)

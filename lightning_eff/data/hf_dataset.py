@@ -27,6 +27,26 @@ BUFFER_ROWS = 1000
 """Rows of a stream among which the next one is drawn."""
 
 
+def collate_columns(rows: list[Any]) -> Any:
+    """Return rows as one dict of columns, numbers as tensors.
+
+    Raises:
+        ValueError: It names a column that makes no batch: rows of different lengths, or without a value.
+    """
+    try:
+        return default_collate(rows)
+    except (TypeError, RuntimeError) as error:
+        for column in rows[0]:
+            try:
+                default_collate([row[column] for row in rows])
+            except (TypeError, RuntimeError) as cause:
+                reason = str(cause).partition("\n")[0]
+                remedy = "name the others in columns, or write a collate"
+                msg = f"column {column!r} makes no batch: {reason}; {remedy}"
+                raise ValueError(msg) from error
+        raise
+
+
 class HFDataset(pl.LightningDataModule):
     """A dataset of Hugging Face as batches of its columns.
 
@@ -50,7 +70,7 @@ class HFDataset(pl.LightningDataModule):
         ModuleNotFoundError: datasets is not installed.
     """
 
-    collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
+    collate: Callable[[list[Any]], Any] = staticmethod(collate_columns)
 
     def __init__(
         self,
@@ -65,6 +85,9 @@ class HFDataset(pl.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        if columns is not None and not columns:
+            msg = f"columns={columns!r} must name a column; None takes all"
+            raise ValueError(msg)
         for key, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
             if value < least:
                 msg = f"{key}={value} must be at least {least}"

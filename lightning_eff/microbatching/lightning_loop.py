@@ -196,6 +196,8 @@ class ExactStep(_AutomaticOptimization):
             raise RuntimeError(text)
         result = self.output_result_cls.from_training_step_output(output)
         weight = weight_of(output)
+        if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
+            self.counts_by = "batches count equally, since their samples cannot be counted"
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples

@@ -83,12 +83,15 @@ def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None
     """Return the names and positions that are not cut, as strings.
 
     Raises:
-        ConfigError: There is a splitter, which returns whole batches itself.
+        ConfigError: A name is empty, or there is a splitter, which returns whole batches itself.
     """
     if keep and splitter is not None:
         allowed = "None with a splitter, which decides itself what each micro-batch has"
         raise ConfigError(key="keep", value=keep, allowed=allowed)
-    return tuple(map(str, [keep] if isinstance(keep, str) else keep or ()))
+    names = tuple(map(str, [keep] if isinstance(keep, str) else keep or ()))
+    if not all(name.strip(".[] ") for name in names):
+        raise ConfigError(key="keep", value=keep, allowed="names and positions; one of these is empty")
+    return names
 
 
 def free_memory(device: torch.device) -> None:

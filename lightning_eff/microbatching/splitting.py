@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import list_override
 
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
@@ -119,7 +120,7 @@ def split(
         return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
-        remedies = [f"callbacks.micro_batch.keep=[{','.join(error.odd)}]"] if error.odd else []
+        remedies = [list_override("callbacks.micro_batch.keep", error.odd)] if error.odd else []
         remedies.append("MicroBatch(splitter=lambda batch, size: [...])")
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=remedies) from None
 
@@ -167,11 +168,10 @@ def _count_samples(batch: Any) -> int:
         shown = [f"{path} has {count}" for path, count, _ in found]
         odd = [".".join(_path_parts(path)[1:]) for path, count, _ in found if count != found[0][1]]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list", odd[:3])
-    (count,) = counts
-    if not count:
+    if counts == {0}:
         text = "no sample"
         raise AmbiguousBatchError(text)
-    return count
+    return counts.pop()
 
 
 def leaves(value: Any, max_items: int | None = None) -> Iterator[Any]:

@@ -47,7 +47,7 @@ class ModuleOptimizer(Managed):
     """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report them.
 
     Raises:
-        ConfigError: The module has no `configure_optimizers`.
+        ConfigError: The module has no `configure_optimizers`, or one that returns an empty list.
         ConflictError: The Trainer is to clip or accumulate for a module that steps its optimizers itself.
 
     Example:
@@ -58,6 +58,8 @@ class ModuleOptimizer(Managed):
         self._optimizers: Sequence[Any] = ()
         self._schedules: list[str] = []
         self._is_manual = False
+        self._nothing = ""
+        """Why nothing is trained."""
         self._first_rates: list[list[float]] = []
 
     def facts(self) -> Facts:
@@ -78,8 +80,13 @@ class ModuleOptimizer(Managed):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        self._optimizers = list(trainer.optimizers)
+        # In place of None, Lightning has an optimizer without groups that does nothing.
+        self._optimizers = [each for each in trainer.optimizers if _groups(each)]
         self._is_manual = not pl_module.automatic_optimization
+        if not self._optimizers:
+            self._nothing = f"{type(pl_module).__name__}.configure_optimizers returned no optimizer"
+        if not trainer.optimizers and not self._is_manual:  # Lightning would fail in the first batch
+            raise ConfigError(key="", value=self._nothing, allowed="one, or None to train nothing")
         configs: list[Any] = trainer.lr_scheduler_configs
         self._schedules = [type(config.scheduler).__name__ for config in configs]
 
@@ -91,7 +98,7 @@ class ModuleOptimizer(Managed):
     def outcome(self) -> Outcome:
         """Return which optimizers and schedules run, over how many tensors, and the bytes of their state."""
         if not self._optimizers:
-            return Outcome(did="not built yet", effective=False)
+            return Outcome(did=self._nothing or "not built yet", effective=False)
         firsts = self._first_rates or [_rates(optimizer) for optimizer in self._optimizers]
         pairs = zip(self._optimizers, firsts, strict=True)
         texts = [_text(optimizer, first) for optimizer, first in pairs]

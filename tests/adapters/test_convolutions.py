@@ -133,6 +133,8 @@ def test_all_conv_says_what_it_leaves_out() -> None:
     with pytest.warns(ConflictWarning, match=r"leaves out 1 of 2 convolutions.* \(1: dilation=\(2, 2\)\)"):
         assert list(adapt(mixed(), target_modules="all-conv")) == ["0"]
     assert list(adapt(mixed(), target_modules="all-conv", options={"exclude_modules": ["1"]})) == ["0"]
+    with pytest.raises(ConfigError, match=r"ConvTranspose1d has no convolution but transposed ones$"):
+        adapt(nn.ConvTranspose1d(2, 2, 2), target_modules="all-conv")
     with pytest.raises(ConfigError, match=r"Linear has no convolution$"):
         adapt(nn.Linear(2, 2), target_modules="all-conv")
     with pytest.raises(ConfigError, match=r"no convolution that vera can adapt \(0: a convolution"):

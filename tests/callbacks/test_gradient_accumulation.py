@@ -160,6 +160,15 @@ def loader_of(kind: str) -> Any:
     return DataLoader(Stream(), batch_size=None)
 
 
+def test_loaders_whose_batches_differ_are_not_said_to_count_by_samples() -> None:
+    other = DataLoader(uneven_batches()[::-1], batch_size=None)
+    accumulation = GradientAccumulation(num_batches=3)
+    loader = CombinedLoader({"a": loader_of(""), "b": other}, "max_size_cycle")
+    with pytest.warns(ConflictWarning, match="each batch of a step weighs the same"):
+        fit(Pairs(False).double(), accumulation, loader=loader, max_steps=1)
+    assert "; batches count equally, since their samples cannot be counted" in accumulation.outcome().did
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["batch_size=None", "batch sampler", "no DataLoader", "two loaders"])
 def test_batches_without_a_common_size_make_the_step_of_one_batch(kind: str, *, weighted: bool) -> None:

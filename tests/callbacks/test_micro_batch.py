@@ -356,3 +356,5 @@ def test_class_weights_that_are_kept_leave_the_step_of_the_full_batch(size: Any)
         trained(MicroBatch(micro_batch_size=size, keep="class"))
     with pytest.raises(ConfigError, match="None with a splitter"):
         MicroBatch(keep=[1], splitter=lambda batch, size: [batch])
+    with pytest.raises(ConfigError, match=r"keep=\['a', '.'\]: expected names .* one of these is empty"):
+        MicroBatch(keep=["a", "."])

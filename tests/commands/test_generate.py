@@ -186,10 +186,14 @@ def test_a_prompt_that_is_empty_or_missing_is_said(
         (["--prompt-file", "empty.txt"], "expected some text; empty.txt is empty"),
         (["--prompt-file", "latin.txt"], "expected a text file (it is not UTF-8)"),
         (["--prompt-file", "none.txt"], "expected a text file (No such file or directory)"),
+        (["--prompt", "a\udcff"], "expected text in UTF-8; --prompt has other bytes"),
         ([], "generate: which prompt?\n  try: --prompt 'Once upon a time'"),
     ]:
         monkeypatch.setattr(sys, "stdin", terminal)
         assert text in command("generate", "lm", *words, code=2)[2]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    err = command("generate", "lm", code=2)[2]
+    assert "expected text in UTF-8; standard input has other bytes" in err
 
 
 @pytest.mark.slow

@@ -206,6 +206,9 @@ def test_a_damaged_report_and_one_of_an_older_version_are_named(
         err = command("report", "mine", code=2)[2]
         assert text in err
         assert f"RUN='{file}'" in err
+    for values in ({"tags": 3}, {"measured": {}}):
+        file.write_text(json.dumps(report | values))
+        assert "RUN='mine': expected reports of this version; one of" in command("report", "mine", code=2)[2]
     change_of_layout = report | {"memory": {"timeline": [1, 2], "path": ""}}
     file.write_text(json.dumps(change_of_layout))
     original = (run / "report.html").read_bytes()

@@ -21,7 +21,14 @@ from lightning_eff.commands._tune.search import AS_IT_IS, Search
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import FAILED, MEASURED, TrialResult
 from lightning_eff.config.composition import compose_recipe
-from lightning_eff.core.errors import EXIT_OK, EXIT_OUT_OF_MEMORY, ConflictError, UsageError
+from lightning_eff.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_OUT_OF_MEMORY,
+    ConfigError,
+    ConflictError,
+    UsageError,
+)
 from lightning_eff.planner.advice import AdvisedRecipe, Options
 from tests.support.command_line import Command
 
@@ -144,6 +151,19 @@ def test_a_trial_that_fails_is_not_repeated(tmp_path: Path) -> None:
     assert [change for change, _ in world.trials].count(("precision=auto",)) == 1
 
 
+def test_a_recipe_whose_code_was_mended_is_tried_again_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    broken, mended = World(tmp_path), World(tmp_path)
+    broken.search.train = lambda change, steps: TrialResult(FAILED, "a bug")
+    with pytest.raises(UsageError, match="the recipe itself fails: a bug"):
+        broken.search.run(CHANGES, 8)
+    mended.search.measured = Measured(tmp_path)
+    assert "precision=auto" in mended.search.run(CHANGES, 8)[0]
+    for content in ('{"a": ', "[]", '{"": {"8": {"state": 1}}}'):
+        (tmp_path / "tune.json").write_text(content)
+        with pytest.raises(ConfigError, match="expected what tune has measured; this file is damaged"):
+            Measured(tmp_path)
+
+
 def test_what_is_neither_predicted_nor_measured_is_left_out(tmp_path: Path) -> None:
     world = World(tmp_path)
     forecast, train = world.forecast, world.search.train
@@ -224,6 +244,31 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     found = json.loads(command(*words, "--json")[1])
     assert last.endswith(" ".join(found["overrides"]))
     assert found["left_out"]["+callbacks=channels_last"] == "no effect: channels_last"
+
+
+def test_the_command_names_a_recipe_as_it_was_typed(
+    command: Command, tiny: list[str], trials: list[list[str]]
+) -> None:
+    Path("mine").mkdir()
+    Path("mine/own.yaml").write_text("# Own.\ndefaults: [lm, _self_]\n")
+    for words in (["mine/own.yaml"], ["own", "--config-dir", "mine"]):
+        code, out, err = command("tune", *words, *tiny, "data.batch_size=4", "--minutes", "2")
+        assert code == EXIT_OK, err
+        assert out.splitlines()[-1].startswith(f"lightning-eff train {' '.join(words)} trainer.")
+    for number in ("nan", "inf"):
+        assert f"{number}: expected at least 0.1" in command("tune", "lm", "--minutes", number, code=2)[2]
+
+
+def test_a_stopped_search_says_how_to_go_on(
+    command: Command, tiny: list[str], trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> TrialResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess_trial, "run", stopped)
+    err = command("tune", "lm", *tiny, "--minutes", "2", code=EXIT_INTERRUPTED)[2]
+    assert err.splitlines()[-1] == "stopped; the same command goes on with what it has measured"
+    assert trials == []
 
 
 def test_a_limit_that_nothing_fits_is_said(

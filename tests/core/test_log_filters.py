@@ -13,6 +13,7 @@ SAID = {
     "torchao": "Failed to load /site-packages/torchao/_C_mxfp8.so: Could not load this library",
     "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by",
     "lightning.pytorch.trainer.connectors.signal_connector": "SLURM auto-requeueing enabled. Setting signal",
+    "lightning.pytorch.utilities.rank_zero": "\U0001f4a1 Tip: For seamless cloud uploads and versioning, try",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: No module",
 }
 

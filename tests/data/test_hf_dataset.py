@@ -194,6 +194,8 @@ def test_a_dataset_on_the_hub_is_asked_for_by_its_name(folder: Path, monkeypatch
         ({"split": "valid"}, "cannot be opened: .*valid"),
         ({"name": "./nowhere"}, "name='./nowhere' is no file, folder or pattern"),
         ({"name": "nowhere.parquet"}, "is no file, folder or pattern"),
+        ({"name": ""}, "name='' is no file, folder or pattern"),
+        ({"columns": []}, r"columns=\[\] must name a column; None takes all"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
     ],
@@ -204,6 +206,30 @@ def test_what_cannot_be_opened_is_named(folder: Path, change: dict[str, Any], me
     (folder.parent / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot be opened"):
         ready(folder.parent / "empty")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "cannot be opened: it has no rows"),
+        ('{"a": 1}\n{"a":\n', "cannot be opened: .*JSON"),
+        (
+            '{"a": [1]}\n{"a": [1, 2]}\n',
+            "column 'a' makes no batch: stack expects each tensor to be equal size",
+        ),
+        ('{"b": 1, "a": null}\n', "column 'a' makes no batch: .*NoneType.*; name the others in columns"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        next(iter(ready(file).train_dataloader()))
+
+
+def test_the_current_folder_is_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert len(ready(".").train_dataloader().dataset) == len(ready(folder).train_dataloader().dataset)
 
 
 def test_a_saved_dataset_has_whole_splits(folder: Path) -> None:

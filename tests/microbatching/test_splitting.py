@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.merging import merge_outputs
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples, split
@@ -241,6 +242,18 @@ def test_a_name_that_the_batch_lacks_is_refused_with_those_that_it_has(
     for call in (lambda: num_samples(batch, [keep]), lambda: split(batch, 2, keep=[keep])):
         with pytest.raises(ConfigError, match=message):
             call()
+
+
+def test_a_proposal_can_be_used_as_it_is_written() -> None:
+    batch = [[x(), x()], [KEPT, x()]]
+    with pytest.raises(ConfigError, match=r"try: MicroBatch\(keep=\['1.0'\]\)\n"):
+        split(batch, 2)
+    assert torch.equal(split(batch, 2, keep=["1.0"])[1].batch[1][0], KEPT)
+    with (
+        keep_overrides(),
+        pytest.raises(ConfigError, match=r"try: 'callbacks.micro_batch.keep=.[\"]1.0[\"].'\n"),
+    ):
+        split(batch, 2)
 
 
 def test_what_disagrees_is_proposed_to_be_kept() -> None:

@@ -20,7 +20,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.config.composition import compose_recipe
-from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.monitors.progress import Progress
 from lightning_eff.optimizer.module import ModuleOptimizer
@@ -281,6 +281,16 @@ def test_what_cannot_be_is_refused_in_a_few_words(
     assert all(text in said for text in texts), said
     if exit_code != 1:
         assert not Path("outputs").exists()
+
+
+def test_no_optimizer_at_all_is_said() -> None:
+    module = ModuleOptimizer()
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        train(module, kind=gan.Scheduled, schedule="none", max_steps=2)
+    assert not module.outcome().effective
+    assert module.outcome().did == "Scheduled.configure_optimizers returned no optimizer"
+    with pytest.raises(ConfigError, match="returned no optimizer: expected one, or None to train nothing"):
+        train(ModuleOptimizer(), kind=gan.Scheduled, schedule="empty", max_steps=2)
 
 
 def test_plan_predicts_both_optimizers(recipe: list[str], command: Command) -> None:

@@ -77,7 +77,7 @@ class GAN(pl.LightningModule):
 class Scheduled(pl.LightningModule):
     """One optimizer and a schedule: `plateau` watches a logged value, `one_cycle` steps with each batch.
 
-    `two` returns two optimizers, which Lightning refuses in automatic optimization.
+    `two` returns two optimizers, which Lightning refuses in automatic optimization, `none` and `empty` none.
     """
 
     def __init__(self, *, schedule: str = "plateau") -> None:
@@ -87,6 +87,8 @@ class Scheduled(pl.LightningModule):
         self.rates: list[float] = []
 
     def configure_optimizers(self) -> Any:
+        if self.schedule in ("none", "empty"):
+            return None if self.schedule == "none" else []
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         if self.schedule == "two":
             return [optimizer, torch.optim.SGD(self.layers[0].parameters(), lr=0.1)]
@@ -102,7 +104,9 @@ class Scheduled(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.layers(batch[0]).square().mean()
         self.log("loss", loss)
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.rates += [
+            group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups
+        ]
         return loss
 
 

@@ -13,6 +13,7 @@ import torch
 
 from lightning_eff.comparison.result_table import MEASURED, TrialResult
 from lightning_eff.config.ckpt_path import portable_settings
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.planner.advice import Options
 
 FILE = "tune.json"
@@ -23,13 +24,19 @@ class Measured:
 
     Args:
         folder: Of the file, which is read if it is there.
+
+    Raises:
+        ConfigError: The file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
         self._results: dict[str, dict[str, dict[str, Any]]] = {}
         if self.file.is_file():
-            self._results = json.loads(self.file.read_text(encoding="utf-8"))
+            self._results = _read(self.file)
+            # That of the recipe as it is: its code may have been mended since, which no setting shows.
+            own = self._results.get("", {})
+            self._results[""] = {steps: kept for steps, kept in own.items() if kept["status"] == MEASURED}
 
     def get(self, change: Options, steps: int) -> TrialResult | None:
         """Return a trial's result; None if it has not run."""
@@ -55,6 +62,17 @@ class Measured:
         """Return a trial's measured peak; None if unknown."""
         found = self.get(change, steps)
         return found.report["measured"].get("peak_bytes") if found and found.report else None
+
+
+def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    try:
+        results: Any = json.loads(file.read_text(encoding="utf-8"))
+        for kept in (kept for by_steps in results.values() for kept in by_steps.values()):
+            TrialResult(**kept)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        allowed = "what tune has measured; this file is damaged"
+        raise ConfigError(key="", value=str(file), allowed=allowed, remedies=[f"rm {file}"]) from error
+    return results
 
 
 def fingerprint(values: Mapping[str, Any], device: str) -> str:

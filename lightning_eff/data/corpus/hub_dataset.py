@@ -39,9 +39,9 @@ def open_dataset(name: str, *, subset: str | None, split: str, streaming: bool) 
     """
     datasets = import_extra("datasets")
     path = Path(name).expanduser()
-    errors = (ValueError, OSError, KeyError, datasets.exceptions.DatasetsError)
+    errors = (ValueError, OSError, KeyError, StopIteration, datasets.exceptions.DatasetsError)
     try:
-        if path.is_dir() and is_saved(path):
+        if name and path.is_dir() and is_saved(path):
             base, _, part = split.partition("[")
             rows = datasets.load_from_disk(str(saved_split(path, base)))
             if part:
@@ -49,12 +49,17 @@ def open_dataset(name: str, *, subset: str | None, split: str, streaming: bool) 
                 raise ValueError(msg)
             return rows.to_iterable_dataset(min(NUM_SHARDS, max(1, len(rows)))) if streaming else rows
         keywords: dict[str, Any] = {"split": split, "streaming": streaming}
-        if path.is_dir():
-            return datasets.load_dataset(str(path), **keywords)
+        if name and path.is_dir():  # of "." datasets would take no name
+            return datasets.load_dataset(str(path.resolve()), **keywords)
         if path.suffix.lower() in BUILDERS and (path.is_file() or "*" in name):
             builder = BUILDERS[path.suffix.lower()]
             return datasets.load_dataset(builder, data_files=str(path), **keywords)
-        if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix.lower() in BUILDERS:
+        if (
+            not name
+            or name.startswith((".", "/", "~"))
+            or name.count("/") > 1
+            or path.suffix.lower() in BUILDERS
+        ):
             msg = f"name={name!r} is no file, folder or pattern of data that can be read"
             raise FileNotFoundError(msg)
         hub, _, revision = name.partition("@")
@@ -68,6 +73,10 @@ def open_dataset(name: str, *, subset: str | None, split: str, streaming: bool) 
         raise _cannot_open(name, error) from error
 
 
-def _cannot_open(name: str, error: Exception) -> ValueError:
+def _cannot_open(name: str, error: BaseException) -> ValueError:
+    if isinstance(error, StopIteration):
+        return ValueError(f"name={name!r} cannot be opened: it has no rows")
+    while error.__cause__ is not None:  # of a damaged file datasets says no more than that there was an error
+        error = error.__cause__
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return ValueError(f"name={name!r} cannot be opened: {reason}")
