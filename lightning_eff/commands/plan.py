@@ -109,7 +109,7 @@ class PlannedDevice:
                 what = "device" if key == "device" else key
                 text = f"plan: expected one {what}, not {len(values)}: {', '.join(values)}"
                 raise UsageError(text)
-            given[key] = value
+            given[key] = value.lower() if key == "device" else value
         if given:
             from lightning_eff.planner import gpus
 

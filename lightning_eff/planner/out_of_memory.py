@@ -41,6 +41,8 @@ PHASES = {
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
 """Fraction of the free memory that an override may use: workspaces of some operations are not predicted."""
+EXPLAINED = 0.5
+"""Fraction of the free memory below which a predicted step is not the reason."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
@@ -122,6 +124,10 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
         needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
     if phase not in PREDICTED and phase != SETUP:
         return [needed, "no advice: only training steps can be predicted"]
+    if now.num_bytes < EXPLAINED * recipe.memory.free_bytes:
+        reason = "the first batch does not explain this: a later one is larger, or something else allocates"
+        listed_already = "micro_batch" in (compose(()).get("callbacks") or {})
+        return [needed, reason, *(["try: +callbacks=micro_batch"] * (not listed_already))]
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
     savings = savings_until_it_fits(recipe, usable_bytes, time.monotonic() + BUDGET_S)
     peak_bytes = savings[-1].peak_bytes if savings else None

@@ -209,7 +209,7 @@ def _loss_chart(
     if not drawn:
         return []
     values = [loss for _, loss in drawn[0].points]
-    caption = f"training loss from {values[0]:.4g} to {values[-1]:.4g}; lowest {min(values):.4g}"
+    caption = f"training loss from {values[0]:.4g} to {float(losses[-1][1]):.4g}; lowest {min(values):.4g}"
     if lost := len(losses) - len(values):
         caption += f"; {lost} point{'s' if lost > 1 else ''} not drawn"
     for color, (name, points) in enumerate([*validation.items()][: MAX_METRICS - 2], 2):

@@ -76,7 +76,7 @@ def run_verdict(report: Mapping[str, Any]) -> str:
     steps, first = f"{count} optimizer step{'' if count == 1 else 's'}", report.get("first_step", 0)
     steps += f" ({first + 1} to {first + count})" if first and count else ""  # of a resumed run
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
-    no_effect = f" No effect: {', '.join(idle)}." if idle else ""
+    no_effect = (f" No effect: {', '.join(idle)}." if idle else "") + _lost_loss(report)
     if report["status"] == "stopped":
         return f"Stopped after {steps}.{no_effect}"
     if report["status"] != "finished":
@@ -85,6 +85,20 @@ def run_verdict(report: Mapping[str, Any]) -> str:
         return f"Finished {steps}: too few to measure speed.{no_effect}"
     timed = f"{measured['num_batches']} batch{'' if measured['num_batches'] == 1 else 'es'} timed"
     return f"Finished {steps} ({timed}).{no_effect}"
+
+
+def _lost_loss(report: Mapping[str, Any]) -> str:
+    """Return from where on the loss is NaN or infinite, if it is at the end; else nothing.
+
+    Example:
+        >>> _lost_loss({"losses": [[1, 2.0], [2, "nan"], [3, "nan"]]}), _lost_loss({"losses": [[1, 2.0]]})
+        (' The loss is nan after step 1.', '')
+    """
+    losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]
+    if not losses or math.isfinite(losses[-1][1]):
+        return ""
+    last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), 0)
+    return f" The loss is {losses[-1][1]} after step {last}."
 
 
 def report_text(report: Mapping[str, Any]) -> str:

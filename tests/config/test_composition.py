@@ -366,3 +366,17 @@ def test_a_run_and_each_job_of_a_sweep_are_composed_once(
     (folder,) = Path("outputs/baseline").glob("sweep_*")
     seeds = [yaml.safe_load((folder / job / ".hydra" / "config.yaml").read_text())["seed"] for job in "01"]
     assert seeds == [1, 2]
+
+
+def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LightningDataModule.__init__` takes any argument and uses none."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("my_loaded.py").write_text(
+        "import lightning.pytorch as pl\n\n\nclass Data(pl.LightningDataModule):\n    batch = 4\n"
+    )
+    data = "data._target_=my_loaded.Data"
+    assert compose(data)["data"] == {"_target_": "my_loaded.Data"}, "those of the recipe are left out"
+    with pytest.raises(
+        ConfigError, match=r"data\.batch_size=8: expected a parameter of Data; there are none"
+    ):
+        compose(data, "data.batch_size=8")

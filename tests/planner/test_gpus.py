@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_eff.commands.plan import PlannedDevice
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels import devices
 from lightning_eff.planner import gpus
@@ -104,3 +105,7 @@ def test_a_plan_for_any_gpu_says_what_it_does_not_know(command: Command, empty_f
     assert any("speed and formats are unknown" in text for text in found["assumed"])
     tight = json.loads(command("plan", *words, "device=l4", "device.memory=520MiB", code=0)[1])["peak"]
     assert (tight["device"], tight["fits"]) == ("L4", False)
+
+
+def test_the_case_of_a_name_does_not_count() -> None:
+    assert PlannedDevice.split(["device=RTX4090", "seed=1"]) == (PlannedDevice("rtx4090"), ["seed=1"])

@@ -120,6 +120,21 @@ def test_without_an_override_that_fits_the_message_says_so_also_where_there_is_n
     assert (code, message(err)[-1]) == (4, "  no override was found with which a step fits")
 
 
+def test_a_step_that_fits_is_not_given_as_the_reason(
+    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 MiB that a step needs, 50 are free: what failed is no batch like the first."""
+    monkeypatch.setattr(
+        host_memory, "host_memory_limit", lambda: HostMemoryLimit("cgroup /box", 150 * MIB, 100 * MIB)
+    )
+    code, _, err = command(*words_for("SmallTwo", tiny))
+    assert code == 4
+    _, held, reason, remedy = message(err)
+    assert "50.0 MiB is free" in held
+    assert "the first batch does not explain this: a later one is larger" in reason
+    assert remedy == "  try: +callbacks=micro_batch"
+
+
 @pytest.mark.parametrize(
     ("phase", "hook"),
     [

@@ -60,8 +60,9 @@ def test_each_chart_has_a_title_axes_with_units_and_a_text_for_those_who_do_not_
 def test_a_loss_that_has_diverged_is_no_point() -> None:
     reader = Reader(report_page(full_report(losses=[[1, 2.0], [2, 1.0], [3, 3e38], [4, "inf"]])))
     assert any(
-        text.startswith("training loss from 2 to 1; lowest 1; 2 points not drawn") for text in reader.text
+        text.startswith("training loss from 2 to inf; lowest 1; 2 points not drawn") for text in reader.text
     )
+    assert any("The loss is inf after step 3." in text for text in reader.text)
 
 
 def test_peaks_of_an_allocator_are_a_second_line_of_the_memory() -> None:
