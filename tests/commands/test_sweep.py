@@ -99,6 +99,13 @@ def test_a_metric_that_no_run_logs_ends_a_sweep_after_its_first_and_harms_no_sin
     _, out, err = command(*words, "-m", "seed=1,2", code=2)
     assert "optimized_metric='val_los': expected one that the run logs: train_loss, val_loss" in err
     assert len(out.splitlines()) == 2, "a header and the first run"
+    (report,) = Path("outputs/baseline").rglob("report.html")
+    begin = err.index("Efficiency report of baseline")
+    verdict, page = err[begin:].splitlines()[:2]
+    assert ". Finished 2 optimizer steps" in verdict
+    assert page == f" report: {report.absolute()}"
+    assert "samples/s" not in err
+    assert "what it did" not in err
     _, out, err = command("train", "baseline", *tiny, "optimized_metric=val_loss", "--json", code=0)
     report = json.loads(out)
     assert report["optimized_metric"] == {"name": "val_loss", "value": report["metrics"]["val_loss"]}
