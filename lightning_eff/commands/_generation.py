@@ -56,7 +56,8 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
     Args:
         saved: Config and checkpoint.
         asked: Prompt and options.
-        write: Gets prompt and text, piece by piece as they come; None if nothing is to be shown meanwhile.
+        write: Gets prompt and text, piece by piece as they come, and nothing before the first token; None if
+            nothing is to be shown meanwhile.
 
     Raises:
         ConfigError: The model is no language model, the prompt is too long, or the checkpoint does not fit.
@@ -72,7 +73,7 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
     _check_length(model, len(ids), asked)
     where = f"{saved.checkpoint} (ckpt_path={saved.which}, step {step})"
     sys.stderr.write(f"generate: {where}; {len(ids)} tokens of prompt; {asked.describe()}\n")
-    text = _Text(tokenizer, ids, write)
+    text = _Text(tokenizer, ids, write, lead="" if asked.is_chat else asked.prompt)
     drawn: list[Tensor] = []
 
     def predict_step(batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG001 - Lightning's signature
@@ -89,8 +90,6 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
         return drawn[-1]
 
     model.predict_step = predict_step
-    if write is not None and not asked.is_chat:
-        write(asked.prompt)
     loader: DataLoader[Tensor] = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
     with explained_loading("generate", saved.checkpoint):
         trainer.predict(
@@ -98,8 +97,7 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
         )
     rows = [tokenizer.cut(row[len(ids) :]) for row in drawn[0].tolist()]
     texts = [text.decode(row) for row in rows]
-    if write is not None:
-        write(texts[0][len(text.shown) :])
+    text.show(texts[0])
     return {
         "checkpoint": str(saved.checkpoint),
         "ckpt_path": saved.which,
@@ -214,26 +212,38 @@ class _Tokenizer:
 class _Text:
     """The text behind a prompt, of which whole characters are written as soon as they are there.
 
-    Prompt and text are decoded as one, since a tokenizer may drop the space before a first word.
+    Prompt and text are decoded as one, since a tokenizer may drop the space before a first word. `lead` is
+    written before the first piece, so that a checkpoint that cannot be loaded leaves nothing behind.
     """
 
     def __init__(
-        self, tokenizer: _Tokenizer, prompt: Sequence[int], write: Callable[[str], None] | None
+        self,
+        tokenizer: _Tokenizer,
+        prompt: Sequence[int],
+        write: Callable[[str], None] | None,
+        *,
+        lead: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt = list(prompt)
         self._start = len(tokenizer.decode(prompt))
         self._write = write
+        self._lead = lead
         self._ids: list[int] = []
-        self.shown = ""
+        self._shown = ""
 
     def add(self, tokens: Tensor) -> None:
         """Write what the next token of the only row makes of the text."""
         self._ids.append(int(tokens[0]))
         text = self.decode(self._tokenizer.cut(self._ids))
-        if self._write is not None and not text.endswith(INCOMPLETE):
-            self._write(text[len(self.shown) :])
-            self.shown = text
+        if not text.endswith(INCOMPLETE):
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Write what is not shown yet of the text."""
+        if self._write is not None:
+            self._write(self._lead + text[len(self._shown) :])
+            self._lead, self._shown = "", text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens behind the prompt."""

@@ -21,12 +21,15 @@ HEADER = (
 RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
 ABSENT = object()
 """Stands for a key that a run's config does not have."""
+MAX_IN_COLUMN = 60
+"""Characters of a run's settings above which those of all runs stand below the table."""
 
 
 def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
     """Return a row for each run, and notes, in plain types.
 
-    Of the settings only what differs is in a row; a figure that a run has not is None.
+    Of the settings only what differs is in a row, None for one that is unset; a figure that a run has not
+    is None.
     """
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
@@ -50,7 +53,7 @@ def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
     return {"rows": rows, "notes": notes}
 
 
-def _row(run: RunReport, settings: Mapping[str, str] | None) -> dict[str, Any]:
+def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str, Any]:
     report = run.report
     measured, metrics = report.get("measured") or {}, report.get("metrics") or {}
     losses = report.get("losses") or [(0, None)]
@@ -78,22 +81,22 @@ def _other_environment(report: Mapping[str, Any], first: Mapping[str, Any]) -> l
     return [f"{name}: {own[name]} and {other.get(name)}" for name in names]
 
 
-def setting_differences(configs: Sequence[Any]) -> list[dict[str, str]]:
+def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
     """Return for each config the settings that are not the same in all of them, by their dotted keys.
 
-    A part that a config lacks is `off`. Of objects of different classes the classes are named, and of their
-    arguments only those are compared that all have.
+    What a config does not set is None. Of objects of different classes the classes are named, with their
+    modules if the names are the same, and of their arguments only those are compared that all have.
 
     Example:
         >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
-        [{'b.c': '2', 'b': '[c]'}, {'b.c': '3', 'b': '[c]'}, {'b': 'off'}]
+        [{'b.c': '2', 'b': '[c]'}, {'b.c': '3', 'b': '[c]'}, {'b': None}]
     """
-    found: list[dict[str, str]] = [{} for _ in configs]
+    found: list[dict[str, str | None]] = [{} for _ in configs]
     _compare("", dict(enumerate(configs)), found)
     return found
 
 
-def _compare(key: str, values: Mapping[int, Any], found: list[dict[str, str]]) -> None:
+def _compare(key: str, values: Mapping[int, Any], found: list[dict[str, str | None]]) -> None:
     """Add what differs below a key to the settings of each config that has it."""
     first, *others = values.values()
     if all(value == first for value in others):
@@ -108,19 +111,21 @@ def _compare(key: str, values: Mapping[int, Any], found: list[dict[str, str]]) -
             inner = {index: node.get(name, ABSENT) for index, node in nodes.items()}
             _compare(f"{key}.{name}".lstrip("."), inner, found)
     if len(nodes) < len(values) or len(targets) > 1:
+        names = {str(target).rpartition(".")[2] for target in targets}
         for index, value in values.items():
-            found[index][key] = _shown(value)
+            is_same_name = index in nodes and len(names) < len(targets)
+            found[index][key] = str(value.get("_target_")) if is_same_name else _shown(value)
 
 
-def _shown(value: Any) -> str:
-    """Return a setting in few words.
+def _shown(value: Any) -> str | None:
+    """Return a setting in few words, None for one that is unset.
 
     Example:
         >>> _shown({"_target_": "torch.optim.AdamW", "lr": 1}), _shown({"a": 1, "b": 2}), _shown(None)
         ('AdamW', '[a, b]', 'null')
     """
     if value is ABSENT:
-        return "off"
+        return None
     if isinstance(value, tuple):  # a path below the run's folder or the output root
         return str(value[1])
     if isinstance(value, Mapping):
@@ -130,20 +135,34 @@ def _shown(value: Any) -> str:
 
 
 def run_table(compared: Mapping[str, Any]) -> str:
-    """Return the table for a terminal, `-` where a figure is missing."""
-    return text_table(HEADER, [_cells(row) for row in compared["rows"]])
+    """Return the table for a terminal, `-` where a figure is missing; long settings stand below it."""
+    rows: Sequence[Mapping[str, Any]] = compared["rows"]
+    settings = [_settings(row) for row in rows]
+    if all(len(" ".join(shown)) <= MAX_IN_COLUMN for shown in settings):
+        cells = [_cells(row, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
+        return text_table(HEADER, cells)
+    lines = [text_table((HEADER[0], *HEADER[2:]), [_cells(row) for row in rows]), " settings that differ:"]
+    for row, shown in zip(rows, settings, strict=True):
+        lines += [f" {row['run']}", *(f"   {each}" for each in shown)]
+    return "\n".join(lines)
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _settings(row: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a run that differ, a text each."""
+    settings: Mapping[str, str | None] | None = row["settings"]
+    if settings is None:
+        return ["unknown"]
+    return [f"{k} unset" if v is None else f"{k}={v}" for k, v in settings.items()] or ["-"]
+
+
+def _cells(row: Mapping[str, Any], *settings: str) -> list[str]:
     def cell(key: str, form: Callable[[Any], str]) -> str:
         value = row[key]
         return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is nan
 
-    settings = row["settings"]
-    shown = "unknown" if settings is None else " ".join(f"{key}={value}" for key, value in settings.items())
     return [
         row["run"],
-        shown or "-",
+        *settings,
         cell("num_steps", str),
         cell("samples_per_s", "{:.1f}".format),
         cell("speed_ratio", "{:.2f}".format),

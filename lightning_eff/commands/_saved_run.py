@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
+import textwrap
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,7 +138,9 @@ def _explain(error: Exception, verb: str, checkpoint: Path) -> None:
     lines = [line.strip() for line in str(error).splitlines()]
     if not lines[0].startswith("Error(s) in loading state_dict"):
         return
-    allowed = f"a checkpoint of this model; {lines[1].rstrip('.')[:200] if len(lines) > 1 else lines[0]}"
+    first = lines[1].rstrip(".") if len(lines) > 1 else lines[0]
+    differs = textwrap.shorten(first, 200, placeholder=" ...", break_on_hyphens=False)
+    allowed = f"a checkpoint of this model; {differs}"
     run = checkpoint.parent.parent
     own = f"lightning-eff {verb} {run}  # with the config of that run"
     remedies = [own] * (run / RESOLVED).is_file() + ["the overrides that the run was trained with"]

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from lightning_eff.core.errors import (
     is_out_of_memory,
     root_cause_line,
 )
-from lightning_eff.core.log_filters import report_on_stdout
+from lightning_eff.core.log_filters import report_on_stdout, reports_in_brief
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
@@ -142,7 +142,8 @@ class _Job:
             words += [f"trainer.{key}=auto" for key in recipes_own]
             return ray.run(train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
-        return run_ranks(words, folder, values["trainer"], as_json=self.as_json)
+        is_read = self.as_json or self.sweep is not None  # the standard output, for JSON or the table
+        return run_ranks(words, folder, values["trainer"], as_json=is_read)
 
     def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:
         """Build the only run before Hydra creates its folder; return the folder."""
@@ -211,7 +212,8 @@ class _Job:
     ) -> tuple[dict[str, Any], BaseException | None]:
         """Run one job; return its report and what it failed with, and keep both."""
         try:
-            self.reports.append(self._run(cfg, overrides, folder))
+            with reports_in_brief() if self.sweep else nullcontext():  # else they would bury the table
+                self.reports.append(self._run(cfg, overrides, folder))
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
             path = error_log(folder, Launch.of().rank)
             is_new = not (error.__dict__.get("is_reported") or path.exists())  # else a rank has written it

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 IS_REPORT = "is_report"
-"""Attribute of the log record that is a run's report."""
+"""Attribute of the log record that is a run's report; its arguments are the text and the page's path."""
 
 IGNORED_MESSAGES = {
     # torchao 0.18.0: binaries for GPUs and Python versions other than these, which no option of ours calls
@@ -77,3 +77,23 @@ def report_on_stdout() -> Generator[None]:
         root.removeHandler(printing)
         for handler in others:
             handler.removeFilter(is_message)
+
+
+@contextmanager
+def reports_in_brief() -> Generator[None]:
+    """Log of each report its first line and the path of its page, as long as this lasts."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if hasattr(record, IS_REPORT) and isinstance(record.args, tuple):
+            text, page = record.args
+            record.msg, record.args = "%s\n report: %s", (str(text).partition("\n")[0], page)
+        return True  # a second handler's filter changes nothing more
+
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(shorten)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(shorten)

@@ -143,5 +143,7 @@ def _text(optimizer: Any, first: Sequence[float]) -> str:
     if not last:
         return text
     changed = bool(first) and list(first) != last
-    rate = f"{max(first):.3g} at the start, {max(last):.3g} at the end" if changed else f"{max(last):.3g}"
+    rate = (
+        f"{max(first):.3g} at the start, {max(last):.3g} for the next step" if changed else f"{max(last):.3g}"
+    )
     return f"{text}; lr {rate}"

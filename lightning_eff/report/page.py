@@ -162,8 +162,9 @@ def _speed_charts(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> lis
         others: Sequence[float] = baseline.get("series", {}).get("batch_times_ms", ())
         shown = [each for each in (times, others) if each]
         top = max(min(max(each), SLOW * each[len(each) // 2]) for each in shown)
-        median, slowest = times[len(times) // 2], times[-1]
-        caption = f"{measured.get('num_batches', len(times))} batches: median {median:.1f} ms, "
+        median, slowest = measured.get("batch_time_s"), times[-1]  # not of `times`, which may be thinned
+        caption = f"{measured.get('num_batches', len(times))} batches: "
+        caption += "" if median is None else f"median {1e3 * median:.1f} ms, "
         caption += f"slowest {slowest:.1f} ms" + (" (in the last column)" if slowest > top else "")
         charts.append(histogram("Time per batch", caption, shown, "ms", top))
     waits = _series("this run", series.get("data_wait_ms", ()))

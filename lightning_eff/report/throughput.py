@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -76,8 +76,8 @@ class Throughput:
         num_padded = int(self.num_padded)
         ordered = sorted(self.batch_times_s)
         return {
-            "batch_time_s": statistics.median(ordered),
-            "batch_time_p90_s": ordered[int(0.9 * (len(ordered) - 1))],
+            "batch_time_s": _quantile(ordered, 0.5),
+            "batch_time_p90_s": _quantile(ordered, 0.9),
             "samples_per_s": self.num_samples / total_s,
             "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
             "padding_share": num_padded / self.num_tokens if num_padded else None,
@@ -104,6 +104,18 @@ class Throughput:
         kept = ordered[:: -(-num_batches // NUM_TIMES) or 1]
         times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # the slowest is always there
         return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
+
+
+def _quantile(ordered: Sequence[float], fraction: float) -> float:
+    """Return a quantile of sorted values, between two of them by their distance; at 0.5 the median.
+
+    Example:
+        >>> _quantile([1.0, 3.0], 0.5), _quantile([1.0, 3.0], 0.75), _quantile([1.0], 0.9)
+        (2.0, 2.5, 1.0)
+    """
+    index, between = divmod(fraction * (len(ordered) - 1), 1.0)
+    low, high = ordered[int(index)], ordered[min(int(index) + 1, len(ordered) - 1)]
+    return low + between * (high - low)
 
 
 class DataWait:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,11 @@ def test_a_gpt_writes_what_its_weights_say(trained: Trained, command: Command) -
     found = json.loads(command("generate", str(folder), *ASKED, *more, code=0)[1])
     assert found["tokens"] == [trained.tokens] * 2
     assert ["def f" + text for text in found["texts"]] == [trained.text] * 2
+    out, err = command("generate", str(folder), "model.num_layers=9", *ASKED, code=2)[1:]
+    assert not out, "the prompt is written with the first token only"
+    assert re.search(
+        r'expected a checkpoint of this model; Missing .*: ("[\w.]+", )+\.\.\.$', err, re.MULTILINE
+    )
     err = command("generate", str(folder), "--prompt", "def function_1_1(x)" * 9, code=2)[2]
     assert "tokens: expected at most 16, which is the context of the model" in err
     assert "PythonSource has none" in command("generate", str(folder), *ASKED, "--chat", code=2)[2]
@@ -258,8 +264,9 @@ def test_characters_are_written_once_they_are_whole() -> None:
             return ids[: ids.index(256)] if 256 in ids else ids
 
     pieces: list[str] = []
-    text = _Text(Bytes(), list(b"a"), pieces.append)  # pyright: ignore[reportArgumentType]
+    text = _Text(Bytes(), list(b"a"), pieces.append, lead="a: ")  # pyright: ignore[reportArgumentType]
+    assert not pieces
     for token in [*"né€".encode(), 256, 98]:
         text.add(torch.tensor([token]))
-    assert [piece for piece in pieces if piece] == ["n", "é", "€"]
+    assert [piece for piece in pieces if piece] == ["a: n", "é", "€"]
     assert INCOMPLETE not in "".join(pieces)

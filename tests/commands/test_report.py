@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_eff.commands._run_reports import find_runs
-from lightning_eff.commands._run_table import setting_differences
+from lightning_eff.commands._run_table import run_table, setting_differences
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.summary import report_text
@@ -249,7 +249,40 @@ def test_only_what_differs_is_shown() -> None:
             "callbacks.a.n": "2",
             "strategy": "null",
         },
-        {"optimizer.lr": "1.0", "optimizer": "AdamW", "callbacks": "off", "strategy": "FSDP2"},
+        {"optimizer.lr": "1.0", "optimizer": "AdamW", "callbacks": None, "strategy": "FSDP2"},
+    ]
+    targets = ({"_target_": "x.Net"}, {"_target_": "y.Net"}, {"_target_": "y.Other"})
+    found = setting_differences([{"model": target} for target in targets])
+    assert found == [{"model": "x.Net"}, {"model": "y.Net"}, {"model": "y.Other"}]
+
+
+def test_long_settings_stand_below_the_table() -> None:
+    def lines(*settings: dict[str, str | None] | None) -> list[str]:
+        figures = dict.fromkeys([
+            "num_steps", "samples_per_s", "speed_ratio", "peak_bytes", "peak_ratio", "train_loss", "val_loss",
+            "fit_s",
+        ])  # fmt: skip
+        same = figures | {"status": "finished", "reason": ""}
+        rows = [{"run": f"a/{number}", "settings": each} | same for number, each in enumerate(settings)]
+        return run_table({"rows": rows}).splitlines()
+
+    fits = {"model.name": "x" * 30, "seed": None}
+    header, first, *_ = lines(fits, {})
+    assert header.split()[:3] == ["run", "settings", "steps"]
+    assert f"model.name={'x' * 30} seed unset" in first
+    table, below = (found := lines(fits | {"trainer.max_steps": "2"}, {}, None))[:4], found[4:]
+    assert table[0].split()[:2] == ["run", "steps"]
+    assert not any("model.name" in line for line in table)
+    assert below == [
+        " settings that differ:",
+        " a/0",
+        f"   model.name={'x' * 30}",
+        "   seed unset",
+        "   trainer.max_steps=2",
+        " a/1",
+        "   -",
+        " a/2",
+        "   unknown",
     ]
 
 

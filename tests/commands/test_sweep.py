@@ -13,7 +13,8 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from lightning_eff.commands import _sweep
+from lightning_eff.commands import _sweep, train
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.sweeps import OPTUNA, Sweep, check_metric, check_storage
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SweepRunError
 from tests.support.command_line import Command
@@ -99,10 +100,29 @@ def test_a_metric_that_no_run_logs_ends_a_sweep_after_its_first_and_harms_no_sin
     _, out, err = command(*words, "-m", "seed=1,2", code=2)
     assert "optimized_metric='val_los': expected one that the run logs: train_loss, val_loss" in err
     assert len(out.splitlines()) == 2, "a header and the first run"
+    (report,) = Path("outputs/baseline").rglob("report.html")
+    begin = err.index("Efficiency report of baseline")
+    verdict, page = err[begin:].splitlines()[:2]
+    assert ". Finished 2 optimizer steps" in verdict
+    assert page == f" report: {report.absolute()}"
+    assert "what it did" not in err
     _, out, err = command("train", "baseline", *tiny, "optimized_metric=val_loss", "--json", code=0)
     report = json.loads(out)
     assert report["optimized_metric"] == {"name": "val_loss", "value": report["metrics"]["val_loss"]}
     assert "only the sweepers of -m read it" in err
+
+
+@pytest.mark.parametrize(("is_sweep", "as_json"), [(False, False), (True, False), (False, True)])
+def test_ranks_leave_the_standard_output_to_a_table_or_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_sweep: bool, as_json: bool
+) -> None:
+    passed: list[bool] = []
+    monkeypatch.setattr(train, "run_ranks", lambda *_, as_json: passed.append(as_json))
+    monkeypatch.setattr(train, "check_global_batch", lambda *_: None)
+    job = train._Job("lm", RecipePath(), as_json=as_json)
+    job.sweep = Sweep(tmp_path, num_runs=1, fixed=frozenset()) if is_sweep else None
+    job.run_ranks({"trainer": {"devices": 2}}, [], tmp_path)
+    assert passed == [is_sweep or as_json]
 
 
 def test_rows_of_other_processes_decide_the_exit_code_and_are_told_from_an_earlier_sweep(

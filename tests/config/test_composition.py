@@ -375,8 +375,9 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
         "import lightning.pytorch as pl\n\n\nclass Data(pl.LightningDataModule):\n    batch = 4\n"
     )
     data = "data._target_=my_loaded.Data"
-    assert compose(data)["data"] == {"_target_": "my_loaded.Data"}, "those of the recipe are left out"
+    own = compose(data, "model.vocab_size=16")["data"]
+    assert own == {"_target_": "my_loaded.Data"}, "those of the recipe are left out"
     with pytest.raises(
         ConfigError, match=r"data\.batch_size=8: expected a parameter of Data; there are none"
     ):
-        compose(data, "data.batch_size=8")
+        compose(data, "model.vocab_size=16", "data.batch_size=8")

@@ -90,7 +90,7 @@ def test_a_gan_trains_bit_for_bit_as_by_lightning_alone(techniques: Callable[[],
     assert numbers["schedules"] == ["StepLR", "StepLR"]
     assert numbers["tensors"] == [[4], [4]]
     assert numbers["manual"]
-    assert "lr 0.05 at the start, 0.00625 at the end" in own.outcome().did
+    assert "lr 0.05 at the start, 0.00625 for the next step" in own.outcome().did
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
