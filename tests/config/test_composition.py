@@ -375,9 +375,10 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
         "import lightning.pytorch as pl\n\n\nclass Data(pl.LightningDataModule):\n    batch = 4\n"
     )
     data = "data._target_=my_loaded.Data"
-    own = compose(data, "model.vocab_size=16")["data"]
+    sizes = ["model.vocab_size=16", "model.context_length=16"]  # the recipe's are those of its data
+    own = compose(data, *sizes)["data"]
     assert own == {"_target_": "my_loaded.Data"}, "those of the recipe are left out"
     with pytest.raises(
         ConfigError, match=r"data\.batch_size=8: expected a parameter of Data; there are none"
     ):
-        compose(data, "model.vocab_size=16", "data.batch_size=8")
+        compose(data, *sizes, "data.batch_size=8")

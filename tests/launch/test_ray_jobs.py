@@ -42,7 +42,7 @@ def end_of(process: subprocess.Popen[str], code: int = 0) -> str:
         out, err = process.communicate()
     assert process.returncode == code, err
     wait_for(lambda: not processes_of("ray") and not processes_of("lightning_eff"))
-    return err + out
+    return out + err
 
 
 def wait_for(found: Callable[[], Any]) -> Any:
