@@ -186,7 +186,7 @@ def _check_nested(path: str, value: Any) -> bool:
 
 def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
     """Return a constructor's parameters, and whether it takes any keyword."""
-    if owner.__init__.__module__ in IGNORE_ARGUMENTS:
+    if getattr(owner.__init__, "__module__", "") in IGNORE_ARGUMENTS:  # a slot of C has none
         return {}, False
     parameters = dict(inspect.signature(owner.__init__).parameters)
     parameters.pop("self", None)

@@ -382,3 +382,5 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
         ConfigError, match=r"data\.batch_size=8: expected a parameter of Data; there are none"
     ):
         compose(data, *sizes, "data.batch_size=8")
+    slots = compose("+callbacks.own._target_=lightning.pytorch.Callback")  # whose constructor is C's
+    assert slots["callbacks"]["own"] == {"_target_": "lightning.pytorch.Callback"}
