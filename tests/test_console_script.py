@@ -51,7 +51,7 @@ def test_a_model_of_the_current_folder_is_trained_planned_and_exported(
     assert done.stderr.startswith("model: my_model.Net has no context_length")
     assert "Finished 2 optimizer steps" in done.stdout
     _, out, err = command("plan", "baseline", *OWN, code=0)
-    assert len(set(err.splitlines())) == 1, "but for a line on what Net has not"
+    assert len(set(err.splitlines())) == 2, "but for a line on what Net has not, and one on Data"
     assert "callbacks/optimizer_choice" in out
     _, out, err = command("export", "baseline", "--json", code=0)
     assert err == ""

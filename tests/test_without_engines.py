@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 CODE = """
 import sys
@@ -57,6 +59,7 @@ assert not set(HIDDEN) & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_run_without_triton_and_deepspeed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", CODE]

@@ -107,7 +107,7 @@ def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> No
     [
         (["lmm"], "did you mean 'lm'"),
         (["lm", "device=h20"], "device='h20': expected one of h100, h200, a100"),
-        (["lm", "device=H100"], "mi325x, cpu; did you mean 'h100' or 'h100_nvl'?"),
+        (["lm", "device=H10"], "mi325x, cpu; did you mean 'h100' or 'h100_nvl'?"),
         (["lm", "device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
         (["lm", "device=gtx1080"], "try: device.memory=40GiB for any other GPU"),
         (

@@ -25,6 +25,7 @@ def test_no_recipe_is_warned_of_a_technique_that_reaches_little(command: Command
     assert (found["reason"], found["warned"]) == ("", [])
 
 
+@pytest.mark.slow
 def test_full_finetune_is_not_warned_either(command: Command, tiny_llama: Path, tmp_path: Path) -> None:
     for index in range(40):
         (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)

@@ -297,6 +297,7 @@ def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTr
     assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_as_many_devices_as_there_are_workers(command: Command) -> None:
     words = ("trainer.accelerator=cpu", "trainer.devices=auto", "launch=ray", "launch.workers=[1,2]")
     code, out, err = command("plan", "fsdp2", *words, "--json")
