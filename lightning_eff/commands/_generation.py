@@ -74,28 +74,10 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
     where = f"{saved.checkpoint} (ckpt_path={saved.which}, step {step})"
     sys.stderr.write(f"generate: {where}; {len(ids)} tokens of prompt; {asked.describe()}\n")
     text = _Text(tokenizer, ids, write, lead="" if asked.is_chat else asked.prompt)
-    drawn: list[Tensor] = []
-
-    def predict_step(batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG001 - Lightning's signature
-        offered = {"stop_ids": tokenizer.stop_ids, "on_token": text.add if write is not None else None}
-        drawn.append(
-            model.generate(
-                batch.expand(asked.num_samples, -1),
-                num_tokens=asked.max_new_tokens,
-                generator=torch.Generator().manual_seed(asked.seed),
-                **{name: getattr(asked, name) for name in ("temperature", "top_k", "top_p")},
-                **{name: value for name, value in offered.items() if name in keywords},
-            )
-        )
-        return drawn[-1]
-
-    model.predict_step = predict_step
-    loader: DataLoader[Tensor] = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
-    with explained_loading("generate", saved.checkpoint):
-        trainer.predict(
-            model, loader, ckpt_path=saved.checkpoint, weights_only=True, return_predictions=False
-        )
-    rows = [tokenizer.cut(row[len(ids) :]) for row in drawn[0].tolist()]
+    offered = {"stop_ids": tokenizer.stop_ids, "on_token": text.add if write is not None else None}
+    taken = {name: value for name, value in offered.items() if name in keywords}
+    drawn = _drawn(trainer, model, saved, asked, ids, taken)
+    rows = [tokenizer.cut(row[len(ids) :]) for row in drawn]
     texts = [text.decode(row) for row in rows]
     text.show(texts[0])
     return {
@@ -109,6 +91,33 @@ def generate(saved: SavedRun, asked: Asked, write: Callable[[str], None] | None)
         "texts": texts,
         "notes": saved.notes,
     }
+
+
+def _drawn(
+    trainer: pl.Trainer, model: Any, saved: SavedRun, asked: Asked, ids: list[int], keywords: dict[str, Any]
+) -> list[list[int]]:
+    """Return prompt and drawn tokens of each sample, by a `predict` whose step generates."""
+    drawn: list[Tensor] = []
+
+    def predict_step(batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG001 - Lightning's signature
+        drawn.append(
+            model.generate(
+                batch.expand(asked.num_samples, -1),
+                num_tokens=asked.max_new_tokens,
+                generator=torch.Generator().manual_seed(asked.seed),
+                **{name: getattr(asked, name) for name in ("temperature", "top_k", "top_p")},
+                **keywords,
+            )
+        )
+        return drawn[-1]
+
+    model.predict_step = predict_step
+    loader: DataLoader[Tensor] = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
+    with explained_loading("generate", saved.checkpoint):
+        trainer.predict(
+            model, loader, ckpt_path=saved.checkpoint, weights_only=True, return_predictions=False
+        )
+    return drawn[0].tolist()
 
 
 def _built(saved: SavedRun) -> tuple[pl.Trainer, Any, Any]:

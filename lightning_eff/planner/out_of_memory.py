@@ -126,8 +126,8 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
         return [needed, "no advice: only training steps can be predicted"]
     if now.num_bytes < EXPLAINED * recipe.memory.free_bytes:
         reason = "the first batch does not explain this: a later one is larger, or something else allocates"
-        listed_already = "micro_batch" in (compose(()).get("callbacks") or {})
-        return [needed, reason, *(["try: +callbacks=micro_batch"] * (not listed_already))]
+        has_micro_batches = "micro_batch" in (compose(()).get("callbacks") or {})
+        return [needed, reason, *(["try: +callbacks=micro_batch"] * (not has_micro_batches))]
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
     savings = savings_until_it_fits(recipe, usable_bytes, time.monotonic() + BUDGET_S)
     peak_bytes = savings[-1].peak_bytes if savings else None
