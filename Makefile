@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-full test-random check format stubs setup clean
+.PHONY: run test test-full test-random check docs pages format stubs setup clean
 
 run: setup  ## train the main recipe and print the efficiency report
 	$(BIN)/lightning-eff train lm
@@ -17,11 +17,15 @@ test-full: setup .venv/triton-3.6 .venv/ray.stamp  ## all tests, and more genera
 test-random: setup  ## the tests in another order each time: none depends on what another left
 	$(BIN)/python -m pytest -m "not slow" -p randomly --randomly-dont-reset-seed
 
-check: setup .venv/check.stamp  ## format, lint, types, import directions
+check: setup .venv/check.stamp  ## format, lint, types, import directions, links of the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+	$(BIN)/zensical build --strict
+
+docs: setup .venv/check.stamp  ## the site, in site/; open site/index.html
+	$(BIN)/zensical build --strict
 
 format: setup .venv/check.stamp  ## what `check` would complain about and can be mended by a machine
 	$(BIN)/ruff format .
@@ -29,6 +33,9 @@ format: setup .venv/check.stamp  ## what `check` would complain about and can be
 
 stubs: setup  ## lightning_eff/__init__.pyi, after a public name has come or gone
 	$(BIN)/python -m tests.support.stubs
+
+pages: setup  ## frames and tables of docs/, after a technique, its YAML or a measurement has changed
+	$(BIN)/python -m tests.support.pages
 
 setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when they are there
 
@@ -46,7 +53,7 @@ setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when t
 	@touch $@
 
 .venv/check.stamp: .venv/setup.stamp
-	$(PIP) --editable '.[test,check]'
+	$(PIP) --editable '.[test,check,docs]'
 	@touch $@
 
 # Debian ships python3 without ensurepip: then the pip outside fills the venv.
@@ -55,5 +62,5 @@ setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when t
 		&& $(PYTHON) -m pip --python .venv/bin/python install --quiet pip )
 
 clean:  ## everything that the other targets made, runs included
-	rm -rf .venv outputs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv outputs build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

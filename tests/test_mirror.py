@@ -49,7 +49,8 @@ def test_a_technique_is_called_like_its_module_whose_docstring_has_its_headings(
     folder, _, stem = name.partition("/")
     assert class_of(name).__name__.lower() in (stem.replace("_", ""), f"{stem}{folder}")
     text = catalog.module_docstring(PACKAGE / f"{name}.py")
-    assert re.findall(r"^(Costs|Conflicts|Source):", text, re.MULTILINE) == ["Costs", "Conflicts", "Source"]
+    headings = ["Saves", "Costs", "When not", "Conflicts", "Source"]
+    assert re.findall(rf"^({'|'.join(headings)}):", text, re.MULTILINE) == headings
 
 
 WITH_REQUIRED_ARGUMENT = {

@@ -9,10 +9,12 @@ position is that of the last batch handed out.
 Why no thread that fetches ahead: its samples would draw random numbers in between the training's, and
 workers do the same for any sample that is slow enough to matter.
 
+Saves: waiting for data: the report shows the fraction of the time before and after.
 Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
     measuring at the start, on some of the dataset's samples (`num_workers=2`, say, measures nothing).
     Samples, and samplers that draw one by one, draw other random numbers where workers fetch ahead; streams
     and stateful loaders keep the workers that they have.
+When not: samples are tiny: it measures that, and uses no workers.
 Conflicts: none. Hooks that move batches themselves (`transfer_batch_to_device`, `on_before_batch_transfer`)
     are honoured: batches are then not moved ahead.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html

@@ -8,7 +8,9 @@ by their indices; with workers they are loaded again and dropped, since samples 
 Validation during training leaves the random states as it found them: a resumed run does not repeat the
 validation after which it was saved.
 
+Saves: the run: what is resumed is the run that was not stopped, bit for bit.
 Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers.
+When not: loaders that are made anew each epoch: it says so.
 Conflicts: none.
 Source: the order of draws in torch's `DataLoader`;
     https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html

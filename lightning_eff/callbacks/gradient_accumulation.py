@@ -14,8 +14,10 @@ microbatching/window.py.
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
 `trainer.estimated_stepping_batches` counts with its first size: set `max_steps`.
 
+Saves: activations: only one of the step's batches is in memory at a time.
 Costs: a step waits for all its batches. With weights that are tensors on a GPU, one synchronization per
     micro-batch; with weights on several ranks, one all-reduce of a number per step.
+When not: the batch fits: one large batch is faster.
 Conflicts: Lightning's own `accumulate_grad_batches` and GradientAccumulationScheduler, its
     DeepSpeedStrategy (which accumulates itself) and manual optimization, rejected.
 Source: the exact gradient of a weighted mean; what Lightning computes instead:

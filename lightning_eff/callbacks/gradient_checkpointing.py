@@ -7,10 +7,12 @@ written to in place (as recurrent layers do), `offload` is `full` with the input
 lets the compiler choose which fraction of the activations is kept. Random numbers, autocast and buffers
 (batch statistics) are those of the first run, so the result is the same to the bit.
 
+Saves: activations: a recomputed block keeps its inputs only.
 Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
     part for `selective`; `offload` adds two copies of each block's inputs over the bus, and pinned host
     memory of up to twice the inputs of a step. Forward hooks that a block has already run again
     with it.
+When not: the batch fits, or the peak is the optimizer step.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
     `selective` cannot be used with compiled blocks and has no second derivatives. Where the peak is the
     optimizer step, recomputing saves nothing.

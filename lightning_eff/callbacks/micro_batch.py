@@ -12,12 +12,15 @@ saved in checkpoints.
 `find` runs several sizes before the first step, with an optimizer step each, and restores everything; the
 largest that fits is used. `search()` does so again during training, for example after layers were unfrozen.
 
+Saves: activations: those of one micro-batch are in memory at a time, and a run that ends out of memory
+    goes on.
 Costs: a micro-batch that is too small for the device is slow. `auto` keeps a copy of random states and
     buffers each step, the batches of a window, and parameters, gradients and optimizer state in host memory
     around updates (on a GPU the first); on several ranks the gradients are averaged after the backward pass
     in place of during it. After an out-of-memory error the step is run again, hooks included
     (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms) use
     the micro-batch.
+When not: the batch fits.
 Conflicts: manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
     `auto` on several ranks under anything but DDP, with synchronized batch norms, a communication hook or a
     static graph.

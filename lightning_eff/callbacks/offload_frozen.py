@@ -13,9 +13,11 @@ For CUDA the host memory is pinned, and copies run on a stream of their own: tha
 tested with a mock of CUDA's streams, but it has not run on a GPU yet. On a CPU they are plain copies, which
 save nothing.
 
+Saves: the frozen weights of all blocks but two.
 Costs: each step copies the frozen weights of the blocks to the device twice, all but the last block's. It is
     hidden while a block computes for longer than the next one's copy takes. Pinned memory of the size of
     these weights for each process; torch rounds each tensor up to a power of two.
+When not: the base fits; small batches, whose blocks compute for less time than a copy takes; on a CPU.
 Conflicts: strategies that shard or move parameters; quantized weights; `callbacks/torch_compile` of more
     than blocks, and with CUDA graphs; callbacks that unfreeze. Autocast keeps casts of float32 weights for
     the backward pass: freeze in 16 bits (`precision=frozen_bf16`), or recompute. What a forward pass writes

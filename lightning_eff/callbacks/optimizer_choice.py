@@ -7,7 +7,9 @@ does what some optimizers need besides `step`: those that train at other weights
 at the end of a step instead of after the next forward pass, which lowers the peak by one buffer of the
 parameters' size; not if other code could read them in between.
 
+Saves: memory or time, by the optimizer that is chosen; one buffer of the parameters' size at the peak.
 Costs: none; the optimizer's own.
+When not: the module's own optimizers are to be kept: `optimizer=module`.
 Conflicts: modules with manual optimization, refused: they step the optimizers that they made themselves.
     What an optimizer cannot be combined with is stated with it.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html

@@ -10,9 +10,11 @@ trained, and a fingerprint of the base, by which another base is rejected.
 Why only methods that change layers: those of virtual tokens need PEFT's wrapper around one Hugging Face
 model, and AdaLoRA a loop that allocates ranks between gradients and step.
 
+Saves: gradients and optimizer state of all parameters but the adapters'.
 Costs: the adapters' own matrix products in both passes; activations are the same. Keys of adapted layers
     contain `base_layer`. `modules_to_save` keeps a second copy of those modules. The first save or load
     reads the frozen base once, for its SHA-256.
+When not: the whole model is to be trained; activations are what does not fit.
 Conflicts: optimizers that project gradients themselves, weight averaging, callbacks that freeze and
     unfreeze; a `-true` precision of the Trainer's casts adapters too.
 Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/2106.09685

@@ -18,10 +18,12 @@ arithmetic, before anything runs. Samples have no halo, so a batch is divided fi
 be larger is cut into shorter ones. Evaluation is tiled alike: it takes less memory there too, and dropout
 draws the same in a forward pass without gradients as in one with them.
 
+Saves: activations between the convolutions of a chain, on large images and volumes.
 Costs: one more forward of the segments, by operations at most a third of theirs, and the halo. Nothing more
     in blocks that `callbacks/gradient_checkpointing` recomputes and that end with the segment; where a block
     saves something after it (a norm, a second segment), the segment is computed three times. Dropout draws
     for each tile: statistically equal, not to the bit. No second derivatives.
+When not: images are small: it says so; norms over all pixels, which end a chain.
 Conflicts: `callbacks/torch_compile`, which unrolls tiles; `callbacks/gradient_checkpointing` with
     `selective`, which would keep the convolutions of all tiles.
 Source: StreamingCNN, https://arxiv.org/abs/1911.04432; torch.utils.checkpoint

@@ -6,9 +6,12 @@ some rows at a time (kernels/cross_entropy.py), and where something else reads t
 So an unchanged `training_step` profits, by whatever functions it or a library reaches the loss. A mean loss
 that is returned gives its number of targets to GradientAccumulation and MicroBatch as its weight.
 
+Saves: the logits of a language model, their gradient and the log-softmax: three times tokens x
+    vocabulary.
 Costs: in float16, and within recomputed blocks, the projection's GEMM a fourth time. A metric of whole logits
     has them computed beside the loss. A gradient of 16 bits is rounded once per tile, of which there are at
     most 16.
+When not: the vocabulary is small; metrics of whole logits, which have them computed beside the loss.
 Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. Where
     the projection has hooks, or an adapter with dropout, its logits are computed at once. Logits that are
     read after what they depend on has changed are refused, but for those that are held when an optimizer

@@ -15,10 +15,12 @@ The default budget is the input's own size, below which the rest of a block hold
 keeps tiles few (at most 20 where the MLP is four times as wide as its input): the gradients of a weight are
 added in the dtype of that weight.
 
+Saves: the wide activations of MLPs on long sequences.
 Costs: one more forward of the MLPs, by operations at most a third of theirs. Nothing in blocks that
     `callbacks/gradient_checkpointing` recomputes, where the recomputation ends before the MLP; but where a
     block saves something after its MLP (dropout, a norm of its output), the MLP is computed three times.
     Dropout inside an MLP draws for each tile: statistically equal, not to the bit.
+When not: sequences are short: it says so; the peak is the loss or the optimizer step.
 Conflicts: `callbacks/torch_compile`; `callbacks/gradient_checkpointing` with `selective`, which keeps the
     products of all tiles; `callbacks/triton_gemm` with `fuse_mlps`, which replaces the same forward.
 Source: Arctic long sequence training, https://arxiv.org/abs/2506.13996; torch.utils.checkpoint

@@ -8,8 +8,10 @@ seconds. Past the compiler's limit of recompilations a run stops instead of cont
 Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the full
 LightningModule: its steps log, and DDP calls them through its forward.
 
+Saves: time: pointwise operations are fused into a few kernels.
 Costs: seconds to minutes in the first steps, again for another shape and for validation; less where an
     earlier run has left its graphs in the cache.
+When not: short runs, which compiling outlasts; models with many graph breaks (the report counts them).
 Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
     Recomputed blocks must be compiled themselves (`target=blocks`), not inside a larger part.
 Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;

@@ -7,8 +7,11 @@ none was, or where the GEMM is below 1e11 FLOP. Where GradientAccumulation or Mi
 passes per step, the GEMM adds the gradient of a weight to `weight.grad` directly, and no second gradient of
 its size is allocated. After the first batch, layers that gain neither are converted back.
 
+Saves: a copy of each large weight gradient when a step has several backward passes; with `fuse_mlps` half
+    of an MLP's wide activations; time, where our kernel measured faster than torch's library.
 Costs: nothing where torch's library computes; some microseconds of Python per layer where our kernels do, or
     gradients are added in place. With `fuse_mlps`, activations a second time in the backward pass.
+When not: one backward pass a step and no CUDA GPU; compiled blocks.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
     `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
 Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py

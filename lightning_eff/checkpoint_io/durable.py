@@ -12,8 +12,10 @@ With `asynchronous` the state is serialized into memory at the call and written 
 time. A removal waits for the save before it and is skipped if that failed. An error is raised at the next
 save, load or end of the run.
 
+Saves: the checkpoint: it is whole or absent after a kill or on a full disk.
 Costs: SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk. `asynchronous` takes both off
     the run at a save, for the checkpoint's size in host memory.
+When not: checkpoints on object stores (`s3://`): `checkpoint_io=torch`.
 Conflicts: FSDP2's checkpoint folders are written by its ranks at the call, also with `asynchronous`; they are
     verified, loaded and removed here like files. Folders of other formats are not touched. Paths with a
     protocol (`s3://`) are rejected. POSIX systems only. `AsyncCheckpointIO` around it works, but removes the

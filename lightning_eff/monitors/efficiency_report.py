@@ -13,9 +13,11 @@ The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learn
 (of the whole gradient, before clipping), `eff/samples_per_second`, `eff/tokens_per_second`, `eff/data_wait`
 (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
+Saves: nothing: it measures.
 Costs: a few Python calls a batch; the first batches run slower while they are counted, and the first ten
     steps of bfloat16 weights, of which up to 4096 values a tensor are read; with a logger, one pass over the
     gradients in each step that is logged.
+When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
     of estimated FLOPs

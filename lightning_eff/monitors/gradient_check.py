@@ -4,7 +4,9 @@ With a layer that is not called, an adapter after a detached input, or a loss of
 learns nothing. The check runs once, after the first step, and removes its hook. A step that a loss scaler
 skips does not count.
 
+Saves: a run that would train nothing.
 Costs: one pass over the gradients in the first step.
+When not: layers are skipped on purpose: name them in `unused`.
 Conflicts: models that skip layers on purpose must name them in `unused`.
 Source: none
 """

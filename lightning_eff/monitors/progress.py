@@ -5,7 +5,9 @@ second since the last time. The bar also has memory, now and at most: what the d
 reserved and has had allocated, on a CPU the pages of the process; and the fraction of the time since then
 that was a wait for data, as far as `EfficiencyReport` measures it.
 
+Saves: nothing: it shows.
 Costs: one read of the clock a batch between two lines.
+When not: another progress bar is wanted.
 Conflicts: another progress bar, refused by Lightning.
 Source: none
 """

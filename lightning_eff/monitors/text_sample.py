@@ -4,7 +4,9 @@ Works with any module that has `generate(tokens, num_tokens=..., generator=...)`
 has a `tokenizer` (Hugging Face `tokenizers`); a `unigram_entropy` of the data module is shown too. The
 module's mode and the global random state are restored. `lightning-eff generate` draws from a checkpoint.
 
+Saves: nothing: it shows.
 Costs: one forward pass a token, once.
+When not: the model writes no text.
 Conflicts: none.
 Source: none; the unigram entropy is Shannon's, with counts from the training text
 """

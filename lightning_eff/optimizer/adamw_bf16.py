@@ -11,8 +11,10 @@ resumed run continues bit for bit, all ranks of DDP stay equal, and the global r
 
 Why not a second bfloat16 tensor with what was cut off (Kahan summation): it needs 2 more bytes a parameter.
 
+Saves: half of AdamW's state, and with bfloat16 weights the updates that rounding would lose.
 Costs: some 30 small kernels a tensor, and 16 random bits for each rounded value; 4 bytes of state per
     parameter, and temporaries for at most 2**20 values. Each step adds noise of up to a last bit to a weight.
+When not: float32 state fits, and weights are float32.
 Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, refused.
 Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192; AdamW as torch.optim.AdamW computes it
 """

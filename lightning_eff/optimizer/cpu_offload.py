@@ -6,8 +6,10 @@ its new value is copied back during the next one's step. The device holds parame
 For schedulers, clipping, accumulation and checkpoints it is one optimizer; its state stays on the host when a
 checkpoint is loaded, and a checkpoint has the layout of the optimizer that does the work.
 
+Saves: the optimizer's state on the device, 8 bytes a parameter with AdamW.
 Costs: three copies of the parameters' size over the bus a step, and a step at the CPU's speed; pinned host
     memory for parameters, gradients and state.
+When not: the state fits; the CPU is slow and the batch small, since the step waits for it.
 Conflicts: a model on the CPU, warned: its state is on the host already. Sharding strategies, refused: they
     move state themselves.
 Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840

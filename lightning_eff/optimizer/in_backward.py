@@ -4,8 +4,10 @@ The gradients of a model then never exist all at once: at most those of one laye
 checkpoints it is one optimizer, inside which each parameter has its own; a checkpoint has the layout of the
 inner optimizer over the same groups, and either can load the other's.
 
+Saves: gradients: those of one layer exist at a time.
 Costs: one optimizer call a parameter and step; no clipping by the norm of all gradients, only by each
     parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
+When not: gradients are accumulated, clipped by their common norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
     and manual optimization, refused: each needs the gradients after the backward pass.
 Source: Lv et al. 2023, https://arxiv.org/abs/2306.09782;

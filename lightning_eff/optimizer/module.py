@@ -6,7 +6,9 @@ this callback reports what runs, and refuses before the run what Lightning canno
 manual optimization `global_step` and `max_steps` count every call of an optimizer's `step`, as in Lightning:
 two optimizers that step once a batch each advance it by two.
 
+Saves: nothing: it keeps what the module has.
 Costs: none; the module's own.
+When not: one optimizer is enough, and is to be set on the command line.
 Conflicts: with manual optimization the Trainer's gradient_clip_val and accumulate_grad_batches, which
     Lightning does not apply there. What else cannot be combined with it is stated with each technique.
 Source: https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html

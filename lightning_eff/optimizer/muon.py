@@ -5,8 +5,11 @@ rate. That is right for matrices between hidden layers; embeddings, the output l
 convolutions go to AdamW, as its authors advise. Muon's update is scaled to the size of AdamW's, so one
 learning rate and one decay serve both, and a schedule moves both.
 
+Saves: steps until a loss is reached, by its authors' measurements; half of AdamW's state of hidden
+    matrices.
 Costs: five small matrix products a matrix and step; 4 bytes of state per parameter of a hidden matrix in
     float32, 8 for the rest.
+When not: models without hidden matrices (it says so); finetuning of weights that AdamW trained.
 Conflicts: ZeRO, refused: it flattens matrices into vectors.
 Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; scaling as in Liu et al. 2025,
     https://arxiv.org/abs/2502.16982

@@ -5,7 +5,9 @@ run that is resumed with more steps therefore follows the schedule of its new le
 SequentialLR or OneCycleLR: they store their length in the checkpoint, so a lengthened run raises or swings
 back.
 
+Saves: nothing.
 Costs: nothing measurable.
+When not: the optimizer averages its weights in place of a schedule: `scheduler=none`.
 Conflicts: none.
 Source: Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983; Hu et al. 2024,
     https://arxiv.org/abs/2404.06395 (stable, then decay)

@@ -11,10 +11,13 @@ layout of a single device (checkpoint/full_state.py): any other strategy loads t
 run's checkpoint_io. A rank has slices of flat vectors, so only optimizers that update each element by itself
 are accepted; a class of your own says so by `elementwise = True`.
 
+Saves: optimizer state (stage 1), gradients (2) and weights (3), divided by the number of devices or
+    offloaded.
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), and moving what is offloaded.
     Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights besides a 16-bit model. A
     parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum move it. Ranks
     must run the same modules; they compare that, 16 bytes per step.
+When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
     empty, float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.

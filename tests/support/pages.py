@@ -1,0 +1,169 @@
+"""Write what a machine writes in docs/: the frame of each technique's page, and the table of all of them.
+
+A frame is what files say already: the docstring of the technique's module, the comments of its YAML, its rules,
+and the rows of `benchmarks/compare_*.json`. It lies between two markers; what is below it is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_eff.comparison.result_table import ComparisonRow, cells
+from lightning_eff.core import catalog
+from lightning_eff.core.technique import HasFacts, Rule
+from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
+
+DOCS = ROOT / "docs"
+FRAME = re.compile(r"<!-- written by `make pages` from (\S+) -->\n.*?<!-- end -->\n", re.DOTALL)
+HEADINGS = ("Saves", "Costs", "When not", "Conflicts", "Source")
+SLOT = {
+    "callbacks": "`Trainer(callbacks=[{name}()])`",
+    "monitors": "`Trainer(callbacks=[{name}()])`",
+    "precision": "`Trainer(plugins=[{name}()])`",
+    "checkpoint_io": "`Trainer(plugins=[{name}()])`",
+    "strategy": "`Trainer(strategy={name}())`",
+    "optimizer": "`OptimizerChoice(optimizer=functools.partial({name}, lr=1e-3))`",
+    "scheduler": "`OptimizerChoice(scheduler=functools.partial({name}, warmup_steps=100))`",
+}
+"""How a class of each group is given to Lightning; `name` is the class."""
+
+
+def pages() -> dict[Path, str]:
+    """Return every page that has frames, with the text that each of them should have."""
+    found: dict[Path, str] = {}
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if FRAME.search(text):
+            more = text.rpartition("<!-- end -->")[2].strip()
+            found[path] = FRAME.sub(lambda match, more=more: framed(match[1], is_alone=not more), text)
+    return found
+
+
+def framed(source: str, *, is_alone: bool = True) -> str:
+    """Return a frame with its markers, from the name of a technique or of something else that is written."""
+    text = techniques_table() if source == "techniques" else technique_frame(source, is_alone=is_alone)
+    return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"
+
+
+def technique_frame(name: str, *, is_alone: bool) -> str:
+    """Return what is known about a technique, in Markdown; all of it where the frame is the whole page."""
+    group, _, option = name.partition("/")
+    summary, body, sections = card(name)
+    entry = next(entry for entry in catalog.options() if entry.name == name)
+    in_python = SLOT[group].format(name=class_of(name).__name__)
+    rows = [
+        ["**Use**", f"`lightning-eff train RECIPE {entry.use}`, or {in_python}"],
+        *([f"**{heading}**", sections[heading]] for heading in ("Saves", "Costs", "When not", "Conflicts")),
+        ["**On a GPU**", "not measured on a GPU yet"],
+    ]
+    parts = [summary, table(["", ""], rows), *([body] if is_alone else [])]
+    parameters = catalog.yaml_parameters(yaml_of(name))
+    if parameters:
+        parts += ["## Options", table(["option", "default", "meaning"], ([f"`{k}`", f"`{v}`", m] for k, v, m in parameters))]
+    named = [
+        [f"`{group}={file.stem}`", catalog.yaml_header(file)]
+        for file in sorted(yaml_of(name).parent.glob("*.yaml"))
+        if option in (yaml.safe_load(file.read_text()).get("defaults") or ())
+    ]
+    if named:
+        parts += ["Settings with a name:", table(["", ""], named)]
+    conflicts = [[found, reason, remedies] for found, reason, remedies in rules(name)]
+    if conflicts:
+        parts += ["## Checked before the run", table(["combined with", "what would happen", "instead"], conflicts)]
+    parts += ["## Measured", measured(name)]
+    return "\n\n".join([*parts, f"Source: {sections['Source']}"])
+
+
+def card(name: str) -> tuple[str, str, dict[str, str]]:
+    """Return the summary, the paragraphs and the sections of a technique's docstring."""
+    text = catalog.module_docstring(ROOT / "lightning_eff" / f"{name}.py")
+    introduction, *rest = re.split(rf"^({'|'.join(HEADINGS)}):", text, flags=re.MULTILINE)
+    summary, _, body = introduction.partition("\n")
+    sections = {heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)}
+    return summary, body.strip(), sections
+
+
+def rules(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the combinations that the rules of a technique, as its YAML constructs it, know about."""
+    written = {k: v for k, v in yaml.safe_load(yaml_of(name).read_text()).items() if not k.startswith("_")}
+    kind = class_of(name)
+    technique: Any = kind if name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module" else None
+    if technique is None and None not in (written.get("optimizer", 0), written.get("global_batch_size", 0)):
+        technique = kind(**written)
+    if not isinstance(technique, HasFacts):
+        return
+    by_reason: dict[tuple[str, str, str], list[str]] = {}
+    facts = technique.facts()
+    for word, stated in (("without ", facts.needs), ("", facts.excludes)):
+        for rule in stated:
+            key = (f"{rule.verdict}", rule.reason, "; ".join(f"`{remedy}`" for remedy in rule.remedies))
+            by_reason.setdefault(key, []).append(word + described(rule))
+    for (verdict, reason, remedies), found in by_reason.items():
+        yield ", ".join(found), f"{verdict}: {reason}", remedies or "-"
+
+
+def described(rule: Rule) -> str:
+    """Return what a rule is about, as a link where there is a page, in words elsewhere."""
+    group, _, rest = rule.name.partition("/")
+    if rule.name in TECHNIQUES:
+        return f"[`{rule.name}`]({rest}.md)"
+    words = rest.replace("_", " ") if group in ("run", "machine") else rest or group
+    return f"`{words}`" if group not in ("run", "machine") and rest else words
+
+
+@cache
+def comparisons() -> dict[str, list[ComparisonRow]]:
+    """Return the rows of every comparison that is kept, by recipe."""
+    found = {}
+    for file in sorted((ROOT / "benchmarks").glob("compare_*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found[file.stem.removeprefix("compare_")] = [ComparisonRow(**row) for row in content["rows"]]
+    return found
+
+
+def measured(name: str) -> str:
+    """Return the rows in which a technique was compared, or that there are none."""
+    group, _, option = name.partition("/")
+    presets = [file.stem for file in yaml_of(name).parent.glob("*.yaml")
+               if option in (yaml.safe_load(file.read_text()).get("defaults") or ())]
+    wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in (option, *presets)}
+    rows = [
+        [f"`{recipe}`", *cells(row)]
+        for recipe, found in comparisons().items()
+        for row in found
+        if row.technique in wanted
+    ]
+    page = f"More: [benchmark](../benchmarks/{option}.md)." if (DOCS / "benchmarks" / f"{option}.md").is_file() else ""
+    if not rows:
+        return page or "Not measured yet."
+    head = ["recipe", "technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference", "status"]
+    source = "From [`lightning-eff compare`](../benchmarks/compare.md) on two cores of a CPU."
+    return "\n\n".join(part for part in (table(head, rows), source, page) if part)
+
+
+def techniques_table() -> str:
+    """Return one line a technique: what it saves, what it costs, and when it is not worth it."""
+    rows = []
+    for name in TECHNIQUES:
+        _, _, sections = card(name)
+        option = name.rpartition("/")[2]
+        rows.append([f"[`{name}`]({option}.md)", *(sections[heading] for heading in ("Saves", "Costs", "When not"))])
+    return table(["technique", "saves", "costs", "when not"], rows)
+
+
+def table(head: Sequence[str], rows: Any) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
