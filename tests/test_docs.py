@@ -51,3 +51,13 @@ def test_every_technique_has_a_page_whose_frame_is_that_of_today() -> None:
     named = [source for text in written.values() for source in re.findall(r"`make pages` from (\S+) -->", text)]
     assert {*TECHNIQUES} <= {*named}
     assert len(named) == len({*named})
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    source = "\n".join(file.read_text() for file in (ROOT / "lightning_eff").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # literals that are continued on the next line
+    rows = re.findall(r"^\| (`.*?) \| ", (pages.DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 25
+    for cell in rows:
+        if not re.search(r"\((Lightning|PyTorch)\)", cell):
+            assert all(words in source for words in re.findall(r"`([^`]+)`", cell)), cell

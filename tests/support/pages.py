@@ -34,6 +34,9 @@ SLOT = {
 }
 """How a class of each group is given to Lightning; `name` is the class."""
 
+SHOWN = ("baseline", "gradient_checkpointing", "micro_batch", "tiled_loss", "torch_compile", "precision=auto", "combined")
+"""Rows of the comparison that README shows."""
+
 
 def pages() -> dict[Path, str]:
     """Return every page that has frames, with the text that each of them should have."""
@@ -48,7 +51,8 @@ def pages() -> dict[Path, str]:
 
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
-    text = techniques_table() if source == "techniques" else technique_frame(source, is_alone=is_alone)
+    written = {"techniques": techniques_table, "recipes": recipes_table, "excerpt": excerpt}
+    text = written[source]() if source in written else technique_frame(source, is_alone=is_alone)
     return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"
 
 
@@ -156,6 +160,17 @@ def techniques_table() -> str:
         option = name.rpartition("/")[2]
         rows.append([f"[`{name}`]({option}.md)", *(sections[heading] for heading in ("Saves", "Costs", "When not"))])
     return table(["technique", "saves", "costs", "when not"], rows)
+
+
+def recipes_table() -> str:
+    """Return one line a recipe, from the first comment of its file."""
+    return table(["recipe", ""], ([f"`{entry.name}`", entry.summary] for entry in catalog.recipes()))
+
+
+def excerpt() -> str:
+    """Return the rows of a comparison that README shows."""
+    rows = [cells(row) for row in comparisons().get("lm", ()) if row.technique in SHOWN]
+    return table(["technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference"], rows)
 
 
 def table(head: Sequence[str], rows: Any) -> str:
