@@ -48,7 +48,9 @@ def test_every_technique_has_a_page_whose_frame_is_that_of_today() -> None:
     written = pages.pages()
     for path, text in written.items():
         assert path.read_text() == text, f"write {path} anew: make pages"
-    named = [source for text in written.values() for source in re.findall(r"`make pages` from (\S+) -->", text)]
+    named = [
+        source for text in written.values() for source in re.findall(r"`make pages` from (\S+) -->", text)
+    ]
     assert {*TECHNIQUES} <= {*named}
     assert len(named) == len({*named})
 

@@ -34,7 +34,15 @@ SLOT = {
 }
 """How a class of each group is given to Lightning; `name` is the class."""
 
-SHOWN = ("baseline", "gradient_checkpointing", "micro_batch", "tiled_loss", "torch_compile", "precision=auto", "combined")
+SHOWN = (
+    "baseline",
+    "gradient_checkpointing",
+    "micro_batch",
+    "tiled_loss",
+    "torch_compile",
+    "precision=auto",
+    "combined",
+)
 """Rows of the comparison that README shows."""
 
 
@@ -70,7 +78,10 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
     parts = [summary, table(["", ""], rows), *([body] if is_alone else [])]
     parameters = catalog.yaml_parameters(yaml_of(name))
     if parameters:
-        parts += ["## Options", table(["option", "default", "meaning"], ([f"`{k}`", f"`{v}`", m] for k, v, m in parameters))]
+        parts += [
+            "## Options",
+            table(["option", "default", "meaning"], ([f"`{k}`", f"`{v}`", m] for k, v, m in parameters)),
+        ]
     named = [
         [f"`{group}={file.stem}`", catalog.yaml_header(file)]
         for file in sorted(yaml_of(name).parent.glob("*.yaml"))
@@ -80,7 +91,10 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
         parts += ["Settings with a name:", table(["", ""], named)]
     conflicts = [[found, reason, remedies] for found, reason, remedies in rules(name)]
     if conflicts:
-        parts += ["## Checked before the run", table(["combined with", "what would happen", "instead"], conflicts)]
+        parts += [
+            "## Checked before the run",
+            table(["combined with", "what would happen", "instead"], conflicts),
+        ]
     parts += ["## Measured", measured(name)]
     return "\n\n".join([*parts, f"Source: {sections['Source']}"])
 
@@ -90,7 +104,9 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
     text = catalog.module_docstring(ROOT / "lightning_eff" / f"{name}.py")
     introduction, *rest = re.split(rf"^({'|'.join(HEADINGS)}):", text, flags=re.MULTILINE)
     summary, _, body = introduction.partition("\n")
-    sections = {heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)}
+    sections = {
+        heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)
+    }
     return summary, body.strip(), sections
 
 
@@ -98,7 +114,9 @@ def rules(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield the combinations that the rules of a technique, as its YAML constructs it, know about."""
     written = {k: v for k, v in yaml.safe_load(yaml_of(name).read_text()).items() if not k.startswith("_")}
     kind = class_of(name)
-    technique: Any = kind if name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module" else None
+    technique: Any = (
+        kind if name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module" else None
+    )
     if technique is None and None not in (written.get("optimizer", 0), written.get("global_batch_size", 0)):
         technique = kind(**written)
     if not isinstance(technique, HasFacts):
@@ -135,8 +153,11 @@ def comparisons() -> dict[str, list[ComparisonRow]]:
 def measured(name: str) -> str:
     """Return the rows in which a technique was compared, or that there are none."""
     group, _, option = name.partition("/")
-    presets = [file.stem for file in yaml_of(name).parent.glob("*.yaml")
-               if option in (yaml.safe_load(file.read_text()).get("defaults") or ())]
+    presets = [
+        file.stem
+        for file in yaml_of(name).parent.glob("*.yaml")
+        if option in (yaml.safe_load(file.read_text()).get("defaults") or ())
+    ]
     wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in (option, *presets)}
     rows = [
         [f"`{recipe}`", *cells(row)]
@@ -144,10 +165,23 @@ def measured(name: str) -> str:
         for row in found
         if row.technique in wanted
     ]
-    page = f"More: [benchmark](../benchmarks/{option}.md)." if (DOCS / "benchmarks" / f"{option}.md").is_file() else ""
+    page = (
+        f"More: [benchmark](../benchmarks/{option}.md)."
+        if (DOCS / "benchmarks" / f"{option}.md").is_file()
+        else ""
+    )
     if not rows:
         return page or "Not measured yet."
-    head = ["recipe", "technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference", "status"]
+    head = [
+        "recipe",
+        "technique",
+        "samples/s",
+        "times baseline",
+        "peak",
+        "times baseline",
+        "loss difference",
+        "status",
+    ]
     source = "From [`lightning-eff compare`](../benchmarks/compare.md) on two cores of a CPU."
     return "\n\n".join(part for part in (table(head, rows), source, page) if part)
 
@@ -158,7 +192,9 @@ def techniques_table() -> str:
     for name in TECHNIQUES:
         _, _, sections = card(name)
         option = name.rpartition("/")[2]
-        rows.append([f"[`{name}`]({option}.md)", *(sections[heading] for heading in ("Saves", "Costs", "When not"))])
+        rows.append(
+            [f"[`{name}`]({option}.md)", *(sections[heading] for heading in ("Saves", "Costs", "When not"))]
+        )
     return table(["technique", "saves", "costs", "when not"], rows)
 
 
@@ -170,7 +206,9 @@ def recipes_table() -> str:
 def excerpt() -> str:
     """Return the rows of a comparison that README shows."""
     rows = [cells(row) for row in comparisons().get("lm", ()) if row.technique in SHOWN]
-    return table(["technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference"], rows)
+    return table(
+        ["technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference"], rows
+    )
 
 
 def table(head: Sequence[str], rows: Any) -> str:
