@@ -1,4 +1,4 @@
-"""The pages of docs/: each has its place in the menu, its links lead somewhere, its frames are those of today."""
+"""The pages of docs/: each has a place in the menu, links lead somewhere, frames are those of today."""
 
 from __future__ import annotations
 

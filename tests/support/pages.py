@@ -1,7 +1,7 @@
 """Write what a machine writes in docs/: the frame of each technique's page, and the table of all of them.
 
-A frame is what files say already: the docstring of the technique's module, the comments of its YAML, its rules,
-and the rows of `benchmarks/compare_*.json`. It lies between two markers; what is below it is written by hand.
+A frame is what files say already: the docstring of the technique's module, the comments of its YAML, its
+rules, and the rows of `benchmarks/compare_*.json`. It lies between two markers; the rest is written by hand.
 """
 
 from __future__ import annotations
