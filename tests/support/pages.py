@@ -104,9 +104,8 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
     text = catalog.module_docstring(ROOT / "lightning_eff" / f"{name}.py")
     introduction, *rest = re.split(rf"^({'|'.join(HEADINGS)}):", text, flags=re.MULTILINE)
     summary, _, body = introduction.partition("\n")
-    sections = {
-        heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)
-    }
+    texts = (" ".join(words.split()) for words in rest[1::2])
+    sections = {heading: text[:1].upper() + text[1:] for heading, text in zip(rest[::2], texts, strict=True)}
     return summary, body.strip(), sections
 
 
