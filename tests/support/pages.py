@@ -190,10 +190,9 @@ def techniques_table() -> str:
     rows = []
     for name in TECHNIQUES:
         _, _, sections = card(name)
-        option = name.rpartition("/")[2]
-        rows.append(
-            [f"[`{name}`]({option}.md)", *(sections[heading] for heading in ("Saves", "Costs", "When not"))]
-        )
+        page = DOCS / "techniques" / f"{name.rpartition('/')[2]}.md"
+        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        rows.append([f"[{title}]({page.name})", *(sections[each] for each in ("Saves", "Costs", "When not"))])
     return table(["technique", "saves", "costs", "when not"], rows)
 
 
