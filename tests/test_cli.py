@@ -87,6 +87,7 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
     ("words", "text"),
     [
         (["trian", "lm"], "invalid choice: 'trian'; did you mean 'train'?"),
+        (["fit", "lm"], "invalid choice: 'fit'; did you mean 'train'?"),
         (["train"], "expected a recipe"),
         (["train", "lm", "baseline"], "expected one recipe, not 2"),
         (["train", "lm", "--mulitrun"], "unknown option '--mulitrun'; did you mean '--multirun'?"),

@@ -141,6 +141,12 @@ OPTIONS = {
     "launch": _launch, "doctor": _doctor, "report": add_report, "generate": add_generate,
 }  # fmt: skip
 
+VERB_HABITS = {
+    "fit": "train", "run": "train", "finetune": "train", "resume": "train", "eval": "validate",
+    "evaluate": "validate", "infer": "predict", "list": "ls",
+}  # fmt: skip
+"""Verbs of other tools, and the one that does the same here."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Raises where argparse would exit, and suggests the nearest choice where it would list all."""
@@ -150,7 +156,9 @@ class _Parser(argparse.ArgumentParser):
         choice = re.match(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
         if choice is not None:
             known = re.findall(r"[\w-]+", choice[3])
-            message = f"{choice[1]}; {suggest_name(choice[2], known)}"
+            habit = VERB_HABITS.get(choice[2], "")
+            hint = f"did you mean {habit!r}?" if habit in known else suggest_name(choice[2], known)
+            message = f"{choice[1]}; {hint}"
         text = f"{self.prog.rpartition(' ')[2]}: {message}\n  try: {self.prog} --help"
         raise UsageError(text)
 

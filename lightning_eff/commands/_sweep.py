@@ -43,6 +43,8 @@ def last_value(report: Mapping[str, Any], metric: str) -> float:
     metrics: Mapping[str, Any] = report.get("metrics", {})
     if metric not in metrics:
         logged = f"one that the run logs: {', '.join(metrics)}" if metrics else "null: the run logs none"
+        if metric.startswith("val") and not report.get("validation"):
+            logged += "; no validation ran: lower trainer.val_check_interval"
         raise ConfigError(key=METRIC, value=metric, allowed=logged)
     value = float(metrics[metric])  # the report has NaN as text
     if math.isnan(value):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
 from lightning_eff.core.catalog import CONF, RECIPES
@@ -70,6 +70,8 @@ class RecipeChain:
     """FILE:LINE of each entry that names no file."""
     keys: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     """What each file of a group brings: the names under which its options stand in the config."""
+    settings: frozenset[str] = frozenset()
+    """`GROUP.KEY` of each setting that the recipe's own file has, without what it builds on."""
 
     def options(self, group: str) -> set[str] | None:
         """Return all options of a group that the recipes list; None if none of them lists the group."""
@@ -102,9 +104,12 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         raise UsageError(text)
     walk = _Walk([main, CONF, RECIPES, *path.folders])
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
+    settings: set[str] = set()
     if is_file(primary):
         content = OmegaConf.create(walk.read(primary, expect_mapping=True).content)
         searched.append(OmegaConf.select(content, SEARCH_PATH))  # with interpolations resolved, as in Hydra
+        groups = ((group, node) for group, node in content.items() if isinstance(node, DictConfig))
+        settings = {f"{group}.{key}" for group, node in groups for key in node}
     for value in searched:
         if value is not None:
             raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
@@ -120,7 +125,7 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         for name, defaults in visited
         if "/" not in name or name.startswith(EXPERIMENT)
     ]
-    return RecipeChain(recipes, walk.missing, walk.keys)
+    return RecipeChain(recipes, walk.missing, walk.keys, frozenset(settings))
 
 
 class _Walk:

@@ -89,14 +89,15 @@ def _no_experiment(value: Any) -> ConfigError:
 
 
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Remove settings that do not apply, except those that the user typed."""
+    """Remove settings that do not apply, except those that the user typed or wrote into the recipe's file."""
     explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
-    # Keys of a group's YAML that the class in an overridden `_target_` does not take.
+    # Keys of a group's YAML that the class in a `_target_` of the user's does not take.
+    own = explicit | chain.settings
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
-        if f"{group}._target_" not in explicit or not isinstance(node, DictConfig) or group == loggers.GROUP:
+        if f"{group}._target_" not in own or not isinstance(node, DictConfig) or group == loggers.GROUP:
             continue
-        by_user = {key for key in node if f"{group}.{key}" in explicit}
+        by_user = {key for key in node if f"{group}.{key}" in own}
         foreign = validate.foreign_keys(group, node.get("_target_"), set(node) - by_user)
         with open_dict(node):
             for key in foreign:

@@ -102,7 +102,7 @@ def _lost_loss(report: Mapping[str, Any]) -> str:
 
 
 def baseline_verdict(report: Mapping[str, Any]) -> str:
-    """Return one sentence: how a run compares to its baseline; empty if there is none, or nothing in common."""
+    """Return one sentence: how a run compares to its baseline; empty where nothing can be compared."""
     baseline: Mapping[str, Any] = report.get("baseline") or {}
     if not baseline:
         return ""

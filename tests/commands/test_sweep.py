@@ -92,6 +92,14 @@ def test_a_search_gets_the_last_value_of_each_run_and_an_error_for_one_that_has_
     assert "error: RuntimeError: no dropout, please" in err
 
 
+def test_a_metric_of_a_validation_that_did_not_run_says_so() -> None:
+    report = {"metrics": {"train_loss": 1.0}, "validation": {}}
+    with pytest.raises(ConfigError, match=r"train_loss; no validation ran: lower trainer.val_check_interval"):
+        _sweep.last_value(report, "val_loss")
+    with pytest.raises(ConfigError, match=r"one that the run logs: train_loss$"):
+        _sweep.last_value(report | {"validation": {"val_acc": [[1, 2]]}}, "val_loss")
+
+
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 def test_a_metric_that_no_run_logs_ends_a_sweep_after_its_first_and_harms_no_single_run(
     tiny: list[str], command: Command

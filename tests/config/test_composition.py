@@ -384,3 +384,23 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
         compose(data, *sizes, "data.batch_size=8")
     slots = compose("+callbacks.own._target_=lightning.pytorch.Callback")  # whose constructor is C's
     assert slots["callbacks"]["own"] == {"_target_": "lightning.pytorch.Callback"}
+
+
+def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("my_written.py").write_text(
+        "import lightning.pytorch as pl\n\n\nclass Net(pl.LightningModule):\n"
+        "    def __init__(self, width: int = 4):\n        super().__init__()\n"
+    )
+    own = "defaults:\n  - baseline\n  - _self_\nmodel:\n  _target_: my_written.Net\n"
+    Path("mine.yaml").write_text(own)
+    path = RecipePath.of(["."])
+    composed = composition.compose_recipe("mine", [], path).values
+    assert composed["model"] == {"_target_": "my_written.Net"}
+    Path("mine.yaml").write_text(f"{own}  widht: 3\n")
+    with pytest.raises(
+        ConfigError, match=r"model\.widht=3: expected a parameter of Net; did you mean 'width'"
+    ):
+        composition.compose_recipe("mine", [], path)

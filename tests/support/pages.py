@@ -49,7 +49,7 @@ SHOWN = (
 def pages() -> dict[Path, str]:
     """Return every page that has frames, with the text that each of them should have."""
     found: dict[Path, str] = {}
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if FRAME.search(text):
             more = text.rpartition("<!-- end -->")[2].strip()
