@@ -1,4 +1,4 @@
-"""The pages of docs/: each has its place in the menu, its links lead somewhere, its frames are those of today."""
+"""The pages of docs/: each is in the menu, its links lead somewhere, its frames are those of today."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_every_technique_has_a_page_whose_frame_is_that_of_today() -> None:
     written = pages.pages()
     for path, text in written.items():
         assert path.read_text() == text, f"write {path} anew: make pages"
-    named = [source for text in written.values() for source in re.findall(r"`make pages` from (\S+) -->", text)]
+    named = re.findall(r"`make pages` from (\S+) -->", "".join(written.values()))
     assert {*TECHNIQUES} <= {*named}
     assert len(named) == len({*named})

@@ -25,7 +25,10 @@ from tests.support.models import make_trainer
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = {path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/"): path.read_text() for path in FILES}
+PAGES = {
+    path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/"): path.read_text()
+    for path in FILES
+}
 README = PAGES["README"]
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",

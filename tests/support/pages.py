@@ -1,23 +1,23 @@
-"""Write what a machine writes in docs/: the frame of each technique's page, and the table of all of them.
+"""Write what a machine writes in docs/: frames of pages, and the table of all techniques.
 
-A frame is what files say already: the docstring of the technique's module, the comments of its YAML, its rules,
-and the rows of `benchmarks/compare_*.json`. It lies between two markers; what is below it is written by hand.
+A technique's frame is what files say already: the docstring of its module, the comments of its YAML, its
+rules, and the rows of `benchmarks/compare_*.json`. A benchmark's is the table of its figures. A frame lies
+between two markers; what is beside it is written by hand.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_eff.comparison.result_table import ComparisonRow, cells
+from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
 from lightning_eff.core.technique import HasFacts, Rule
+from tests.support import benchmarks
 from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
 
 DOCS = ROOT / "docs"
@@ -48,7 +48,12 @@ def pages() -> dict[Path, str]:
 
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
-    text = techniques_table() if source == "techniques" else technique_frame(source, is_alone=is_alone)
+    if source == "techniques":
+        text = techniques_table()
+    elif source.startswith("benchmarks"):
+        text = benchmarks.frame(source)
+    else:
+        text = technique_frame(source, is_alone=is_alone)
     return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"
 
 
@@ -64,9 +69,11 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
         ["**On a GPU**", "not measured on a GPU yet"],
     ]
     parts = [summary, table(["", ""], rows), *([body] if is_alone else [])]
-    parameters = catalog.yaml_parameters(yaml_of(name))
-    if parameters:
-        parts += ["## Options", table(["option", "default", "meaning"], ([f"`{k}`", f"`{v}`", m] for k, v, m in parameters))]
+    options = [
+        [f"`{key}`", f"`{value}`", text] for key, value, text in catalog.yaml_parameters(yaml_of(name))
+    ]
+    if options:
+        parts += ["## Options", table(["option", "default", "meaning"], options)]
     named = [
         [f"`{group}={file.stem}`", catalog.yaml_header(file)]
         for file in sorted(yaml_of(name).parent.glob("*.yaml"))
@@ -76,7 +83,8 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
         parts += ["Settings with a name:", table(["", ""], named)]
     conflicts = [[found, reason, remedies] for found, reason, remedies in rules(name)]
     if conflicts:
-        parts += ["## Checked before the run", table(["combined with", "what would happen", "instead"], conflicts)]
+        head = ["combined with", "what would happen", "instead"]
+        parts += ["## Checked before the run", table(head, conflicts)]
     parts += ["## Measured", measured(name)]
     return "\n\n".join([*parts, f"Source: {sections['Source']}"])
 
@@ -86,7 +94,9 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
     text = catalog.module_docstring(ROOT / "lightning_eff" / f"{name}.py")
     introduction, *rest = re.split(rf"^({'|'.join(HEADINGS)}):", text, flags=re.MULTILINE)
     summary, _, body = introduction.partition("\n")
-    sections = {heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)}
+    sections = {
+        heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)
+    }
     return summary, body.strip(), sections
 
 
@@ -94,7 +104,8 @@ def rules(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield the combinations that the rules of a technique, as its YAML constructs it, know about."""
     written = {k: v for k, v in yaml.safe_load(yaml_of(name).read_text()).items() if not k.startswith("_")}
     kind = class_of(name)
-    technique: Any = kind if name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module" else None
+    is_partial = name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module"
+    technique: Any = kind if is_partial else None
     if technique is None and None not in (written.get("optimizer", 0), written.get("global_batch_size", 0)):
         technique = kind(**written)
     if not isinstance(technique, HasFacts):
@@ -118,32 +129,27 @@ def described(rule: Rule) -> str:
     return f"`{words}`" if group not in ("run", "machine") and rest else words
 
 
-@cache
-def comparisons() -> dict[str, list[ComparisonRow]]:
-    """Return the rows of every comparison that is kept, by recipe."""
-    found = {}
-    for file in sorted((ROOT / "benchmarks").glob("compare_*.json")):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found[file.stem.removeprefix("compare_")] = [ComparisonRow(**row) for row in content["rows"]]
-    return found
-
-
 def measured(name: str) -> str:
     """Return the rows in which a technique was compared, or that there are none."""
     group, _, option = name.partition("/")
-    presets = [file.stem for file in yaml_of(name).parent.glob("*.yaml")
-               if option in (yaml.safe_load(file.read_text()).get("defaults") or ())]
+    presets = [
+        file.stem
+        for file in yaml_of(name).parent.glob("*.yaml")
+        if option in (yaml.safe_load(file.read_text()).get("defaults") or ())
+    ]
     wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in (option, *presets)}
     rows = [
-        [f"`{recipe}`", *cells(row)]
-        for recipe, found in comparisons().items()
+        [f"`{content['recipe']}`", *cells(row)]
+        for content, found in benchmarks.comparisons()
         for row in found
         if row.technique in wanted
     ]
-    page = f"More: [benchmark](../benchmarks/{option}.md)." if (DOCS / "benchmarks" / f"{option}.md").is_file() else ""
+    has_page = (benchmarks.PAGES / f"{option}.md").is_file()
+    page = f"More: [benchmark](../benchmarks/{option}.md)." if has_page else ""
     if not rows:
         return page or "Not measured yet."
-    head = ["recipe", "technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference", "status"]
+    head = ["recipe", "technique", "samples/s", "times baseline", "peak", "times baseline"]
+    head += ["loss difference", "status"]
     source = "From [`lightning-eff compare`](../benchmarks/compare.md) on two cores of a CPU."
     return "\n\n".join(part for part in (table(head, rows), source, page) if part)
 
@@ -154,7 +160,8 @@ def techniques_table() -> str:
     for name in TECHNIQUES:
         _, _, sections = card(name)
         option = name.rpartition("/")[2]
-        rows.append([f"[`{name}`]({option}.md)", *(sections[heading] for heading in ("Saves", "Costs", "When not"))])
+        cards = (sections[heading] for heading in ("Saves", "Costs", "When not"))
+        rows.append([f"[`{name}`]({option}.md)", *cards])
     return table(["technique", "saves", "costs", "when not"], rows)
 
 
