@@ -5,8 +5,10 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 
 .PHONY: run test test-full test-random check docs pages format stubs setup clean
 
-run: setup  ## train the main recipe and print the efficiency report
-	$(BIN)/lightning-eff train lm
+run: setup  ## train the main recipe, after some steps of it without techniques, and print what they did
+	before=outputs/baseline/$$(date +%Y-%m-%d_%H-%M-%S); \
+	$(BIN)/lightning-eff train baseline trainer.max_steps=24 '~monitors.text_sample' hydra.run.dir=$$before && \
+	$(BIN)/lightning-eff train lm monitors.efficiency_report.baseline=$$before
 
 test: setup  ## the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow"

@@ -1,4 +1,4 @@
-"""The pages of docs/: each is in the menu, its links lead somewhere, its frames are those of today."""
+"""The pages of docs/: each has a place in the menu, links lead somewhere, frames are those of today."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ def test_every_technique_has_a_page_whose_frame_is_that_of_today() -> None:
     written = pages.pages()
     for path, text in written.items():
         assert path.read_text() == text, f"write {path} anew: make pages"
-    named = re.findall(r"`make pages` from (\S+) -->", "".join(written.values()))
+    named = [
+        source for text in written.values() for source in re.findall(r"`make pages` from (\S+) -->", text)
+    ]
     assert {*TECHNIQUES} <= {*named}
     assert len(named) == len({*named})
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    source = "\n".join(file.read_text() for file in (ROOT / "lightning_eff").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # literals that are continued on the next line
+    rows = re.findall(r"^\| (`.*?) \| ", (pages.DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 25
+    for cell in rows:
+        if not re.search(r"\((Lightning|PyTorch)\)", cell):
+            assert all(words in source for words in re.findall(r"`([^`]+)`", cell)), cell

@@ -194,15 +194,17 @@ class GradientAccumulation(Managed):
         skipped = self._loop.num_skipped_steps if self._loop is not None else 0
         cut = self._loop.num_cut_steps if self._loop is not None else 0
         numbers = list(self._accumulate_grad_batches.values())
-        is_effective = any(number > 1 for number in numbers)
+        is_accumulated = any(number > 1 for number in numbers)
+        # One batch a step is what `global_batch_size` asks for where the loader's batch has that size.
+        is_as_requested = bool(self._description) and self.global_batch_size is not None
         did = self._description or "no training data yet"
-        did += f"; {self._loop.counts_by}" if self._loop is not None and is_effective else ""
+        did += f"; {self._loop.counts_by}" if self._loop is not None and is_accumulated else ""
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
         for reason, count in reasons.items():
             did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""
         return Outcome(
             did=did,
-            effective=is_effective,
+            effective=is_accumulated or is_as_requested,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )
 

@@ -20,7 +20,7 @@ from lightning_eff.report.html import (
 )
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
-from lightning_eff.report.summary import key_figures, run_verdict
+from lightning_eff.report.summary import baseline_verdict, key_figures, run_verdict
 
 MAX_METRICS = 6
 """Metrics of validation that have a chart."""
@@ -68,21 +68,11 @@ def notebook_frame(report: Mapping[str, Any]) -> str:
 
 def verdict(report: Mapping[str, Any]) -> str:
     """Return one sentence: how a run compares to its baseline or, without one, what dominates it."""
-    measured, baseline = report["measured"], report.get("baseline") or {}
+    measured: Mapping[str, Any] = report["measured"]
     if report["status"] == "failed":
         return run_verdict(report)
-    if baseline:
-        speed, memory = (
-            _ratio(measured, baseline["measured"], key) for key in ("samples_per_s", "peak_bytes")
-        )
-        name = f"the baseline ({baseline['title']})"
-        here, there = (each.get("environment", {}).get("device", "") for each in (report, baseline))
-        where = "" if here == there else f", which ran on {there}"
-        if speed is not None:
-            with_memory = "" if memory is None else f", with {memory:.2f} of its peak memory"
-            return f"{speed:.2f} times as fast as {name}{where}{with_memory}."
-        if memory is not None:
-            return f"{memory:.2f} of the peak memory of {name}{where}."
+    if compared := baseline_verdict(report):
+        return compared
     parts: list[str] = []
     if (waiting := measured.get("data_wait_share")) is not None:
         subject, share = ("waiting for data", waiting) if waiting > 0.5 else ("computing", 1 - waiting)
@@ -95,10 +85,6 @@ def verdict(report: Mapping[str, Any]) -> str:
         parts.append(f"the peak memory is {human_bytes(measured['peak_bytes'])}")
     text = ", and ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else run_verdict(report)
-
-
-def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> float | None:
-    return mine[key] / theirs[key] if mine.get(key) and theirs.get(key) else None
 
 
 def _drawable(points: Iterable[Sequence[Any]]) -> list[Point]:

@@ -101,6 +101,27 @@ def _lost_loss(report: Mapping[str, Any]) -> str:
     return f" The loss is {losses[-1][1]} after step {last}."
 
 
+def baseline_verdict(report: Mapping[str, Any]) -> str:
+    """Return one sentence: how a run compares to its baseline; empty if there is none, or nothing in common."""
+    baseline: Mapping[str, Any] = report.get("baseline") or {}
+    if not baseline:
+        return ""
+    speed, memory = (
+        _ratio(report["measured"], baseline["measured"], key) for key in ("samples_per_s", "peak_bytes")
+    )
+    name = f"the baseline ({baseline['title']})"
+    here, there = (each.get("environment", {}).get("device", "") for each in (report, baseline))
+    where = "" if here == there else f", which ran on {there}"
+    if speed is not None:
+        with_memory = "" if memory is None else f", with {memory:.2f} of its peak memory"
+        return f"{speed:.2f} times as fast as {name}{where}{with_memory}."
+    return "" if memory is None else f"{memory:.2f} of the peak memory of {name}{where}."
+
+
+def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> float | None:
+    return mine[key] / theirs[key] if mine.get(key) and theirs.get(key) else None
+
+
 def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as a few lines for a terminal."""
     lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
@@ -119,6 +140,8 @@ def report_text(report: Mapping[str, Any]) -> str:
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
     if rows:
         lines.append(text_table(["technique", "status", "what it did"], rows))
+    if report["status"] != "failed" and (compared := baseline_verdict(report)):
+        lines.append(f" {compared}")
     return "\n".join(lines)
 
 

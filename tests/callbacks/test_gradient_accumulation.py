@@ -117,11 +117,17 @@ def test_what_leaves_the_number_open_or_sets_it_too_is_refused(
         fit(net(), GradientAccumulation(global_batch_size=8), *others, **keywords)
 
 
-def test_the_loaders_own_batch_is_reported_as_no_effect(net: Callable[..., Net]) -> None:
-    accumulation = GradientAccumulation(global_batch_size=4)
-    fit(net(), accumulation, max_steps=1)
-    assert accumulation.outcome().did == "1 batch of 4 a step"
+@pytest.mark.parametrize(
+    ("settings", "effective"), [({"global_batch_size": 4}, True), ({"num_batches": 1}, False)]
+)
+def test_one_batch_a_step_is_what_a_size_asks_for_and_no_effect_of_a_number(
+    settings: dict[str, int], effective: bool, net: Callable[..., Net]
+) -> None:
+    accumulation = GradientAccumulation(**settings)
     assert not accumulation.outcome().effective
+    fit(net(), accumulation, max_steps=1)
+    assert accumulation.outcome().did.startswith("1 batch of 4 a step" if effective else "1 batch")
+    assert accumulation.outcome().effective is effective
 
 
 SIZES = (3, 1, 4, 2, 5, 2, 6)

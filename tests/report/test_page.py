@@ -10,6 +10,7 @@ import pytest
 from lightning_eff.report import history
 from lightning_eff.report.page import notebook_frame, report_page, verdict
 from lightning_eff.report.recording import CATEGORIES
+from lightning_eff.report.summary import report_text
 from tests.support.reports import MEMORY, Reader, make_page, make_report
 
 LINE = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
@@ -107,9 +108,10 @@ def test_one_sentence_compares_a_run_to_its_baseline(changes: dict[str, Any], te
         "measured": {"samples_per_s": 10.0, "peak_bytes": 4096},
         "environment": {},
     }
-    memory = {"by_category": {"parameters": 1024, "activations": 3072}}
+    memory = {"phase": "forward", "by_category": {"parameters": 1024, "activations": 3072}}
     report = make_report(measured=measured, baseline=baseline, memory=memory)
     assert verdict(report) == text
+    assert report_text(report).endswith(f"\n {text}") is ("baseline" in text)
     there = baseline | {"environment": {"device": "H100"}}
     moved = verdict(report | {"baseline": there})
     assert ("(lm, run 1), which ran on H100" in moved) is ("baseline" in text)

@@ -1,8 +1,8 @@
-"""Write what a machine writes in docs/: frames of pages, and the table of all techniques.
+"""Write what a machine writes in docs/: the frames of pages, and tables of all techniques and recipes.
 
 A technique's frame is what files say already: the docstring of its module, the comments of its YAML, its
-rules, and the rows of `benchmarks/compare_*.json`. A benchmark's is the table of its figures. A frame lies
-between two markers; what is beside it is written by hand.
+rules, and the rows of `benchmarks/compare_*.json`. A benchmark's is the table of its figures (benchmarks.py).
+A frame lies between two markers; the rest is written by hand.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ SLOT = {
 }
 """How a class of each group is given to Lightning; `name` is the class."""
 
+SHOWN = (
+    "baseline",
+    "gradient_checkpointing",
+    "micro_batch",
+    "tiled_loss",
+    "torch_compile",
+    "precision=auto",
+    "combined",
+)
+"""Rows of the comparison that README shows."""
+
 
 def pages() -> dict[Path, str]:
     """Return every page that has frames, with the text that each of them should have."""
@@ -48,8 +59,9 @@ def pages() -> dict[Path, str]:
 
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
-    if source == "techniques":
-        text = techniques_table()
+    written = {"techniques": techniques_table, "recipes": recipes_table, "excerpt": excerpt}
+    if source in written:
+        text = written[source]()
     elif source.startswith("benchmarks"):
         text = benchmarks.frame(source)
     else:
@@ -69,11 +81,12 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
         ["**On a GPU**", "not measured on a GPU yet"],
     ]
     parts = [summary, table(["", ""], rows), *([body] if is_alone else [])]
-    options = [
-        [f"`{key}`", f"`{value}`", text] for key, value, text in catalog.yaml_parameters(yaml_of(name))
-    ]
-    if options:
-        parts += ["## Options", table(["option", "default", "meaning"], options)]
+    parameters = catalog.yaml_parameters(yaml_of(name))
+    if parameters:
+        parts += [
+            "## Options",
+            table(["option", "default", "meaning"], ([f"`{k}`", f"`{v}`", m] for k, v, m in parameters)),
+        ]
     named = [
         [f"`{group}={file.stem}`", catalog.yaml_header(file)]
         for file in sorted(yaml_of(name).parent.glob("*.yaml"))
@@ -83,8 +96,10 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
         parts += ["Settings with a name:", table(["", ""], named)]
     conflicts = [[found, reason, remedies] for found, reason, remedies in rules(name)]
     if conflicts:
-        head = ["combined with", "what would happen", "instead"]
-        parts += ["## Checked before the run", table(head, conflicts)]
+        parts += [
+            "## Checked before the run",
+            table(["combined with", "what would happen", "instead"], conflicts),
+        ]
     parts += ["## Measured", measured(name)]
     return "\n\n".join([*parts, f"Source: {sections['Source']}"])
 
@@ -94,9 +109,8 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
     text = catalog.module_docstring(ROOT / "lightning_eff" / f"{name}.py")
     introduction, *rest = re.split(rf"^({'|'.join(HEADINGS)}):", text, flags=re.MULTILINE)
     summary, _, body = introduction.partition("\n")
-    sections = {
-        heading: " ".join(words.split()) for heading, words in zip(rest[::2], rest[1::2], strict=True)
-    }
+    texts = (" ".join(words.split()) for words in rest[1::2])
+    sections = {heading: text[:1].upper() + text[1:] for heading, text in zip(rest[::2], texts, strict=True)}
     return summary, body.strip(), sections
 
 
@@ -104,8 +118,9 @@ def rules(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield the combinations that the rules of a technique, as its YAML constructs it, know about."""
     written = {k: v for k, v in yaml.safe_load(yaml_of(name).read_text()).items() if not k.startswith("_")}
     kind = class_of(name)
-    is_partial = name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module"
-    technique: Any = kind if is_partial else None
+    technique: Any = (
+        kind if name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module" else None
+    )
     if technique is None and None not in (written.get("optimizer", 0), written.get("global_batch_size", 0)):
         technique = kind(**written)
     if not isinstance(technique, HasFacts):
@@ -148,8 +163,16 @@ def measured(name: str) -> str:
     page = f"More: [benchmark](../benchmarks/{option}.md)." if has_page else ""
     if not rows:
         return page or "Not measured yet."
-    head = ["recipe", "technique", "samples/s", "times baseline", "peak", "times baseline"]
-    head += ["loss difference", "status"]
+    head = [
+        "recipe",
+        "technique",
+        "samples/s",
+        "times baseline",
+        "peak",
+        "times baseline",
+        "loss difference",
+        "status",
+    ]
     source = "From [`lightning-eff compare`](../benchmarks/compare.md) on two cores of a CPU."
     return "\n\n".join(part for part in (table(head, rows), source, page) if part)
 
@@ -159,10 +182,24 @@ def techniques_table() -> str:
     rows = []
     for name in TECHNIQUES:
         _, _, sections = card(name)
-        option = name.rpartition("/")[2]
-        cards = (sections[heading] for heading in ("Saves", "Costs", "When not"))
-        rows.append([f"[`{name}`]({option}.md)", *cards])
+        page = DOCS / "techniques" / f"{name.rpartition('/')[2]}.md"
+        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        rows.append([f"[{title}]({page.name})", *(sections[each] for each in ("Saves", "Costs", "When not"))])
     return table(["technique", "saves", "costs", "when not"], rows)
+
+
+def recipes_table() -> str:
+    """Return one line a recipe, from the first comment of its file."""
+    return table(["recipe", ""], ([f"`{entry.name}`", entry.summary] for entry in catalog.recipes()))
+
+
+def excerpt() -> str:
+    """Return the rows of a comparison that README shows."""
+    of_lm = [rows for content, rows in benchmarks.comparisons() if content["recipe"] == "lm"]
+    rows = [cells(row) for found in of_lm for row in found if row.technique in SHOWN]
+    return table(
+        ["technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference"], rows
+    )
 
 
 def table(head: Sequence[str], rows: Any) -> str:
