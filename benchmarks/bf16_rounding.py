@@ -10,16 +10,14 @@ is that of 20 batches after the last step. A run that is in `--folder` already i
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from _common import arguments, publish
 from lightning_eff.core.text import text_table
 
 RUNS: dict[str, list[str]] = {
@@ -37,6 +35,8 @@ SMALL = [
 ]  # fmt: skip
 LAST = 10
 """Steps over which the training loss is averaged."""
+STEPS_OF_A_MEAN = 20
+"""Of the curves, as they are shown."""
 
 
 def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str]) -> dict[str, Any]:
@@ -74,21 +74,9 @@ def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -
     }
 
 
-def main() -> None:
-    """Train, print a table, and write the figures and the curves."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--lr", help="learning rate; the recipe's by default")
-    parser.add_argument("--small", action="store_true", help="a tiny model, four steps")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/bf16_rounding"))
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for seed in given.seeds:
-        reports = {
-            name: trained(name, seed, given.lr, given.folder, SMALL if given.small else []) for name in RUNS
-        }
-        rows += [row_of(name, seed, report, reports["float32"]) for name, report in reports.items()]
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each run, and its training loss as means over some steps each."""
+    rows = content["rows"]
     head = ["run", "seed", "validation loss", "of float32", f"training, last {LAST}", "of float32"]
     head += ["unmoved", "state MiB", "peak MiB"]
     cells = [
@@ -100,11 +88,31 @@ def main() -> None:
         ]
         for row in rows
     ]  # fmt: skip
-    print(text_table(head, cells))  # noqa: T201
-    if given.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        curves = ",\n  ".join(json.dumps(row) for row in rows)  # a line a run, with all of its losses
-        given.json.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n  {curves}\n]}}\n')
+    curves = [row["curve"] for row in rows]
+    means = [
+        [f"{begin + 1}-{begin + STEPS_OF_A_MEAN}"]
+        + [f"{statistics.fmean(curve[begin : begin + STEPS_OF_A_MEAN]):.3f}" for curve in curves]
+        for begin in range(0, len(curves[0]), STEPS_OF_A_MEAN)
+    ]
+    names = [f"{row['run']} ({row['seed']})" for row in rows]
+    return "\n\n".join([text_table(head, cells), text_table(["steps", *names], means)])
+
+
+def main() -> None:
+    """Train, print the tables, and keep the figures and the curves."""
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--lr", help="learning rate; the recipe's by default")
+    parser.add_argument("--small", action="store_true", help="a tiny model, four steps")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/bf16_rounding"))
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for seed in given.seeds:
+        reports = {
+            name: trained(name, seed, given.lr, given.folder, SMALL if given.small else []) for name in RUNS
+        }
+        rows += [row_of(name, seed, report, reports["float32"]) for name, report in reports.items()]
+    publish(given.json, {"rows": rows}, table)
 
 
 if __name__ == "__main__":

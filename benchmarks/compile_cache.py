@@ -8,7 +8,6 @@ included. All of them share one folder, which is empty before the first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,9 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_eff.core.machine import machine_info
+from _common import arguments, publish
 from lightning_eff.core.text import human_bytes, text_table
 
 
@@ -33,28 +30,29 @@ def start(recipe: str, folder: str, more: list[str]) -> dict[str, Any]:
     return {key: numbers[key] for key in ("compile_s", "graphs", "cached", "not_cached", "cache_bytes")}
 
 
-def main() -> None:
-    """Start several times, and print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="fast")
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*", help="of every run")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [start(options.recipe, folder, options.overrides) for _ in range(options.starts)]
-    table = [
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each start."""
+    rows = content["rows"]
+    cells = [
         [
             str(number), f"{row['compile_s']:.1f} s", f"{row['compile_s'] / rows[0]['compile_s']:.2f}",
             str(row["cached"]), str(row["not_cached"]), human_bytes(row["cache_bytes"]),
         ]
         for number, row in enumerate(rows, 1)
     ]  # fmt: skip
-    names = ["start", "compiling", "x first", "graphs found", "compiled", "folder"]
-    print(text_table(names, table))  # noqa: T201
-    if options.json is not None:
-        content = {"rows": rows, "machine": machine_info(torch.device("cpu"))}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return text_table(["start", "compiling", "x first", "graphs found", "compiled", "folder"], cells)
+
+
+def main() -> None:
+    """Start several times, print the table, and keep the figures."""
+    parser = arguments(__doc__)
+    parser.add_argument("--recipe", default="fast")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("overrides", nargs="*", help="of every run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [start(options.recipe, folder, options.overrides) for _ in range(options.starts)]
+    publish(options.json, {"rows": rows}, table)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,16 @@ A small model is trained for one epoch at a time, the variants in turns, A B C A
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import os
-import platform
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from _common import arguments, publish
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.core.text import text_table
 
@@ -91,12 +87,16 @@ def epoch(kind: str, keywords: dict[str, Any] | None, length: int) -> tuple[floa
     return model.began_s[-1] - model.began_s[0], model.began_s[0] - start, said
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each kind of samples and each variant."""
+    return text_table(content["head"], content["rows"])
+
+
 def main() -> None:
-    """Measure, print a table, and write the raw figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--length", type=int, default=800)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -112,10 +112,7 @@ def main() -> None:
             chosen = said.partition(" (")[0]
             rows.append([kind, name, chosen, f"{seconds:.2f}", f"{plain_s / seconds:.2f}", f"{setup_s:.2f}"])
     head = ["samples", "variant", "chosen", "epoch s", "x plain", "setup s"]
-    print(text_table(head, rows))  # noqa: T201
-    if given.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        given.json.write_text(json.dumps({"versions": versions, "head": head, "rows": rows}, indent=1) + "\n")
+    publish(given.json, {"head": head, "rows": rows}, table)
 
 
 if __name__ == "__main__":

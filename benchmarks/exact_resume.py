@@ -10,20 +10,14 @@ the order's included, is beside it.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from torch.utils.data import DataLoader, Dataset
 
+from _common import arguments, publish, rows_table
 from lightning_eff import resumable
-from lightning_eff.core.text import text_table
 
 
 class Counted(Dataset[int]):
@@ -83,23 +77,22 @@ def time_to_skip(num_samples: int, batch_size: int) -> dict[str, float]:
     return {"resumed_s": skipped, "plain_s": plain, "loaded": num_loaded - batch_size, "bytes_a_rank": size}
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return what a step takes more, and what skipping takes."""
+    steps = [{"loader": name, "added us a step": us} for name, us in content["added_us"].items()]
+    formats = {"added us a step": ".2f", "resumed_s": ".6g", "plain_s": ".6g"}
+    return "\n\n".join(rows_table(rows, formats) for rows in (steps, content["rows"]))
+
+
 def main() -> None:
-    """Print both."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure both, print the tables, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    steps = added_per_step(arguments.rounds)
-    skips = [{"batch_size": size} | time_to_skip(arguments.samples, size) for size in (1, 32)]
-    print(text_table(["loader", "added us a step"], [[k, f"{v:.2f}"] for k, v in steps.items()]))  # noqa: T201
-    keys = list(skips[0])
-    print(text_table(keys, [[f"{row[key]:.6g}" for key in keys] for row in skips]))  # noqa: T201
-    if arguments.json is not None:
-        versions = {"torch": torch.__version__, "lightning": pl.__version__}
-        versions["python"] = platform.python_version()
-        record = {"versions": versions, "added_us": steps, "rows": skips}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    given = parser.parse_args()
+    steps = added_per_step(given.rounds)
+    skips = [{"batch_size": size} | time_to_skip(given.samples, size) for size in (1, 32)]
+    publish(given.json, {"added_us": steps, "rows": skips}, table)
 
 
 if __name__ == "__main__":

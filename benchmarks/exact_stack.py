@@ -11,14 +11,10 @@ counts, by the CPU's clock on one thread.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import platform
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from _common import arguments, publish
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.tiled_loss import TiledLoss
@@ -117,12 +114,26 @@ def run(who: str, sizes: dict[str, int], batch_size: int, steps: int, folder: st
     return report.report["memory"]["num_bytes"], noted
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each run."""
+    header = ["who", "MiB at 16, predicted", "of plain", "at 4, predicted", "measured", "CPU s", "of plain"]
+    cells = [
+        [
+            r["who"], f"{r['predicted_bytes_at_16'] / 2**20:.1f}", f"{r['peak_ratio_at_16']:.3f}",
+            f"{r['predicted_bytes_at_4'] / 2**20:.1f}", f"{r['measured_bytes_at_4'] / 2**20:.1f}",
+            f"{r['cpu_s_of_a_step']:.2f}", f"{r['time_ratio_at_4']:.2f}",
+            " ".join(f"{loss:.6f}" for loss in r["losses"]),
+        ]
+        for r in content["rows"]
+    ]  # fmt: skip
+    return text_table([*header, "losses"], cells)
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--small", action="store_true", help="a model of two layers")
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -141,29 +152,7 @@ def main() -> None:
     for row in rows:
         row["peak_ratio_at_16"] = row["predicted_bytes_at_16"] / plain["predicted_bytes_at_16"]
         row["time_ratio_at_4"] = row["cpu_s_of_a_step"] / plain["cpu_s_of_a_step"]
-    header = [
-        "who",
-        "MiB at 16, predicted",
-        "of plain",
-        "at 4, predicted",
-        "measured",
-        "CPU s",
-        "of plain",
-        "losses",
-    ]
-    cells = [
-        [
-            r["who"], f"{r['predicted_bytes_at_16'] / 2**20:.1f}", f"{r['peak_ratio_at_16']:.3f}",
-            f"{r['predicted_bytes_at_4'] / 2**20:.1f}", f"{r['measured_bytes_at_4'] / 2**20:.1f}",
-            f"{r['cpu_s_of_a_step']:.2f}", f"{r['time_ratio_at_4']:.2f}",
-            " ".join(f"{loss:.6f}" for loss in r["losses"]),
-        ]
-        for r in rows
-    ]  # fmt: skip
-    print(text_table(header, cells))  # noqa: T201
-    if given.json is not None:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    publish(given.json, {"rows": rows}, table)
 
 
 if __name__ == "__main__":

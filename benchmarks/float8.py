@@ -9,19 +9,14 @@ what rounding alone does to a run.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_eff.core.machine import machine_info
-from lightning_eff.core.text import text_table
+from _common import arguments, publish, rows_table
 
 PRECISIONS = {
     "bf16_mixed": ["precision=bf16_mixed"],
@@ -31,6 +26,7 @@ PRECISIONS = {
         for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise")
     },
 }
+FORMATS = {"first": ".4f", "last": ".4f", "largest difference": ".2%"}
 
 
 def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[float], str]:
@@ -48,11 +44,16 @@ def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[f
     return [loss for _, loss in report["losses"]], did
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each precision."""
+    rows = [{key: row[key] for key in ("precision", *FORMATS)} for row in content["rows"]]
+    return rows_table(rows, FORMATS, {"first": "first loss", "last": "last loss"})
+
+
 def main() -> None:
-    """Train, and print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Train, print the table, and keep the losses."""
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()
     runs = {name: losses_of(words, options.steps, options.overrides) for name, words in PRECISIONS.items()}
@@ -60,28 +61,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, (losses, did) in runs.items():
         apart = max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))
-        rows.append(
-            {
-                "precision": name,
-                "first": losses[0],
-                "last": losses[-1],
-                "largest difference": apart,
-                "did": did,
-            }
-        )
-    table = [
-        [row["precision"], f"{row['first']:.4f}", f"{row['last']:.4f}", f"{row['largest difference']:.2%}"]
-        for row in rows
-    ]
-    print(text_table(["precision", "first loss", "last loss", "largest difference"], table))  # noqa: T201
-    if options.json is not None:
-        machine = machine_info(torch.device("cpu")) | {"platform": platform.platform()}
-        content = {
-            "rows": rows,
-            "losses": {name: losses for name, (losses, _) in runs.items()},
-            "machine": machine,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        row = {"precision": name, "first": losses[0], "last": losses[-1]}
+        rows.append(row | {"largest difference": apart, "did": did})
+    by_name = {name: losses for name, (losses, _) in runs.items()}
+    publish(options.json, {"rows": rows, "losses": by_name}, table, "torchao")
 
 
 if __name__ == "__main__":

@@ -11,25 +11,17 @@ All take turns, in rounds of calls, on one thread; of each the fastest round cou
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch import nn
-from triton.backends.compiler import GPUTarget
 
-from lightning_eff.core.text import text_table
+from _common import arguments, publish, rows_table
 from lightning_eff.kernels import devices, dispatch, matmul
-from lightning_eff.kernels.gemm_kernels import gemm_tma
-from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.operands import check_operands
 
@@ -94,6 +86,12 @@ def layers(rounds: int) -> list[dict[str, Any]]:
 
 def launches(rounds: int) -> list[dict[str, Any]]:
     """Return a row for each way to our kernels, for an H200 that launches nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from lightning_eff.kernels.gemm_kernels import gemm_tma
+    from lightning_eff.kernels.launch import launch
+
     gpu = devices.DEVICES["h200"]
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", gpu.capability, 32),
@@ -134,24 +132,18 @@ def launches(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each that was timed."""
+    return rows_table(content["rows"], {"us": ".2f", "ratio": ".2f"})
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [*layers(arguments.rounds), *launches(arguments.rounds)]
-    keys = list(rows[0])
-    cells = [[f"{row[key]:.2f}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows]
-    print(text_table(keys, cells))  # noqa: T201
-    if arguments.json is not None:
-        versions = {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        }
-        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    publish(given.json, {"rows": [*layers(given.rounds), *launches(given.rounds)]}, table, "triton")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,7 @@ parameters), trained in float32 with AdamW. The step runs on fake tensors, which
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from _common import arguments, publish
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
@@ -76,9 +73,27 @@ def measure(policy: dict[str, Any], batch_size: int, *, fake: bool, fused: bool)
         return train(model, optimizer, batch, live)
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each batch size and each policy."""
+    rows = content["rows"]
+    plain = {row["batch_size"]: row["peak_bytes"] for row in rows if row["policy"] == "plain"}
+    cells = [
+        [
+            str(row["batch_size"]),
+            row["policy"],
+            *(f"{row['phases'][phase] / 1e6:.1f}" for phase in ("forward", "backward", "step")),
+            f"{row['peak_bytes'] / 1e6:.1f}",
+            f"{row['peak_bytes'] / plain[row['batch_size']]:.3f}",
+        ]
+        for row in rows
+    ]
+    header = ["batch", "policy", "forward MB", "backward MB", "step MB", "peak MB", "x plain"]
+    return text_table(header, cells)
+
+
 def main() -> None:
-    """Print the table; write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Count, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument(
         "--real", type=int, default=0, help="check the count of this batch size with real memory"
     )
@@ -87,7 +102,6 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=[*POLICIES][1:], default=list(POLICIES)[1:], help="beside plain"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for batch_size in given.batch_sizes:
@@ -99,25 +113,9 @@ def main() -> None:
                 if real != peaks:
                     text = f"{name}: the real step differs: {real}, fake {peaks}"
                     raise SystemExit(text)
-            rows.append(
-                {"batch_size": batch_size, "policy": name, "peak_bytes": max(peaks.values()), "phases": peaks}
-            )
-    plain = {row["batch_size"]: row["peak_bytes"] for row in rows if row["policy"] == "plain"}
-    table = [
-        [
-            str(row["batch_size"]),
-            row["policy"],
-            *(f"{row['phases'][phase] / 1e6:.1f}" for phase in ("forward", "backward", "step")),
-            f"{row['peak_bytes'] / 1e6:.1f}",
-            f"{row['peak_bytes'] / plain[row['batch_size']]:.3f}",
-        ]
-        for row in rows
-    ]
-    header = ["batch", "policy", "forward MB", "backward MB", "step MB", "peak MB", "x plain"]
-    print(text_table(header, table))  # noqa: T201
-    if given.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+            row = {"batch_size": batch_size, "policy": name, "peak_bytes": max(peaks.values())}
+            rows.append(row | {"phases": peaks})
+    publish(given.json, {"rows": rows}, table)
 
 
 if __name__ == "__main__":

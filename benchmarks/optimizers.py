@@ -10,26 +10,28 @@ and state (temporaries), counted storage by storage; compiled steps (torchao) ar
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from _common import arguments, publish, rows_table
 from lightning_eff.core.optimization.build import build
-from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
 from lightning_eff.optimizer.adamw_bf16 import AdamWBf16
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.report.live_bytes import LiveBytes, state_bytes, tensors_in
+
+TITLES = {
+    "step_ms": "CPU ms a step", "times_faster": "x loop", "state_bytes_per_parameter": "state B/parameter",
+    "temporary_bytes_per_parameter": "temporaries B/parameter",
+}  # fmt: skip
+LIBRARIES = ("pytorch_optimizer", "schedulefree", "bitsandbytes", "torchao")
 
 
 def optional(module: str, name: str) -> Callable[..., Any] | None:
@@ -99,14 +101,18 @@ class Trial:
         return live.peak_bytes - before
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each optimizer."""
+    return rows_table(content["rows"], dict.fromkeys(TITLES, ".2f"), TITLES, missing="not counted")
+
+
 def main() -> None:
-    """Measure, print a table, and write the raw figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="optimizers beside the base; all by default"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     names = list(factories()) if given.only is None else ["adamw loop", *given.only]
     trials = {name: Trial(factory) for name, factory in factories().items() if name in names and factory}
@@ -130,16 +136,7 @@ def main() -> None:
                 else temporaries / num_parameters,
             }
         )
-    head = ["optimizer", "CPU ms a step", "x loop", "state B/parameter", "temporaries B/parameter"]
-    cells = [[_shown(value) for value in row.values()] for row in rows]
-    print(text_table(head, cells))  # noqa: T201
-    if given.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-
-
-def _shown(value: Any) -> str:
-    return "not counted" if value is None else value if isinstance(value, str) else f"{value:.2f}"
+    publish(given.json, {"rows": rows}, table, *LIBRARIES)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ memory: a loss in chunks that keeps its logits in bf16 and nothing in float32.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import platform
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from _common import arguments, publish, rows_table
 from lightning_eff.callbacks.gradient_checkpointing import recompute
-from lightning_eff.core.text import text_table
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import Prediction, predict_step
 
@@ -98,6 +94,10 @@ LADDER: dict[str, Row] = {
     "+ 8-bit optimizer": (17.6, OFFLOAD, chunked_loss, eight_bit),
 }
 """Published GiB of active memory (README of pytorch/torchtune, an A100), and what stands for each here."""
+TITLES = {
+    "row": "row", "published_gib": "published GiB", "predicted_gib": "predicted GiB", "ratio": "ratio",
+    "phase": "peak in", "seconds": "s",
+}  # fmt: skip
 
 
 def predicted(name: str) -> tuple[Prediction, float]:
@@ -108,13 +108,20 @@ def predicted(name: str) -> tuple[Prediction, float]:
     return predict_step(make, tokens, loss, optimizer), time.perf_counter() - began
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each of the ladder, and what the planner itself took."""
+    rows = [{key: row[key] for key in TITLES} for row in content["rows"]]
+    formats = {"predicted_gib": ".1f", "ratio": ".3f", "seconds": ".1f"}
+    own = f" {content['memory_gib']:.1f} GiB of memory at most, imports included"
+    return f"{rows_table(rows, formats, TITLES)}\n\n{own}"
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Predict, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=LADDER, default=list(LADDER), help="rows; all by default"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in given.only:
@@ -127,23 +134,8 @@ def main() -> None:
         row |= {"seconds": seconds, "phase": peak and peak.phase, "reason": found.reason}
         row["by_category"] = peak and peak.by_category
         rows.append(row)
-    table = [
-        [
-            r["row"],
-            str(r["published_gib"]),
-            f"{r['predicted_gib'] or 0:.1f}",
-            f"{r['ratio'] or 0:.3f}",
-            str(r["phase"]),
-            f"{r['seconds']:.1f}",
-        ]
-        for r in rows
-    ]
-    print(text_table(["row", "published GiB", "predicted GiB", "ratio", "peak in", "s"], table))  # noqa: T201
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    print(f"{grown:.2f} GiB of memory at most, imports included")  # noqa: T201
-    if given.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    publish(given.json, {"rows": rows, "memory_gib": grown}, table, "transformers", "bitsandbytes")
 
 
 if __name__ == "__main__":

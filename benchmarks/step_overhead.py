@@ -9,22 +9,18 @@ Timed is the part of a step that is the loop's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import platform
 import random
 import statistics
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.core.text import text_table
+from _common import arguments, publish, rows_table
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 
@@ -98,15 +94,20 @@ def measure(num_steps: int) -> dict[str, list[float]]:
     return {name: times[WARM_UP:] for name, times in turns.times_us.items()}
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each loop."""
+    rows = content["rows"]
+    return rows_table(rows, {key: ".1f" for key in rows[0] if key != "loop"})
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    times = measure(arguments.steps)
+    times = measure(given.steps)
     rows: list[dict[str, Any]] = []
     for name, own in times.items():
         added = [a - b for a, b in zip(own, times["lightning"], strict=False)]
@@ -114,12 +115,7 @@ def main() -> None:
             {"loop": name, "step_us": statistics.median(own), "added_us": statistics.median(added)}
             | {f"step_us_{q}": statistics.quantiles(own, n=20)[i] for q, i in (("p5", 0), ("p95", 18))}
         )
-    keys = list(rows[0])
-    print(text_table(keys, [[r[k] if k == "loop" else f"{r[k]:.1f}" for k in keys] for r in rows]))  # noqa: T201
-    if arguments.json is not None:
-        versions = {"torch": torch.__version__, "lightning": pl.__version__}
-        record = {"versions": versions | {"python": platform.python_version()}, "rows": rows}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    publish(given.json, {"rows": rows}, table)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,17 @@ Beside it 1x1 and patch convolutions by torch and as a view and a product of mat
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from _common import arguments, publish, rows_table
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.callbacks.tiled_conv import tile_convs
-from lightning_eff.core.text import text_table
 from lightning_eff.report.live_bytes import LiveBytes
 
 CHANNELS, LEVELS, CLASSES = 16, 3, 2
@@ -172,20 +168,25 @@ def peak_bytes(step: Callable[[], object], before: list[Tensor]) -> int:
     return live.peak_bytes - begin
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each scene and who computes it."""
+    formats = {"peak_mib": ".1f", "of_base": ".2f", "cpu_s": ".3f", "times_base": ".2f"}
+    return rows_table(content["rows"], formats)
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
         "--sides", type=int, nargs=2, default=list(SIDES.values()), help="of 2-D and 3-D images"
     )
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for scene, found in scenes(dict(zip(SIDES, arguments.sides, strict=True))).items():
+    for scene, found in scenes(dict(zip(SIDES, given.sides, strict=True))).items():
         best = dict.fromkeys(found, float("inf"))
-        for _ in range(arguments.rounds):
+        for _ in range(given.rounds):
             for name, (step, _) in found.items():
                 began = time.process_time()
                 step()
@@ -199,13 +200,7 @@ def main() -> None:
             }
             for name, peak in peaks.items()
         ]  # fmt: skip
-    formats = {"peak_mib": ".1f", "of_base": ".2f", "cpu_s": ".3f", "times_base": ".2f"}
-    keys = list(rows[0])
-    cells = [[f"{row[key]:{formats.get(key, '')}}" for key in keys] for row in rows]
-    print(text_table(keys, cells))  # noqa: T201
-    if arguments.json is not None:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    publish(given.json, {"rows": rows}, table)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,16 @@ underflow where they are formed before the scale.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.core.text import text_table
+from _common import arguments, publish, rows_table
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 
 SIZES = (1024, 256, 32000)
@@ -186,41 +182,26 @@ def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as text."""
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each loss in each format, and those of float16."""
     formats = {"MB": ".1f", "s": ".3f", "time ratio": ".2f", "zeros": ".1%"}
-
-    def cell(key: str, value: Any) -> str:
-        if value is None:
-            return "-"
-        return format(value, formats.get(key, ".1e")) if isinstance(value, float) else value
-
-    keys = list(rows[0])
-    return text_table(keys, [[cell(key, row[key]) for key in keys] for row in rows])
+    formats |= dict.fromkeys(("loss error", "x error", "weight error", "error"), ".1e")
+    return "\n\n".join(rows_table(content[name], formats) for name in ("rows", "float16"))
 
 
 def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the tables, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sizes", type=int, nargs=3, default=SIZES, metavar=("N", "D", "V"))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = tuple(arguments.sizes)
+    sizes = tuple(given.sizes)
     rows: list[dict[str, Any]] = []
     for dtype, is_frozen in MOST_MB:
-        rows += case(dtype, sizes, arguments.rounds, is_frozen=is_frozen)
-    print(table(rows))  # noqa: T201
+        rows += case(dtype, sizes, given.rounds, is_frozen=is_frozen)
     float16 = float16_rows(SIZES_FLOAT16 if sizes == SIZES else sizes)
-    print(table(float16))  # noqa: T201
-    if arguments.json is not None:
-        load = os.getloadavg()
-        written = {
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "load": load[0], "rows": rows, "float16": float16,
-        }  # fmt: skip
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+    publish(given.json, {"rows": rows, "float16": float16}, table, "triton", "liger-kernel")
 
 
 if __name__ == "__main__":

@@ -9,22 +9,18 @@ turns. Beside it the MLP as it is, under one checkpoint, and Liger's tiles where
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
-import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from _common import arguments, publish, rows_table
 from lightning_eff.callbacks.tiled_mlp import tile_mlps
-from lightning_eff.core.text import text_table
 from lightning_eff.report.live_bytes import LiveBytes
 
 TOKENS, FEATURES, WIDTH = 4096, 256, 1024
@@ -127,16 +123,21 @@ def seconds(found: dict[str, tuple[Any, nn.Module]], rounds: int) -> dict[str, f
     return best
 
 
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each that computes the MLP."""
+    formats = {"cpu_s": ".3f", "peak_mib": ".1f", "of_plain": ".3f", "times_plain": ".2f", "error": ".1e"}
+    return rows_table(content["rows"], formats)
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
     found = runs()
     counts = {name: counted(*each) for name, each in found.items()}
-    times = seconds(found, arguments.rounds)
+    times = seconds(found, given.rounds)
     rows = [
         {
             "who": name, "peak_mib": peak / 2**20, "of_plain": peak / counts["plain"][0],
@@ -145,13 +146,7 @@ def main() -> None:
         }
         for name, (peak, num_hooks, error) in counts.items()
     ]  # fmt: skip
-    keys = list(rows[0])
-    formats = {"cpu_s": ".3f", "peak_mib": ".1f", "of_plain": ".3f", "times_plain": ".2f", "error": ".1e"}
-    cells = [[f"{row[key]:{formats.get(key, '')}}" for key in keys] for row in rows]
-    print(text_table(keys, cells))  # noqa: T201
-    if arguments.json is not None:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    publish(given.json, {"rows": rows}, table, "liger-kernel")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
-"""Every benchmark script runs; exact figures that are published are what their command gives."""
+"""Every benchmark script runs; what is kept is on a page, and was measured with the versions of today."""
 
 from __future__ import annotations
 
 import json
 import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from lightning_eff.comparison.result_table import ComparisonRow
+from tests.support import benchmarks
+
+FOLDER = benchmarks.FOLDER
+BY_THE_COMMAND = "blocking"
+"""Kept by `lightning-eff bench`, not by a script."""
 
 SMALLEST = {
     "bf16_rounding": ["--small", "--seeds", "1", "--folder", "{folder}"],
@@ -33,7 +39,7 @@ SMALLEST = {
 
 
 def test_every_script_has_its_smallest_size() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(SMALLEST)
+    assert set(benchmarks.SCRIPTS) == set(SMALLEST)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -41,34 +47,73 @@ def test_every_script_has_its_smallest_size() -> None:
     "name",
     [pytest.param(name, marks=[] if name == "live_bytes" else [pytest.mark.slow]) for name in SMALLEST],
 )
-def test_a_script_prints_its_table_and_writes_its_rows(
+def test_a_script_prints_its_table_and_keeps_its_figures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.json"
+    path, script = tmp_path / "rows.json", FOLDER / f"{name}.py"
     words = [word.replace("{folder}", str(tmp_path / "runs")) for word in SMALLEST[name]]
-    monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(path)])
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    measured = json.loads(path.read_text())
-    published = json.loads((FOLDER / f"{name}.json").read_text())
+    monkeypatch.setattr(sys, "argv", [str(script), *words, "--json", str(path)])
+    monkeypatch.syspath_prepend(FOLDER)
+    ran = runpy.run_path(str(script), run_name="__main__")
+    measured, published = json.loads(path.read_text()), benchmarks.kept()[name]
     assert measured.keys() == published.keys()
+    assert measured["command"].endswith(f"python benchmarks/{name}.py {' '.join(words)} --json {path}")
+    assert measured["versions"].keys() >= {"python", "torch", "lightning"}
     first, of_published = measured["rows"][0], published["rows"][0]
     assert len(first) == len(of_published)
     if isinstance(first, dict):
         assert first.keys() == of_published.keys()
-    shown = capsys.readouterr().out
-    assert len(shown.splitlines()) > len(measured["rows"])
-    if name == "live_bytes":
-        check_live_bytes(measured, published)
+    assert capsys.readouterr().out == f"{ran['table'](measured)}\n"
+    if name == "live_bytes" and torch.__version__ == published["versions"]["torch"]:
+        assert all(row in published["rows"] for row in measured["rows"])
 
 
-def check_live_bytes(measured: dict[str, Any], published: dict[str, Any]) -> None:
-    if torch.__version__ != published["versions"]["torch"]:
-        pytest.skip("another torch may keep other tensors")
-    table = (FOLDER / "live_bytes.md").read_text()
-    for row in measured["rows"]:
-        assert row in published["rows"]
-        phases = row["phases"]
-        assert (
-            f"| 1 | {row['policy']} | {phases['forward'] / 1e6:.1f} | {phases['backward'] / 1e6:.1f} |"
-            in table
-        )
+def test_what_is_kept_has_a_script_and_a_page_and_every_page_has_what_is_kept() -> None:
+    names = {name for name in benchmarks.kept() if not name.startswith(benchmarks.COMPARE)}
+    assert names == {*benchmarks.SCRIPTS, BY_THE_COMMAND}
+    pages = {path.stem: path.read_text() for path in benchmarks.PAGES.glob("*.md")}
+    assert pages.keys() == {*names, "index", "compare"}
+    for name, text in pages.items():
+        source = "benchmarks" if name == "index" else f"benchmarks/{name}"
+        assert text.count(f"<!-- written by `make pages` from {source} -->") == 1, name
+
+
+@pytest.mark.parametrize("name", benchmarks.kept())
+def test_what_is_kept_was_measured_with_tested_versions(name: str) -> None:
+    content = benchmarks.kept()[name]
+    known, old = benchmarks.stated(content), benchmarks.outdated(content)
+    again = f"benchmarks/{name}.json: {', '.join(old)}; measure again: {known['command']}; then make pages"
+    assert not old, again
+    assert benchmarks.versions(content).keys() >= {"python", "torch"}
+
+
+@pytest.mark.parametrize("key", ["versions", "environment"])
+def test_another_minor_release_is_outdated_and_a_patch_is_not(key: str) -> None:
+    content: dict[str, Any] = dict(benchmarks.kept()["host_time"])
+    tested = content.pop("versions")
+    major, minor, _ = tested["torch"].split(".")
+    assert benchmarks.outdated({key: tested | {"torch": f"{major}.{minor}.99+cu130"}}) == []
+    (said,) = benchmarks.outdated({key: tested | {"torch": f"{major}.{int(minor) - 1}.0+cpu"}})
+    assert said.startswith(f"torch {major}.{int(minor) - 1}.0+cpu, tested is {major}.{minor}.")
+
+
+def test_comparisons_are_shown_with_command_date_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        ComparisonRow("baseline", "measured", samples_per_s=10.0, speed_ratio=1.0, num_rounds=1),
+        ComparisonRow("muon", "failed", "no room"),
+    ]
+    environment = {"python": "3.11.7", "torch": "2.13.0", "device": "AMD EPYC", "threads": 2, "cores": 4}
+    content = {"recipe": "lm", "command": "lightning-eff compare lm", "steps": 8, "rounds": 1}
+    content |= {"environment": environment, "rows": [asdict(row) for row in rows]}
+    monkeypatch.setattr(benchmarks, "kept", lambda: {"compare_lm": content | {"date": "2026-11-30T10:00"}})
+    shown = benchmarks.frame("benchmarks/compare")
+    assert shown.startswith("## `lm`\n\n```text\n technique  samples/s  x base")
+    assert "\n muon       -          -       -     -       -          failed: no room\n```\n\n" in shown
+    line = (
+        "Measured by `lightning-eff compare lm`: 2026-11-30, python 3.11.7, torch 2.13.0; AMD EPYC, 2 of 4 "
+    )
+    assert f"{line}cores. 8 steps a trial, rounds: 1. Only one round" in shown
+    monkeypatch.setattr(benchmarks, "kept", lambda: {"compare_lm": content})
+    assert "compare lm`: python 3.11.7" in benchmarks.frame("benchmarks/compare")
+    monkeypatch.setattr(benchmarks, "kept", dict)
+    assert benchmarks.frame("benchmarks/compare") == "No comparison has been kept yet."

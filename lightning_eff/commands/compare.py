@@ -78,6 +78,7 @@ def main(options: argparse.Namespace) -> int:
         content = json_safe({
             "recipe": options.recipe,
             "command": shlex.join(["lightning-eff", "compare", *options.arguments]),
+            "date": now.isoformat(timespec="seconds"),
             "steps": options.steps,
             "rounds": options.rounds,
             "environment": reports[0].get("environment", {}) if reports else {},

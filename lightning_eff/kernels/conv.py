@@ -11,7 +11,7 @@ What is computed twice, the halo, is at most a quarter of the layers' outputs wh
 Samples have no halo and are divided first.
 
 Why a 1x1 or a patch convolution is torch's too, and not a view and a product of matrices: torch's own holds
-no byte more (benchmarks/tiled_conv.md). The product is faster on a CPU for few outputs and for patches, but
+no byte more (benchmarks/tiled_conv.py). The product is faster on a CPU for few outputs and for patches, but
 patches are then a copy, and in channels-first memory weights of several samples have a gradient each.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from lightning_eff.planner.prediction import predict_step
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support import benchmarks
 from tests.support.models import make_trainer
 from tests.support.prediction import assert_predicted_is_measured
 from tests.support.ranks import is_equal, run_two_ranks
@@ -166,16 +166,11 @@ def test_predicted_is_measured(plugins: Callable[[], dict[str, Any]], tmp_path: 
     assert predicted == measured
 
 
-def scripted() -> dict[str, Any]:
-    path = Path(__file__).parents[2] / "benchmarks" / "tiled_conv.py"
-    return runpy.run_path(str(path), run_name="benchmark")
-
-
 @pytest.mark.parametrize(("axes", "side"), [pytest.param(2, 512, marks=pytest.mark.slow), (3, 64)])
 def test_the_peak_of_a_unet_is_at_most_three_fifths_of_that_of_recomputed_levels(
     axes: int, side: int
 ) -> None:
-    script = scripted()
+    script = benchmarks.script("tiled_conv")
     batch, peaks = torch.empty(1, 1, *[side] * axes), list[int]()
 
     def made(*, tiled: bool) -> nn.Module:

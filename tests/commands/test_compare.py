@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert not list(tmp_path.glob("outputs/compare/*/runs"))
     assert found["command"].startswith("lightning-eff compare lm")
     assert found["environment"]["torch"]
+    assert datetime.fromisoformat(found["date"]).tzinfo is not None
 
 
 @pytest.mark.slow

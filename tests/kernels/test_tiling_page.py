@@ -64,7 +64,7 @@ def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled()
 
 
 def test_the_overview_shows_what_was_measured() -> None:
-    overview, benchmarks = (ROOT / "docs" / "tiling.md").read_text(), ROOT / "benchmarks"
+    overview, benchmarks = (ROOT / "docs" / "tiling.md").read_text(), ROOT / "docs" / "benchmarks"
     for page, row, columns in (
         ("tiled_loss.md", r"float32 +trained +(?:whole logits|lightning_eff) +([\d.]+)", 2),
         ("tiled_mlp.md", r"(?:plain|callbacks/tiled_mlp, 16 tiles) +([\d.]+) +", 2),

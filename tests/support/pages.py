@@ -1,23 +1,23 @@
-"""Write what a machine writes in docs/: the frame of each technique's page, and the table of all of them.
+"""Write what a machine writes in docs/: the frames of pages, and tables of all techniques and recipes.
 
-A frame is what files say already: the docstring of the technique's module, the comments of its YAML, its
-rules, and the rows of `benchmarks/compare_*.json`. It lies between two markers; the rest is written by hand.
+A technique's frame is what files say already: the docstring of its module, the comments of its YAML, its
+rules, and the rows of `benchmarks/compare_*.json`. A benchmark's is the table of its figures (benchmarks.py).
+A frame lies between two markers; the rest is written by hand.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_eff.comparison.result_table import ComparisonRow, cells
+from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
 from lightning_eff.core.technique import HasFacts, Rule
+from tests.support import benchmarks
 from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
 
 DOCS = ROOT / "docs"
@@ -60,7 +60,12 @@ def pages() -> dict[Path, str]:
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
     written = {"techniques": techniques_table, "recipes": recipes_table, "excerpt": excerpt}
-    text = written[source]() if source in written else technique_frame(source, is_alone=is_alone)
+    if source in written:
+        text = written[source]()
+    elif source.startswith("benchmarks"):
+        text = benchmarks.frame(source)
+    else:
+        text = technique_frame(source, is_alone=is_alone)
     return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"
 
 
@@ -139,16 +144,6 @@ def described(rule: Rule) -> str:
     return f"`{words}`" if group not in ("run", "machine") and rest else words
 
 
-@cache
-def comparisons() -> dict[str, list[ComparisonRow]]:
-    """Return the rows of every comparison that is kept, by recipe."""
-    found = {}
-    for file in sorted((ROOT / "benchmarks").glob("compare_*.json")):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found[file.stem.removeprefix("compare_")] = [ComparisonRow(**row) for row in content["rows"]]
-    return found
-
-
 def measured(name: str) -> str:
     """Return the rows in which a technique was compared, or that there are none."""
     group, _, option = name.partition("/")
@@ -159,16 +154,13 @@ def measured(name: str) -> str:
     ]
     wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in (option, *presets)}
     rows = [
-        [f"`{recipe}`", *cells(row)]
-        for recipe, found in comparisons().items()
+        [f"`{content['recipe']}`", *cells(row)]
+        for content, found in benchmarks.comparisons()
         for row in found
         if row.technique in wanted
     ]
-    page = (
-        f"More: [benchmark](../benchmarks/{option}.md)."
-        if (DOCS / "benchmarks" / f"{option}.md").is_file()
-        else ""
-    )
+    has_page = (benchmarks.PAGES / f"{option}.md").is_file()
+    page = f"More: [benchmark](../benchmarks/{option}.md)." if has_page else ""
     if not rows:
         return page or "Not measured yet."
     head = [
@@ -203,7 +195,8 @@ def recipes_table() -> str:
 
 def excerpt() -> str:
     """Return the rows of a comparison that README shows."""
-    rows = [cells(row) for row in comparisons().get("lm", ()) if row.technique in SHOWN]
+    of_lm = [rows for content, rows in benchmarks.comparisons() if content["recipe"] == "lm"]
+    rows = [cells(row) for found in of_lm for row in found if row.technique in SHOWN]
     return table(
         ["technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference"], rows
     )
