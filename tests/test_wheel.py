@@ -53,15 +53,16 @@ def test_installed_wheel_trains_a_recipe_from_any_folder(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     python = environment / "bin" / "python"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     located = subprocess.run(
         [python, "-c", "import lightning_eff; print(lightning_eff.__file__)"],
-        cwd=elsewhere, check=True, capture_output=True, text=True,
+        cwd=elsewhere, check=True, capture_output=True, text=True, env=environ,
     )  # fmt: skip
     assert located.stdout.startswith(str(site))
     overrides = [*TINY, f"data.source_dir={text_cache}", "data.vocab_size=300"]
     done = subprocess.run(
         [python, "-m", "lightning_eff", "train", "lm", *overrides],
-        cwd=elsewhere, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+        cwd=elsewhere, capture_output=True, text=True, env=environ | {"OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list(elsewhere.glob("outputs/lm/*/report.html"))

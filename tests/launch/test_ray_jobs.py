@@ -184,7 +184,8 @@ def test_a_run_goes_on_with_the_machines_that_are_there() -> None:
             assert f"checkpoints/step-{step}.ckpt" in begun
             assert step > 0
         process.send_signal(signal.SIGTERM)
-        assert process.wait() == 143
+        process.communicate()
+        assert process.returncode == 143
         cluster.stdin.close()
     wait_for(lambda: not processes_of("ray") and not processes_of("lightning_eff"))
     lines = log.read_text()
