@@ -38,6 +38,8 @@ PROPERTIES = [
 """Attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
+FABRIC = "lightning.fabric.wrappers"
+"""Module of the hook that Fabric (2.6) puts on what a model returns: it checks who runs the backward pass."""
 _untraced: Any = torch.compiler.disable
 
 
@@ -143,8 +145,12 @@ class LazyLogits(Tensor):
             if name in METADATA or (name == "__get__" and getattr(func, "__self__", None) in PROPERTIES):
                 return func(*args, **kwargs)
             first = args[0] if args else kwargs.get("input")
-            if name == "register_hook" and str(args[1].__module__).startswith("torch.distributed."):
-                return func(*args, **kwargs)  # of FSDP2: the loss has it too
+            if name == "register_hook" and isinstance(first, LazyLogits):
+                source = str(getattr(getattr(args[1], "func", args[1]), "__module__", ""))
+                if source.startswith("torch.distributed."):
+                    return func(*args, **kwargs)  # of FSDP2: the loss has it too
+                if source == FABRIC and first.x.requires_grad:
+                    return func(first.x, *args[1:])  # it reads no gradient, and that of x is computed too
             if isinstance(first, LazyLogits) and first.first.computed is None:
                 if first.grad_fn is not None and type(first.grad_fn).__name__ not in IDENTITIES:
                     refuse(first)
