@@ -146,11 +146,9 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
             first = args[0] if args else kwargs.get("input")
             if name == "register_hook" and isinstance(first, LazyLogits):
-                source = str(getattr(getattr(args[1], "func", args[1]), "__module__", ""))
-                if source.startswith("torch.distributed."):
-                    return func(*args, **kwargs)  # of FSDP2: the loss has it too
-                if source == FABRIC and first.x.requires_grad:
-                    return func(first.x, *args[1:])  # it reads no gradient, and that of x is computed too
+                hooked = _hooked_without_logits(first, args[1])
+                if hooked is not None:
+                    return func(hooked, *args[1:], **kwargs)
             if isinstance(first, LazyLogits) and first.first.computed is None:
                 if first.grad_fn is not None and type(first.grad_fn).__name__ not in IDENTITIES:
                     refuse(first)
@@ -209,6 +207,14 @@ def lazy(
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             made.register_hook(refuse)
     return made
+
+
+def _hooked_without_logits(logits: LazyLogits, hook: Any) -> Tensor | None:
+    """Return what gets a hook of a library that reads no gradient of logits; None for any other hook."""
+    source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    if source.startswith("torch.distributed."):
+        return logits  # of FSDP2: the loss has it too
+    return logits.x if source == FABRIC and logits.x.requires_grad else None
 
 
 def _may_write(name: str, attribute: Any, kwargs: Any) -> bool:
