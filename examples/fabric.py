@@ -3,7 +3,7 @@
 #
 # A small language model and a hand-written loop. The techniques are functions that change the model, and an
 # object that computes the gradient of a step in micro-batches: the same training three times, in ever less
-# memory. Install: `pip install lightning-eff`. TIME
+# memory. Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
 
 # %%
 from pydoc_data import topics

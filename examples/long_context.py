@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Long sequences
 #
-# A small Llama trains on one sequence at a time. Each run adds the technique that removes what is largest by
-# then: the loss, the activations of all blocks, the MLP of one block. The training stays the same.
-# Install: `pip install 'lightning-eff[hf]'`; nothing is downloaded. TIME
+# A small Llama trains on one sequence at a time. Each run adds the technique that removes what is largest
+# by then: the loss, the activations of all blocks, the MLP of one block. The training stays the same.
+# Install: `pip install 'lightning-eff[hf]'`, no download. Takes less than a minute on two CPU cores.
 
 # %%
 from pydoc_data import topics

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A vision model of your own
 #
-# A residual network in plain Lightning learns scikit-learn's handwritten digits twice: as it is, and with
-# plugins that need less memory for the same steps. Install: `pip install 'lightning-eff[images]'`. TIME
+# A residual network in plain Lightning learns scikit-learn's handwritten digits, without and with plugins that
+# save memory. Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
 
 # %%
 import lightning.pytorch as pl
