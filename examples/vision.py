@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A vision model of your own
 #
-# A residual network in plain Lightning learns scikit-learn's handwritten digits, without and with plugins that
-# save memory. Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
+# A residual network in plain Lightning learns scikit-learn's handwritten digits, without and with plugins
+# that save memory. Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
 
 # %%
 import lightning.pytorch as pl
