@@ -11,9 +11,9 @@ effects are left alone.
 An MLP is tiled where its input has `min_tokens` or more, and `tokens x widest x 5 x itemsize` bytes exceed
 the budget; the number of tiles is the quotient. Its own part of the backward pass then always falls. Whether
 the step's peak lies there, and not in the loss, only a whole step shows: `lightning-eff plan` predicts it.
-The default budget is the input's own size, below which the rest of a block holds more than a tile. It also
-keeps tiles few (at most 20 where the MLP is four times as wide as its input): the gradients of a weight are
-added in the dtype of that weight.
+The default budget is the larger of 64 MiB and the input's own size, below which the rest of a block holds
+more than a tile. It also keeps tiles few (at most 20 where the MLP is four times as wide as its input): the
+gradients of a weight are added in the dtype of that weight.
 
 Saves: the wide activations of MLPs on long sequences.
 Costs: one more forward of the MLPs, by operations at most a third of theirs. Nothing in blocks that

@@ -169,6 +169,9 @@ class ExactGradient:
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
 
+        For `micro_batch_size="auto"`: it copies parameters, gradients and optimizer state to host memory
+        around the step, on a CPU around each, on other devices around the first.
+
         Args:
             optimizer: As wrapped by Fabric, or not.
         """

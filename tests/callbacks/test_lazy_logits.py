@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits
@@ -238,3 +239,13 @@ def test_a_model_and_its_logits_can_be_pickled() -> None:
     twin = pickle.loads(pickle.dumps(ours))
     assert isinstance(twin(X), LazyLogits)
     torch.testing.assert_close(twin(X).exp(), plain(X).exp())
+
+
+def test_under_fabric_who_runs_the_backward_pass_is_checked_without_the_logits() -> None:
+    net, fabric = Net(), Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    (projection,) = tile_loss(net).values()
+    model = fabric.setup_module(net)
+    fabric.backward(ce(model(X)))
+    assert (projection.num_losses, dict(projection.readers)) == (1, {})
+    with pytest.raises(RuntimeError, match=r"requires you to call `fabric.backward"):
+        ce(model(X)).backward()

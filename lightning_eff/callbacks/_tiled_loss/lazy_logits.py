@@ -38,6 +38,8 @@ PROPERTIES = [
 """Attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
+FABRIC = "lightning.fabric.wrappers"
+"""Module of the hook that Fabric (2.6) puts on what a model returns: it checks who runs the backward pass."""
 _untraced: Any = torch.compiler.disable
 
 
@@ -143,8 +145,10 @@ class LazyLogits(Tensor):
             if name in METADATA or (name == "__get__" and getattr(func, "__self__", None) in PROPERTIES):
                 return func(*args, **kwargs)
             first = args[0] if args else kwargs.get("input")
-            if name == "register_hook" and str(args[1].__module__).startswith("torch.distributed."):
-                return func(*args, **kwargs)  # of FSDP2: the loss has it too
+            if name == "register_hook" and isinstance(first, LazyLogits):
+                hooked = _hooked_without_logits(first, args[1])
+                if hooked is not None:
+                    return func(hooked, *args[1:], **kwargs)
             if isinstance(first, LazyLogits) and first.first.computed is None:
                 if first.grad_fn is not None and type(first.grad_fn).__name__ not in IDENTITIES:
                     refuse(first)
@@ -203,6 +207,14 @@ def lazy(
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             made.register_hook(refuse)
     return made
+
+
+def _hooked_without_logits(logits: LazyLogits, hook: Any) -> Tensor | None:
+    """Return what gets a hook of a library that reads no gradient of logits; None for any other hook."""
+    source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    if source.startswith("torch.distributed."):
+        return logits  # of FSDP2: the loss has it too
+    return logits.x if source == FABRIC and logits.x.requires_grad else None
 
 
 def _may_write(name: str, attribute: Any, kwargs: Any) -> bool:

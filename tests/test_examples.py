@@ -1,0 +1,174 @@
+"""Every example runs and shows what it promises, is short, and becomes a notebook."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.support import notebooks
+from tests.support.techniques import ROOT
+
+NAMES = [example.stem for example in notebooks.EXAMPLES]
+TEXT = {"type": "array", "items": {"type": "string"}}
+CELL = {
+    "id": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+    "metadata": {"type": "object"},
+    "source": TEXT,
+}
+OF_CODE = {"cell_type": {"const": "code"}, "execution_count": {"type": "null"}, "outputs": {"const": []}}
+OF_TEXT = {"cell_type": {"const": "markdown"}}
+SCHEMA = {
+    "properties": {
+        "nbformat": {"const": 4},
+        "nbformat_minor": {"const": 5},
+        "metadata": {"type": "object"},
+        "cells": {
+            "type": "array",
+            "items": {
+                "oneOf": [
+                    {"properties": CELL | kind, "required": [*CELL, *kind], "additionalProperties": False}
+                    for kind in (OF_CODE, OF_TEXT)
+                ]
+            },
+        },
+    },
+    "required": ["nbformat", "nbformat_minor", "metadata", "cells"],
+    "additionalProperties": False,
+}
+"""What Jupyter's format 4.5 asks of a notebook without outputs."""
+
+
+def shortened(name: str, steps: int) -> Path:
+    """Write an example with fewer steps into the current folder."""
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    text, count = re.subn(r"^MAX_STEPS = \d+", f"MAX_STEPS = {steps}", text, flags=re.MULTILINE)
+    assert count == 1
+    path = Path(f"{name}.py").resolve()
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def numbers(word: str, text: str) -> list[float]:
+    """Return the numbers that follow a word."""
+    return [float(number) for number in re.findall(rf"{word} +(\d[\d.]*(?:e-\d+)?)", text)]
+
+
+def assert_less_and_less(out: str, num_runs: int) -> None:
+    peaks = numbers("peak memory", out)
+    assert len(peaks) == num_runs
+    assert all(later < 0.9 * earlier for earlier, later in itertools.pairwise(peaks)), peaks
+
+
+@pytest.fixture
+def run(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs an example with few steps, and returns what it prints."""
+
+    def run(name: str, steps: int) -> str:
+        runpy.run_path(str(shortened(name, steps)), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_vision_needs_a_part_of_the_memory(run: Any) -> None:
+    out = run("vision", 2)
+    assert_less_and_less(out, 2)
+    assert "4 of 4 blocks recomputed (full), 32 times" in out
+    assert "micro-batches of 64; 2 batches split" in out
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_gan_resumes_exactly(run: Any) -> None:
+    alone, exact = numbers("weights differ by", out := run("gan", 12))
+    assert alone > 0.0 == exact
+    assert "each step counts as one optimizer step" in out
+
+
+def test_a_loop_under_fabric_needs_less_memory_for_the_same_loss(run: Any) -> None:
+    out = run("fabric", 2)
+    assert_less_and_less(out, 3)
+    assert numbers("loss", out) == pytest.approx([numbers("loss", out)[0]] * 3, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_lora_trains_a_part_of_the_weights(run: Any) -> None:
+    out = run("lora", 3)
+    assert_less_and_less(out, 2)
+    full, adapters = numbers("optimizer state", out)
+    assert adapters < full / 10
+    assert "163,840 of 3,705,088 parameters trained" in out
+
+
+@pytest.mark.slow
+def test_long_context_removes_what_is_largest(run: Any) -> None:
+    out = run("long_context", 2)
+    assert_less_and_less(out, 4)
+    assert numbers("loss", out) == pytest.approx([numbers("loss", out)[0]] * 4, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_two_devices_share_the_weights(empty_folder: Path) -> None:
+    script = shortened("two_devices", 2)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_less_and_less(done.stdout, 2)
+    ddp, fsdp2 = numbers("loss", done.stdout)
+    assert ddp == pytest.approx(fsdp2, abs=2e-4)
+    assert "sharded across 2 ranks" in done.stdout
+
+
+def test_there_are_examples_and_each_has_a_test_and_a_row() -> None:
+    assert len(NAMES) >= 6
+    here, page = Path(__file__).read_text(), (ROOT / "docs" / "examples.md").read_text()
+    for name in NAMES:
+        assert f'("{name}", ' in here, name
+        assert f"| `examples/{name}.py` |" in page, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_says_how_to_install_it(name: str) -> None:
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    kind, first = next(notebooks.cells(text))
+    assert kind == "markdown"
+    assert "pip install" in first
+    assert "on two CPU cores" in first
+
+
+def test_notebooks_have_the_cells_of_the_scripts(tmp_path: Path) -> None:
+    written = notebooks.write(tmp_path / "new")
+    assert [path.stem for path in written] == NAMES
+    for path, example in zip(written, notebooks.EXAMPLES, strict=True):
+        found, script = json.loads(path.read_text(encoding="utf-8")), example.read_text(encoding="utf-8")
+        jsonschema.validate(found, SCHEMA)
+        assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
+        by_kind = {
+            kind: ["".join(cell["source"]) for cell in found["cells"] if cell["cell_type"] == kind]
+            for kind in ("code", "markdown")
+        }
+        code = "\n".join(by_kind["code"])
+        assert ast.dump(ast.parse(code)) == ast.dump(ast.parse(script))
+        without_text = re.sub(r"^# %% \[markdown\]\n(?:#.*\n)+", "", script, flags=re.MULTILINE)
+        expected = [line for line in without_text.splitlines() if line and line != "# %%"]
+        assert [line for line in code.splitlines() if line] == expected
+        assert len(by_kind["markdown"]) == script.count("# %% [markdown]")
+        assert by_kind["markdown"][0].startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [("import os\n# %%\n", "before the first"), ("# %% [markdown]\nx = 1\n", "no comment")],
+)
+def test_a_script_that_is_not_in_percent_format_is_refused(script: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        list(notebooks.cells(script))
