@@ -19,7 +19,10 @@ from _common import arguments, publish, rows_table
 RECIPES = ("baseline", "lm", "low_memory")
 COLORS = ("#c8553d", "#2457c5", "#2a9d60")
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 260, 60, 36
-STYLE = "text{fill:#1c2330}line{stroke:#c9ced8}@media(prefers-color-scheme:dark){text{fill:#e6e9ef}line{stroke:#4a505c}}"
+STYLE = (
+    "text{fill:#1c2330}line{stroke:#c9ced8}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6e9ef}line{stroke:#4a505c}}"
+)
 MIB = 2**20
 
 

@@ -1,8 +1,6 @@
 """`python -m lightning_eff` is the command `lightning-eff`."""
 
-import sys
-
-from lightning_eff.cli import main
+from lightning_eff.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

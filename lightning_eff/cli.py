@@ -6,11 +6,14 @@ Hydra.
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from lightning_eff.commands import _completion, _parser
 from lightning_eff.core.errors import EXIT_OK, exit_code, root_cause_line
@@ -46,6 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.write("".join(traceback.format_exception(error)))
             sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES]))
         return code
+
+
+def run() -> NoReturn:
+    """Run the command in a process of its own, and end that with the exit code.
+
+    While the interpreter of a rank on CPUs ends, gloo (torch 2.13) aborts now and then, with plain DDP too:
+    its exit code would be that of a failure. Here a rank ends after what libraries do at exit.
+    """
+    code = main()
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        sys.exit(code)
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - loggers of services finish here
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _dispatch(words: list[str]) -> int:

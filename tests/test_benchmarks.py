@@ -29,6 +29,7 @@ SMALLEST = {
     "exact_resume": ["--rounds", "1", "--samples", "1000"],
     "live_bytes": ["--batch-sizes", "1", "--only", "full"],
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
+    "memory_timeline": ["model.num_layers=1", "model.d_model=32"],
     "planner_ladder": ["--only", "plain"],
     "step_overhead": ["--steps", "1100"],
     "tiled_conv": ["--rounds", "1", "--sides", "32", "8"],

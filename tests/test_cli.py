@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -318,3 +319,22 @@ def test_a_real_bash_completes_what_follows_an_equals_sign() -> None:
     assert one == "micro_batch"
     assert {"adafactor", "adamw"} <= set(several.split())
     assert "=" not in several, "bash lists only what follows the sign"
+
+
+@pytest.mark.parametrize("is_rank", [False, True])
+def test_a_rank_ends_after_what_libraries_do_at_exit_and_no_further(
+    is_rank: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def exit_at_once(code: int) -> None:
+        done.append("exit")
+        raise SystemExit(code)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: is_rank)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: done.append("at exit"))
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    monkeypatch.setattr(sys, "argv", ["lightning-eff", "ls", "nothing is called so"])
+    with pytest.raises(SystemExit) as ended:
+        cli.run()
+    assert (ended.value.code, done) == (2, ["at exit", "exit"] if is_rank else [])

@@ -173,7 +173,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 ) -> None:
     process = start(launcher, strategy, fault, "trainer.max_steps=100000")
     lines = end_of(process)
-    assert process.returncode == code, lines
+    assert process.returncode == code, "\n".join(lines)
     assert_stopped(lines, is_told=launcher == "own")
 
 

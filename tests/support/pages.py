@@ -54,6 +54,10 @@ def pages() -> dict[Path, str]:
         if FRAME.search(text):
             more = text.rpartition("<!-- end -->")[2].strip()
             found[path] = FRAME.sub(lambda match, more=more: framed(match[1], is_alone=not more), text)
+    timeline = "memory_timeline"
+    found[DOCS / "pictures" / f"{timeline}.svg"] = benchmarks.script(timeline)["picture"](
+        benchmarks.kept()[timeline]
+    )
     return found
 
 
