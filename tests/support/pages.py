@@ -44,6 +44,7 @@ SHOWN = (
     "combined",
 )
 """Rows of the comparison that README shows."""
+COMPARED = ("technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference")
 
 
 def pages() -> dict[Path, str]:
@@ -75,7 +76,7 @@ def framed(source: str, *, is_alone: bool = True) -> str:
 
 def technique_frame(name: str, *, is_alone: bool) -> str:
     """Return what is known about a technique, in Markdown; all of it where the frame is the whole page."""
-    group, _, option = name.partition("/")
+    group = name.partition("/")[0]
     summary, body, sections = card(name)
     entry = next(entry for entry in catalog.options() if entry.name == name)
     in_python = SLOT[group].format(name=class_of(name).__name__)
@@ -91,11 +92,7 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
             "## Options",
             table(["option", "default", "meaning"], ([f"`{k}`", f"`{v}`", m] for k, v, m in parameters)),
         ]
-    named = [
-        [f"`{group}={file.stem}`", catalog.yaml_header(file)]
-        for file in sorted(yaml_of(name).parent.glob("*.yaml"))
-        if option in (yaml.safe_load(file.read_text()).get("defaults") or ())
-    ]
+    named = [[f"`{group}={file.stem}`", catalog.yaml_header(file)] for file in presets(name)]
     if named:
         parts += ["Settings with a name:", table(["", ""], named)]
     conflicts = [[found, reason, remedies] for found, reason, remedies in rules(name)]
@@ -116,6 +113,13 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
     texts = (" ".join(words.split()) for words in rest[1::2])
     sections = {heading: text[:1].upper() + text[1:] for heading, text in zip(rest[::2], texts, strict=True)}
     return summary, body.strip(), sections
+
+
+def presets(name: str) -> list[Path]:
+    """Return the files of options that are settings of a technique, as `cosine` is of `warmup_decay`."""
+    option = name.rpartition("/")[2]
+    files = sorted(yaml_of(name).parent.glob("*.yaml"))
+    return [file for file in files if option in (yaml.safe_load(file.read_text()).get("defaults") or ())]
 
 
 def rules(name: str) -> Iterator[tuple[str, str, str]]:
@@ -151,12 +155,8 @@ def described(rule: Rule) -> str:
 def measured(name: str) -> str:
     """Return the rows in which a technique was compared, or that there are none."""
     group, _, option = name.partition("/")
-    presets = [
-        file.stem
-        for file in yaml_of(name).parent.glob("*.yaml")
-        if option in (yaml.safe_load(file.read_text()).get("defaults") or ())
-    ]
-    wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in (option, *presets)}
+    names = [option, *(file.stem for file in presets(name))]
+    wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in names}
     rows = [
         [f"`{content['recipe']}`", *cells(row)]
         for content, found in benchmarks.comparisons()
@@ -167,16 +167,7 @@ def measured(name: str) -> str:
     page = f"More: [benchmark](../benchmarks/{option}.md)." if has_page else ""
     if not rows:
         return page or "Not measured yet."
-    head = [
-        "recipe",
-        "technique",
-        "samples/s",
-        "times baseline",
-        "peak",
-        "times baseline",
-        "loss difference",
-        "status",
-    ]
+    head = ["recipe", *COMPARED, "status"]
     source = "From [`lightning-eff compare`](../benchmarks/compare.md) on two cores of a CPU."
     return "\n\n".join(part for part in (table(head, rows), source, page) if part)
 
@@ -200,10 +191,7 @@ def recipes_table() -> str:
 def excerpt() -> str:
     """Return the rows of a comparison that README shows."""
     of_lm = [rows for content, rows in benchmarks.comparisons() if content["recipe"] == "lm"]
-    rows = [cells(row) for found in of_lm for row in found if row.technique in SHOWN]
-    return table(
-        ["technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference"], rows
-    )
+    return table(COMPARED, [cells(row)[:-1] for rows in of_lm for row in rows if row.technique in SHOWN])
 
 
 def table(head: Sequence[str], rows: Any) -> str:
