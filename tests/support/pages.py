@@ -18,6 +18,7 @@ import yaml
 from lightning_eff.comparison.result_table import ComparisonRow, cells
 from lightning_eff.core import catalog
 from lightning_eff.core.technique import HasFacts, Rule
+from tests.support import migration_pages
 from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
 
 DOCS = ROOT / "docs"
@@ -48,7 +49,10 @@ def pages() -> dict[Path, str]:
 
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
-    text = techniques_table() if source == "techniques" else technique_frame(source, is_alone=is_alone)
+    if source.startswith(migration_pages.BEGIN):
+        text = "\n\n".join(f"## {title}\n\n{table(head, rows)}" for title, head, rows in migration_pages.tables(source))
+    else:
+        text = techniques_table() if source == "techniques" else technique_frame(source, is_alone=is_alone)
     return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"
 
 
