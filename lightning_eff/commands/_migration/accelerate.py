@@ -25,7 +25,7 @@ TABLE = {
             "fsdp": "strategy=fsdp2",
             "deepspeed": "strategy=deepspeed_zero",
         },
-        others="ranks have a copy or shards of the model each, on CPUs or GPUs: strategy=ddp, fsdp2 or deepspeed_zero",
+        others="CPUs and GPUs only, with strategy=ddp, fsdp2 or deepspeed_zero",
     ),
     "mixed_precision": Row(_PRECISIONS),
     "use_cpu": switch("trainer.accelerator=cpu"),
@@ -104,7 +104,8 @@ TABLE = {
     "megatron_lm_config": lacks("no tensor or pipeline parallelism"),
     "parallelism_config": lacks("no tensor, context or sequence parallelism"),
     **each(
-        "ec2_instance_type iam_role_name profile region sagemaker_inputs_file sagemaker_metrics_file image_uri",
+        "ec2_instance_type iam_role_name profile region sagemaker_inputs_file "
+        "sagemaker_metrics_file image_uri",
         lacks("`lightning-eff launch slurm` or `k8s` prints a job file"),
     ),
 }

@@ -108,7 +108,8 @@ TABLE = {
     "dataset_exact_deduplication": lacks("deduplicate the files"),
     "streaming": switch("data.cache_dir=null"),
     **each(
-        "chat_template chat_template_jinja default_system_message eot_tokens special_tokens tokens added_tokens_overrides",
+        "chat_template chat_template_jinja default_system_message eot_tokens special_tokens tokens "
+        "added_tokens_overrides",
         _TEMPLATE,
     ),
     **{f"special_tokens.{name}": _TEMPLATE for name in ("pad_token", "eos_token", "bos_token", "unk_token")},
@@ -141,7 +142,8 @@ TABLE = {
         "scheduler.decay_fraction is the last part of the steps, in which the rate falls"
     ),
     **each(
-        "lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio loraplus_lr_embedding lr_quadratic_warmup",
+        "lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio loraplus_lr_embedding "
+        "lr_quadratic_warmup",
         lacks("one rate for all parameters"),
     ),
     "warmup_steps": replace(FIELDS["warmup_steps"], decides=False),
@@ -209,12 +211,14 @@ TABLE = {
         lacks("model.attn_implementation=NAME takes what transformers has"),
     ),
     **each(
-        "cut_cross_entropy chunked_cross_entropy flash_attn_cross_entropy liger_fused_linear_cross_entropy liger_cross_entropy",
+        "cut_cross_entropy chunked_cross_entropy flash_attn_cross_entropy liger_fused_linear_cross_entropy "
+        "liger_cross_entropy",
         _TILED_LOSS,
     ),
     "chunked_cross_entropy_num_chunks": unneeded("callbacks.tiled_loss.tile_budget_mib"),
     **each(
-        "liger_rope liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_swiglu liger_glu_activation flash_attn_fuse_mlp",
+        "liger_rope liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_swiglu liger_glu_activation "
+        "flash_attn_fuse_mlp",
         _KERNELS,
     ),
     "liger_use_token_scaling": lacks("every target counts the same"),
@@ -274,7 +278,8 @@ TABLE = {
     ),
     **each("qat quantization", lacks("no training that quantizes weights in the forward pass")),
     **each(
-        "strict is_llama_derived_model is_mistral_derived_model is_falcon_derived_model is_qwen_derived_model debug device world_size ddp torchdistx_path hf_use_auth_token",
+        "strict is_llama_derived_model is_mistral_derived_model is_falcon_derived_model "
+        "is_qwen_derived_model debug device world_size ddp torchdistx_path hf_use_auth_token",
         unneeded("not needed to train"),
     ),
     **each(

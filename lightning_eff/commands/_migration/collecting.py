@@ -65,7 +65,7 @@ class Collected:
             row = found[key]
             if row is not None:
                 self._row(key, row[0], flat[key], prefix, row[1])
-            elif flat[key] is not None:
+            elif flat[key] not in (None, {}, []):
                 hint = suggest_name(key, order)
                 self.unknown.append((f"{prefix}{key}", hint if hint.startswith("did") else "-"))
         for key, row in table.items():
@@ -131,6 +131,19 @@ class Collected:
             self.lacking.append(
                 Finding(key, value, "no such file; `lightning-eff migrate` reads it alone, too")
             )
+
+
+def filled(override: str, value: Any) -> str:
+    """Return an override with a value in the place of `{}` or, as a text, of `{s}`.
+
+    Example:
+        >>> filled("seed={}", "7"), filled("tags=[{s}]", 7), filled("data.paths=hf://{s}", "a b")
+        ('seed=7', "tags=['7']", "data.paths='hf://a b'")
+    """
+    key, sign, text = override.partition("=")
+    if "{s}" in text and not text.startswith("["):
+        return f"{key}{sign}{quoted(text.replace('{s}', str(value)))}"
+    return f"{key}{sign}{text.replace('{s}', quoted(str(value)))}".replace("{}", written(value))
 
 
 def number(value: Any) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from lightning_eff.commands._migration.collecting import Finding, Unit
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.overrides import parse_overrides
+from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 
@@ -37,6 +38,8 @@ PRECISIONS = (
 """Of several that a file asks for, the last counts: a quantized base computes in 16 bits anyway."""
 OF_ANY_MODEL = "images"
 """The recipe whose model and data give way to those of a LightningCLI config."""
+FAULTS = (UsageError, ConfigError, EnvironmentLacksError)
+"""What is raised for a config that cannot be composed."""
 OF_ZERO = ("strategy.config.", "strategy.offload_")
 """Overrides that nothing reads without ZeRO."""
 
@@ -74,51 +77,48 @@ def _fill(command: Command, units: Sequence[Unit]) -> None:
         units = [_without(unit, lambda word: word.startswith(OF_ZERO)) for unit in units]
     units = _merged(_with_one_precision(units, choices["precision"]))
     units = [_without(unit, lambda word: _is_chosen(word, own, choices)) for unit in units]
-    choosing = [unit for unit in units if any("." not in _key(word) for word in unit.overrides)]
+    choosing = [unit for unit in units if any(_chooses(word) for word in unit.overrides)]
     setting = [unit for unit in units if unit not in choosing]
-    chosen = _accepted(command, stand_ins, choosing)
-    values, _ = _composed(command.recipe, [*stand_ins, *chosen])
+    chosen, values = _accepted(command, stand_ins, choosing)
     setting = [_without(unit, lambda word: _is_set(word, values)) for unit in setting]
     missing = [word for word in stand_ins if all(_key(word) != _key(each) for each in given)]
     command.notes += [PLACEHOLDERS[word] for word in missing]
-    overrides = [*missing, *chosen, *_accepted(command, [*missing, *chosen], setting)]
+    settings, _ = _accepted(command, [*missing, *chosen], setting)
+    overrides = [*missing, *chosen, *settings]
     command.overrides = sorted(overrides, key=lambda word: not _key(word).startswith(("model", "data")))
 
 
-def _accepted(command: Command, words: list[str], units: Iterable[Unit]) -> list[str]:
-    """Return the overrides of those units that can be composed beside some words."""
+def _accepted(
+    command: Command, words: list[str], units: Iterable[Unit]
+) -> tuple[list[str], Mapping[str, Any]]:
+    """Return the overrides of those units that can be composed beside some words, and the values then."""
     units = [unit for unit in units if unit.overrides]
     together = [word for unit in units for word in unit.overrides]
-    if not units or _fault(command.recipe, [*words, *together]) is None:
-        return together
+    try:
+        return together, _composed(command.recipe, [*words, *together])[0]
+    except FAULTS:
+        pass  # of which one is at fault is found by adding them one after the other
     accepted: list[str] = []
     for unit in units:
-        fault = _fault(command.recipe, [*words, *accepted, *unit.overrides])
-        if fault is None:
+        added = " ".join(unit.overrides)
+        try:
+            _composed(command.recipe, [*words, *accepted, *unit.overrides])
+        except EnvironmentLacksError as error:
+            needs, _, remedy = str(error).partition("\n  try: ")
+            command.refused.append(Finding(unit.key, unit.value, f"{needs}: {remedy}, then {added}"))
+        except FAULTS as error:
+            if not unit.is_default:
+                reason = f"{added} is refused: {str(error).splitlines()[0]}"
+                command.refused.append(Finding(unit.key, unit.value, reason))
+        else:
             accepted += unit.overrides
-        elif isinstance(fault, EnvironmentLacksError):
-            needs, _, remedy = str(fault).partition("\n  try: ")
-            reason = f"{needs}: {remedy}, then {' '.join(unit.overrides)}"
-            command.refused.append(Finding(unit.key, unit.value, reason))
-        elif not unit.is_default:
-            reason = f"{' '.join(unit.overrides)} is refused: {str(fault).splitlines()[0]}"
-            command.refused.append(Finding(unit.key, unit.value, reason))
-    return accepted
+    return accepted, _composed(command.recipe, [*words, *accepted])[0]
 
 
 def _composed(recipe: str, words: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Return the values of a composed recipe, and its options by group."""
     with recipe_app(recipe, words) as app:
-        values = app.check().values
-        return values, OmegaConf.select(app.config(), "hydra.runtime.choices")
-
-
-def _fault(recipe: str, words: Sequence[str]) -> Exception | None:
-    try:
-        _composed(recipe, words)
-    except (UsageError, ConfigError, EnvironmentLacksError) as error:
-        return error
-    return None
+        return app.check().values, OmegaConf.select(app.config(), "hydra.runtime.choices")
 
 
 def _key(word: str) -> str:
@@ -127,6 +127,11 @@ def _key(word: str) -> str:
     if key.lstrip("+") in MULTI_CHOICE_GROUPS and key.startswith("+"):
         return f"{key}={value}"
     return key.lstrip("+~") if not word.startswith("~") else f"+{key[1:].replace('.', '=', 1)}"
+
+
+def _chooses(word: str) -> bool:
+    """Return whether an override chooses an option of a group; what that brings can be set only then."""
+    return "." not in _key(word) and _key(word) not in RUN_KEYS
 
 
 def _merged(units: Sequence[Unit]) -> list[Unit]:
@@ -159,7 +164,7 @@ def _is_chosen(word: str, values: Mapping[str, Any], choices: Mapping[str, Any])
     group, _, option = key.lstrip("+").partition("=")
     if key.startswith("+"):
         return (option in (values.get(group) or {})) is not word.startswith("~")
-    return "." not in key and choices.get(key) == word.partition("=")[2]
+    return _chooses(word) and choices.get(key) == word.partition("=")[2]
 
 
 def _is_set(word: str, values: Mapping[str, Any]) -> bool:
@@ -177,7 +182,7 @@ def _is_set(word: str, values: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _quietly() -> Generator[None]:
     logging.disable(logging.WARNING)  # of settings that are left out
     try:
         yield

@@ -132,7 +132,8 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     A class in the style of LightningCLI below `trainer` becomes part of the key.
 
     Example:
-        >>> flatten({"a": {"b": 1}, "trainer": {"strategy": {"class_path": "x.DDP", "init_args": {"c": 2}}}}, {})
+        >>> strategy = {"class_path": "x.DDP", "init_args": {"c": 2}}
+        >>> flatten({"a": {"b": 1}, "trainer": {"strategy": strategy}}, {})
         {'a.b': 1, 'trainer.strategy.DDP': True, 'trainer.strategy.DDP.c': 2}
     """
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Rows that several tools share: FSDP's settings, adapters, optimizers and schedules by transformers' names."""
+"""Rows that several tools share: FSDP, adapters, optimizers and schedules by transformers' names."""
 
 from __future__ import annotations
 

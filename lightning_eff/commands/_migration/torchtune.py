@@ -74,7 +74,7 @@ TABLE = {
             **dict.fromkeys(("chat_dataset", "instruct_dataset", "sft_dataset"), "data=chat"),
             "text_completion_dataset": "",
             "wikitext_dataset": "data.paths=hf://datasets/Salesforce/wikitext:wikitext-103-raw-v1",
-            "cnn_dailymail_articles_dataset": "data.field=article data.paths='hf://datasets/ccdv/cnn_dailymail:3.0.0'",
+            "cnn_dailymail_articles_dataset": "data.field=article data.paths=hf://datasets/ccdv/cnn_dailymail:3.0.0",
         },
         others="rows of messages, ShareGPT or Alpaca are data=chat, texts data=text: data.paths=FILE",
     ),

@@ -1,4 +1,4 @@
-"""What the arguments of transformers' Trainer are here, with those of earlier versions and of TRL's scripts."""
+"""What the arguments of transformers' Trainer are here, of earlier versions and TRL's scripts too."""
 
 from __future__ import annotations
 
