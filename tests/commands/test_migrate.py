@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, strategies
 from lightning.pytorch import Trainer
 
 from lightning_eff.commands._migration import accelerate, deepspeed, lightning, transformers
-from lightning_eff.commands._migration.collecting import filled
+from lightning_eff.commands._migration.collecting import filled, quoted
 from lightning_eff.commands._migration.reading import SOURCES
 from lightning_eff.commands._migration.rows import Row
 from lightning_eff.commands._parser import OPTIONS, build
 from lightning_eff.commands.migrate import migration
 from lightning_eff.config.composition import compose_recipe
+from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, parameter_keys
 from lightning_eff.core.errors import EnvironmentLacksError
@@ -374,6 +376,55 @@ def test_adapters_choose_recipe_and_precision() -> None:
     assert four["recipe"] == "qlora"
     assert not any(word.startswith("precision") for word in four["overrides"])
     assert "~callbacks.gradient_checkpointing" in four["overrides"]
+
+
+def test_a_script_of_trl_is_read_with_its_model_and_data() -> None:
+    script = """
+model_name_or_path: org/model
+dataset_name: org/talks
+per_device_train_batch_size: 4
+learning_rate: 2e-5
+max_length: 1024
+packing: false
+use_peft: true
+lora_r: 4
+lora_target_modules: [q_proj, v_proj]
+eval_strategy: epoch
+"""
+    found = overrides(script, name="sft.yaml")
+    assert (found["model.name"], found["data.paths"], found["data"]) == (
+        "org/model",
+        "hf://datasets/org/talks",
+        "chat",
+    )
+    assert (found["data.context_length"], found["data.packing"]) == ("1024", "false")
+    assert (found["+callbacks"], found["precision"]) == ("peft_adapter", "frozen_bf16")
+    assert found["callbacks.peft_adapter.target_modules"] == "[q_proj,v_proj]"
+    assert "data.val_fraction" not in found
+
+
+def test_an_option_that_another_key_replaces_leaves_nothing_behind() -> None:
+    config = {
+        "checkpointer": {"checkpoint_dir": "model"},
+        "optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW", "lr": 1e-5},
+        "optimizer_in_bwd": True,
+    }
+    found = migration(written("tune.yaml", config))
+    assert [word for word in found["overrides"] if word.startswith("optimizer")] == [
+        "optimizer=in_backward",
+        "optimizer.lr=1e-05",
+        "optimizer.weight_decay=0.01",
+    ]
+    lost = {row["key"]: row["reason"] for row in found["no_counterpart"]}
+    assert lost == {"optimizer._component_": "optimizer_in_bwd sets optimizer=in_backward"}
+
+
+@given(strategies.text(strategies.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=12))
+@example("c:\\dir\\")
+@example('\\"')
+@example("1e-5")
+def test_a_text_stays_a_text(text: str) -> None:
+    assert parse_overrides([f"tags={quoted(text)}"])[0].value() == text
 
 
 def test_what_cannot_be_composed_is_left_out_and_said() -> None:

@@ -82,7 +82,8 @@ TABLE = {
     "revision_of_model": Row("model.revision={s}"),
     **each("base_model_config tokenizer_config", unneeded("the folder of model.name has it")),
     **each(
-        "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy processor_type",
+        "model_type tokenizer_type tokenizer_use_mistral_common tokenizer_use_fast tokenizer_legacy "
+        "processor_type",
         unneeded("the folder's config.json says it"),
     ),
     "trust_remote_code": lacks("no code of a model's repository is run"),
@@ -147,6 +148,7 @@ TABLE = {
         lacks("one rate for all parameters"),
     ),
     "warmup_steps": replace(FIELDS["warmup_steps"], decides=False),
+    "evaluation_strategy": Row("data.val_fraction={}", role="evaluation"),
     "eval_strategy": Row("data.val_fraction={}", "an epoch ends with a validation", role="evaluation"),
     "warmup_ratio": Row("", "in optimizer steps; a fraction needs max_steps", role="warmup_ratio"),
     "max_grad_norm": Row(MEANINGS["max_grad_norm"], default=1.0, decides=True),
@@ -167,6 +169,8 @@ TABLE = {
     "peft_init_lora_weights": Row(f"{ADAPTER}.options.init_lora_weights={{}}"),
     "peft_autocast_adapter_dtype": Row(f"{ADAPTER}.autocast_adapter_dtype={{}}", default=True),
     "peft.loftq_config.loftq_bits": lacks("no LoftQ"),
+    "bnb_config_kwargs.bnb_4bit_use_double_quant": switch("", off="precision.double_quant=false"),
+    "bnb_config_kwargs.bnb_4bit_quant_type": Row("precision.quant_type={}", default="nf4"),
     "lora_model_dir": lacks("ckpt_path=last resumes; an adapter in PEFT's format cannot be read"),
     **each(
         "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel",
@@ -194,8 +198,11 @@ TABLE = {
             ),
         }
     ),
-    "activation_offloading": switch(
-        "+callbacks=gradient_checkpointing callbacks.gradient_checkpointing.policy=offload"
+    "activation_offloading": Row(
+        dict.fromkeys(
+            ("true", "legacy", "disk"),
+            "+callbacks=gradient_checkpointing callbacks.gradient_checkpointing.policy=offload",
+        )
     ),
     "selective_checkpointing": switch(
         "+callbacks=gradient_checkpointing callbacks.gradient_checkpointing.policy=selective"
@@ -227,6 +234,12 @@ TABLE = {
     **each(
         "tiled_mlp_num_shards tiled_mlp_use_original_mlp", unneeded("callbacks.tiled_mlp.tile_budget_mib")
     ),
+    **each(
+        "use_kernels quantize_moe_experts use_scattermoe use_sonicmoe experts_implementation "
+        "llama4_linearized_experts expert_parallel_size lora_target_parameters",
+        lacks("no kernels, adapters or sharding of experts"),
+    ),
+    **each("num_labels cls_model_config diffusion", lacks("causal language models only")),
     "fsdp": FSDP_WORDS,
     "fsdp_version": FSDP["version"],
     **under("fsdp_config.", FSDP),
@@ -273,7 +286,7 @@ TABLE = {
     "use_ray": switch("launch=ray"),
     "ray_num_workers": Row("launch=ray launch.workers={}"),
     **each(
-        "rl trl reward_model kto_desirable_weight orpo_alpha rl_beta dpo_beta process_reward_model vllm",
+        "rl trl ebft reward_model kto_desirable_weight orpo_alpha rl_beta dpo_beta process_reward_model vllm",
         _NO_RL,
     ),
     **each("qat quantization", lacks("no training that quantizes weights in the forward pass")),

@@ -138,7 +138,7 @@ def filled(override: str, value: Any) -> str:
 
     Example:
         >>> filled("seed={}", "7"), filled("tags=[{s}]", 7), filled("data.paths=hf://{s}", "a b")
-        ('seed=7', "tags=['7']", "data.paths='hf://a b'")
+        ('seed=7', 'tags=["7"]', 'data.paths="hf://a b"')
     """
     key, sign, text = override.partition("=")
     if "{s}" in text and not text.startswith("["):
@@ -166,7 +166,7 @@ def written(value: Any) -> str:
 
     Example:
         >>> written("5e-5"), written([0.9, None]), written(True), written("a b"), written({"r": 8})
-        ('5e-05', '[0.9,null]', 'true', "'a b'", '{r:8}')
+        ('5e-05', '[0.9,null]', 'true', '"a b"', '{r:8}')
     """
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
@@ -188,12 +188,12 @@ def quoted(text: str) -> str:
     r"""Return a text that stays a text in the grammar of overrides.
 
     Example:
-        >>> quoted("meta-llama/Llama-3"), quoted("8"), quoted("it's"), quoted("true")
-        ('meta-llama/Llama-3', "'8'", "'it\\'s'", "'true'")
+        >>> quoted("meta-llama/Llama-3"), quoted("8"), quoted('so "x"'), quoted("true")
+        ('meta-llama/Llama-3', '"8"', '"so \\"x\\""', '"true"')
     """
     is_word = text.lower() in ("null", "true", "false", "nan", "inf")
     if _PLAIN.fullmatch(text) and not is_word and not _NUMBER.fullmatch(text):
         return text
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"'{escaped}'"
+    # A backslash stands for itself, but before a quotation mark and at the end.
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
+    return f'"{escaped}"'

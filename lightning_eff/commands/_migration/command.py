@@ -75,7 +75,7 @@ def _fill(command: Command, units: Sequence[Unit]) -> None:
     given = [word for unit in units for word in unit.overrides]
     if "strategy=deepspeed_zero" not in given:
         units = [_without(unit, lambda word: word.startswith(OF_ZERO)) for unit in units]
-    units = _merged(_with_one_precision(units, choices["precision"]))
+    units = _merged(command, _with_one_precision(units, choices["precision"]))
     units = [_without(unit, lambda word: _is_chosen(word, own, choices)) for unit in units]
     choosing = [unit for unit in units if any(_chooses(word) for word in unit.overrides)]
     setting = [unit for unit in units if unit not in choosing]
@@ -134,13 +134,26 @@ def _chooses(word: str) -> bool:
     return "." not in _key(word) and _key(word) not in RUN_KEYS
 
 
-def _merged(units: Sequence[Unit]) -> list[Unit]:
-    """Return units without overrides that a later one replaces."""
-    last = {_key(word): unit for unit in units for word in unit.overrides}
-    return [
-        _without(unit, lambda word, unit=unit: word.startswith(RECIPE) or last[_key(word)] is not unit)
-        for unit in units
-    ]
+def _merged(command: Command, units: Sequence[Unit]) -> list[Unit]:
+    """Return units without overrides that a later one replaces, and what belongs to an option replaced."""
+    last = {_key(word): (word, unit) for unit in units for word in unit.overrides}
+    merged: list[Unit] = []
+    for unit in units:
+        replaced = [word for word in unit.overrides if _chooses(word) and last[_key(word)][0] != word]
+        options = tuple(f"{_key(word)}." for word in replaced)
+        for word in replaced if not unit.is_default else ():
+            winner, other = last[_key(word)]
+            reason = f"{other.key} sets {winner}"
+            command.refused.append(Finding(unit.key, unit.value, reason))
+        merged.append(
+            _without(
+                unit,
+                lambda word, unit=unit, options=options: (
+                    word.startswith((RECIPE, *options)) or last[_key(word)][1] is not unit
+                ),
+            )
+        )
+    return merged
 
 
 def _with_one_precision(units: Sequence[Unit], own: str) -> list[Unit]:

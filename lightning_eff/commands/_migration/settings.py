@@ -132,7 +132,7 @@ class _Settings:
         if value is None or value < 0:
             self._lacks(role, "expected a number of optimizer steps")
         elif 0 < value < 1 and not (steps and steps > 0):
-            self._lacks(role, "in optimizer steps: scheduler.warmup_steps=N")
+            self._lacks(role, "in optimizer steps: scheduler.warmup_steps=N; otherwise the recipe's 16")
         else:
             count = math.ceil(value * (steps or 0)) if 0 < value < 1 else int(value)
             self._emit(role, f"scheduler.warmup_steps={count}", is_default=not count)

@@ -100,6 +100,10 @@ TABLE = {
         "counts batches here",
         role="eval_steps",
     ),
+    **each(
+        "teacher_model teacher_checkpointer kd_loss kd_ratio ref_checkpointer loss.beta loss.label_smoothing",
+        lacks("supervised finetuning, without a teacher or a reference model"),
+    ),
     "batch_size": Row(MEANINGS["batch_size"], role="batch"),
     "batch_size_val": lacks("validation has data.batch_size"),
     "gradient_accumulation_steps": Row(NUM_BATCHES, default=1, decides=True, role="accumulation"),
@@ -119,10 +123,11 @@ TABLE = {
         others=NO_OPTIMIZER,
     ),
     "optimizer.lr": Row(MEANINGS["learning_rate"]),
-    **{
-        f"optimizer.{key}": Row(f"optimizer.{key}={{}}")
-        for key in ("weight_decay", "betas", "eps", "momentum", "fused", "foreach")
-    },
+    "optimizer.weight_decay": Row(
+        MEANINGS["weight_decay"], "PyTorch's default too", default=0.01, decides=True
+    ),
+    "optimizer.betas": Row("optimizer.betas={}", "PyTorch's default too", default=[0.9, 0.999], decides=True),
+    **{f"optimizer.{key}": Row(f"optimizer.{key}={{}}") for key in ("eps", "momentum", "fused", "foreach")},
     "optimizer_in_bwd": switch(
         "optimizer=in_backward trainer.gradient_clip_val=null ~callbacks.gradient_accumulation"
     ),
