@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, strategies
 from lightning.pytorch import Trainer
 
+from lightning_eff.commands._completion import complete
 from lightning_eff.commands._migration import accelerate, deepspeed, lightning, transformers
 from lightning_eff.commands._migration.collecting import filled, quoted
 from lightning_eff.commands._migration.reading import SOURCES
@@ -71,7 +72,9 @@ VALUES = {
     "lora_attn_modules": "[q_proj]", "source": "a.jsonl", "data_files": "a.jsonl", "dataset_name": "a/b",
     "min_lr_rate": "0.1",
     "cosine_min_lr_ratio": "0.1", "cos_min_ratio": "0.1", "lora_modules_to_save": "[head]",
-    "attn_implementation": "sdpa", "transformer_layer_cls_to_wrap": "[Block]", "dynamo_backend": "eager",
+    "attn_implementation": "sdpa", "transformer_layer_cls_to_wrap": "[Block]",
+    "fsdp_transformer_layer_cls_to_wrap": "[Block]", "lora_target_modules": "[q_proj]",
+    "dynamo_backend": "eager",
     **{f"logger.{name}Logger.*": "x" for name in ("TensorBoard", "MLFlow", "Comet", "CSV", "Wandb")},
 }  # fmt: skip
 """Values of keys for which 2 is none."""
@@ -503,6 +506,13 @@ def test_the_tool_may_be_named_and_json_printed(command: Command) -> None:
     assert command("migrate", "a.yaml", "--from", "keras")[0] == 2
     code, _, err = command("migrate")
     assert (code, "migrate: expected a file" in err) == (2, True)
+
+
+def test_completion_offers_files_and_tools() -> None:
+    for name in ("a.json", "a.yml", "a.txt"):
+        written(name, {})
+    assert complete(["migrate", "a"]) == ["a.json", "a.yml"]
+    assert complete(["migrate", "--f"]) == ["--from"]
 
 
 @pytest.mark.slow

@@ -64,6 +64,9 @@ def here(row: Row) -> str:
 def code(text: str) -> str:
     """Return overrides as code; VALUE is the value of the key."""
     shown = text.replace("{s}", "VALUE").replace("{key}", "ARGUMENT").replace("{}", "VALUE")
+    recipe, _, rest = shown.removeprefix("recipe=").partition(" ")
+    if shown.startswith("recipe="):
+        return f"the recipe `{recipe}`" + (f" with `{rest}`" if rest else "")
     return f"`{shown}`" if shown else "nothing"
 
 

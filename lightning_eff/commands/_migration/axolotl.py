@@ -114,7 +114,7 @@ TABLE = {
         _TEMPLATE,
     ),
     **{f"special_tokens.{name}": _TEMPLATE for name in ("pad_token", "eos_token", "bos_token", "unk_token")},
-    "train_on_inputs": switch("", "only the assistant's turns are targets"),
+    "train_on_inputs": lacks("only the assistant's turns are targets"),
     "sequence_len": Row(MEANINGS["max_seq_len"]),
     "excess_length_strategy": unneeded("texts are cut into pieces, conversations cut off", "drop"),
     **each("eval_sequence_len min_sample_len", lacks("one length, data.context_length")),

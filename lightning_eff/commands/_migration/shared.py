@@ -12,7 +12,6 @@ SHARDED = f"{FSDP2} strategy.checkpoints=sharded"
 
 FSDP = {
     "version": Row({"1": FSDP2, "2": FSDP2}, "FSDP2 in both cases"),
-    "fsdp_version": Row({"1": FSDP2, "2": FSDP2}, "FSDP2 in both cases"),
     "sharding_strategy": Row(
         {
             **dict.fromkeys(("full_shard", "1"), FSDP2),
