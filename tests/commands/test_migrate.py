@@ -333,6 +333,16 @@ def test_a_step_has_as_many_samples(content: dict[str, Any], expected: str) -> N
     assert found.get("callbacks.gradient_accumulation.num_batches", "") == count
 
 
+def test_ranks_of_accelerate_and_batches_of_deepspeed_make_the_samples_of_a_step() -> None:
+    written("ds.json", {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}})
+    deepspeed_config = {"deepspeed_config_file": "ds.json", "gradient_accumulation_steps": 4}
+    config = {"distributed_type": "DEEPSPEED", "num_processes": 6, "num_machines": 2}
+    found = overrides(config | {"deepspeed_config": deepspeed_config})
+    assert found["callbacks.gradient_accumulation.global_batch_size"] == "48"
+    assert (found["trainer.devices"], found["trainer.num_nodes"]) == ("3", "2")
+    assert (found["data.batch_size"], found["strategy.stage"]) == ("2", "2")
+
+
 def test_a_deepspeed_config_inside_another_file_is_read() -> None:
     zero = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
@@ -457,6 +467,8 @@ def test_what_cannot_be_composed_is_left_out_and_said() -> None:
         ("a.yaml", b"optim: !!python/object:os.system {}", "tag !!python/object:os.system is not allowed"),
         ("a.json", b'{"optim": sgd}', "a.json:1: not JSON: Expecting value"),
         ("a.json", b"[" * 100_000, "nested too deep"),
+        ("a.json", b'{"a":' * 950 + b"1" + b"}" * 950, "nested too deep"),
+        (".", None, ".:1: expected a regular file"),
         ("a.json", b'{"colour": 1, "taste": 2}', "its keys are those of no tool that is known: torchtune ("),
         ("lost.json", None, "lost.json:1: expected a regular file"),
     ],

@@ -64,6 +64,7 @@ SOURCES = {
     ),
 }
 """By name, in the order in which a file is compared with them."""
+TOO_DEEP = "nested too deep, or a number with too many digits"
 KINDS = ", ".join(f"{name} ({source.title})" for name, source in SOURCES.items())
 
 
@@ -82,6 +83,10 @@ def read_file(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not content:
         found = "nothing" if content is None or content == {} else f"a {type(content).__name__}"
         raise file_error(file, 1, f"expected settings as key: value, not {found}")
+    try:
+        flatten(content, {})
+    except RecursionError as error:
+        raise file_error(file, 1, TOO_DEEP) from error
     return {str(key): value for key, value in content.items()}
 
 
@@ -102,7 +107,7 @@ def _read_json(file: Path) -> Any:
     except OSError as error:
         raise file_error(file, 1, str(error.strerror)) from error
     except (RecursionError, ValueError) as error:
-        raise file_error(file, 1, "nested too deep, or a number with too many digits") from error
+        raise file_error(file, 1, TOO_DEEP) from error
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
