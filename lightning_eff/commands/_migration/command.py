@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,40 +79,45 @@ def _fill(command: Command, units: Sequence[Unit]) -> None:
     units = [_without(unit, lambda word: _is_chosen(word, own, choices)) for unit in units]
     choosing = [unit for unit in units if any(_chooses(word) for word in unit.overrides)]
     setting = [unit for unit in units if unit not in choosing]
-    chosen, values = _accepted(command, stand_ins, choosing)
+    chosen = _accepted(command, stand_ins, choosing)
+    values = _composed(command.recipe, [*stand_ins, *chosen])[0] if chosen else own
     setting = [_without(unit, lambda word: _is_set(word, values)) for unit in setting]
     missing = [word for word in stand_ins if all(_key(word) != _key(each) for each in given)]
     command.notes += [PLACEHOLDERS[word] for word in missing]
-    settings, _ = _accepted(command, [*missing, *chosen], setting)
-    overrides = [*missing, *chosen, *settings]
+    # A placeholder stands before what the file has in its place, so that each half can be composed.
+    overrides = [*missing, *chosen, *_accepted(command, [*stand_ins, *chosen], setting)]
     command.overrides = sorted(overrides, key=lambda word: not _key(word).startswith(("model", "data")))
 
 
-def _accepted(
-    command: Command, words: list[str], units: Iterable[Unit]
-) -> tuple[list[str], Mapping[str, Any]]:
-    """Return the overrides of those units that can be composed beside some words, and the values then."""
+def _accepted(command: Command, words: list[str], units: Sequence[Unit]) -> list[str]:
+    """Return the overrides of those units that can be composed beside some words.
+
+    Where all of them cannot, each half is tried: one at fault is found in few compositions.
+    """
     units = [unit for unit in units if unit.overrides]
+    if not units:
+        return []
     together = [word for unit in units for word in unit.overrides]
     try:
-        return together, _composed(command.recipe, [*words, *together])[0]
-    except FAULTS:
-        pass  # of which one is at fault is found by adding them one after the other
-    accepted: list[str] = []
-    for unit in units:
-        added = " ".join(unit.overrides)
-        try:
-            _composed(command.recipe, [*words, *accepted, *unit.overrides])
-        except EnvironmentLacksError as error:
-            needs, _, remedy = str(error).partition("\n  try: ")
-            command.refused.append(Finding(unit.key, unit.value, f"{needs}: {remedy}, then {added}"))
-        except FAULTS as error:
-            if not unit.is_default:
-                reason = f"{added} is refused: {str(error).splitlines()[0]}"
-                command.refused.append(Finding(unit.key, unit.value, reason))
-        else:
-            accepted += unit.overrides
-    return accepted, _composed(command.recipe, [*words, *accepted])[0]
+        _composed(command.recipe, [*words, *together])
+    except FAULTS as error:
+        if len(units) == 1:
+            command.refused += _refusal(units[0], error)
+            return []
+        half = len(units) // 2
+        first = _accepted(command, words, units[:half])
+        return [*first, *_accepted(command, [*words, *first], units[half:])]
+    return together
+
+
+def _refusal(unit: Unit, error: Exception) -> list[Finding]:
+    """Return why a unit is left out; nothing where its value is a default, so that nothing is lost."""
+    reason, _, remedy = str(error).partition("\n  try: ")
+    added = " ".join(unit.overrides)
+    if isinstance(error, EnvironmentLacksError):
+        return [Finding(unit.key, unit.value, f"{reason}: {remedy}, then {added}")]
+    first = reason.partition("\n")[0]
+    return [] if unit.is_default else [Finding(unit.key, unit.value, f"{added} is refused: {first}")]
 
 
 def _composed(recipe: str, words: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
