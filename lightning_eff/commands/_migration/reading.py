@@ -19,7 +19,7 @@ from lightning_eff.commands._migration import (
     transformers,
 )
 from lightning_eff.commands._migration.rows import Row, Table
-from lightning_eff.config.strict_yaml import file_error, is_file, read_yaml
+from lightning_eff.config.strict_yaml import MAX_DEPTH, file_error, is_file, read_yaml
 from lightning_eff.core.errors import UsageError
 
 
@@ -64,7 +64,6 @@ SOURCES = {
     ),
 }
 """By name, in the order in which a file is compared with them."""
-TOO_DEEP = "nested too deep, or a number with too many digits"
 KINDS = ", ".join(f"{name} ({source.title})" for name, source in SOURCES.items())
 
 
@@ -83,10 +82,6 @@ def read_file(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not content:
         found = "nothing" if content is None or content == {} else f"a {type(content).__name__}"
         raise file_error(file, 1, f"expected settings as key: value, not {found}")
-    try:
-        flatten(content, {})
-    except RecursionError as error:
-        raise file_error(file, 1, TOO_DEEP) from error
     return {str(key): value for key, value in content.items()}
 
 
@@ -107,7 +102,7 @@ def _read_json(file: Path) -> Any:
     except OSError as error:
         raise file_error(file, 1, str(error.strerror)) from error
     except (RecursionError, ValueError) as error:
-        raise file_error(file, 1, TOO_DEEP) from error
+        raise file_error(file, 1, "nested too deep, or a number with too many digits") from error
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
@@ -136,11 +131,17 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
 
     A class in the style of LightningCLI below `trainer` becomes part of the key.
 
+    Raises:
+        UsageError: It is nested too deep.
+
     Example:
         >>> strategy = {"class_path": "x.DDP", "init_args": {"c": 2}}
         >>> flatten({"a": {"b": 1}, "trainer": {"strategy": strategy}}, {})
         {'a.b': 1, 'trainer.strategy.DDP': True, 'trainer.strategy.DDP.c': 2}
     """
+    if prefix.count(".") > MAX_DEPTH:
+        text = f"{prefix[:MAX_DEPTH]}...: nested deeper than {MAX_DEPTH} levels"
+        raise UsageError(text)
     found: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
