@@ -50,7 +50,8 @@ def pages() -> dict[Path, str]:
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
     if source.startswith(migration_pages.BEGIN):
-        text = "\n\n".join(f"## {title}\n\n{table(head, rows)}" for title, head, rows in migration_pages.tables(source))
+        sections = migration_pages.tables(source)
+        text = "\n\n".join(f"## {title}\n\n{table(head, rows)}" for title, head, rows in sections)
     else:
         text = techniques_table() if source == "techniques" else technique_frame(source, is_alone=is_alone)
     return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"

@@ -21,49 +21,15 @@ from lightning_eff.commands._migration.transformers import FIELDS
 from lightning_eff.config.habits import MEANINGS
 
 _SAME = (
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim_args",
-    "optim_target_modules",
-    "eval_steps",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "save_only_model",
-    "logging_steps",
-    "max_steps",
-    "neftune_noise_alpha",
-    "gradient_checkpointing_kwargs",
-    "torch_compile",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "torch_empty_cache_steps",
-    "auto_find_batch_size",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_revision",
-    "resume_from_checkpoint",
-    "seed",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-    "dataloader_drop_last",
-    "remove_unused_columns",
-    "accelerator_config",
-    "ddp_timeout",
-    "ddp_bucket_cap_mb",
-    "ddp_broadcast_buffers",
-    "ddp_find_unused_parameters",
-    "label_names",
-    "deepspeed",
-    "lr_scheduler_kwargs.min_lr_rate",
-    "local_rank",
+    "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon optim_args optim_target_modules "
+    "eval_steps save_strategy save_steps save_total_limit save_only_model logging_steps max_steps "
+    "neftune_noise_alpha gradient_checkpointing_kwargs torch_compile torch_compile_backend "
+    "torch_compile_mode torch_empty_cache_steps auto_find_batch_size load_best_model_at_end "
+    "metric_for_best_model greater_is_better hub_model_id hub_strategy hub_revision "
+    "resume_from_checkpoint seed dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
+    "dataloader_drop_last remove_unused_columns accelerator_config ddp_timeout ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers ddp_find_unused_parameters label_names deepspeed "
+    "lr_scheduler_kwargs.min_lr_rate local_rank"
 )
 """Keys that mean the same in transformers."""
 _ATTENTION = "model.attn_implementation"
@@ -152,7 +118,7 @@ TABLE = {
     "eval_strategy": Row("data.val_fraction={}", "an epoch ends with a validation", role="evaluation"),
     "warmup_ratio": Row("", "in optimizer steps; a fraction needs max_steps", role="warmup_ratio"),
     "max_grad_norm": Row(MEANINGS["max_grad_norm"], default=1.0, decides=True),
-    **{key: FIELDS[key] for key in _SAME},
+    **{key: FIELDS[key] for key in _SAME.split()},
     "adapter": Row(
         {"lora": LORA_ON_BF16, "qlora": "recipe=qlora"},
         others="callbacks.peft_adapter.method=NAME takes PEFT's methods",
