@@ -73,6 +73,9 @@ def read_file(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: It cannot be read, is empty or no mapping, or has a key twice; with file and line.
     """
+    if not file.exists():
+        text = f"{file}: no such file"
+        raise UsageError(text)
     if file.suffix.lower() != ".json":
         content = read_yaml(file).content
     elif is_file(file):
