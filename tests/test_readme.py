@@ -65,6 +65,9 @@ def write_files() -> None:
         if name:
             Path(name[1]).parent.mkdir(parents=True, exist_ok=True)
             Path(name[1]).write_text(block)
+    for block in blocks("json"):  # which has no comments: the name stands before it
+        name, _, content = block.partition("\n")
+        Path(name.removeprefix("// ")).write_text(content)
 
 
 def test_make_targets_exist() -> None:

@@ -51,9 +51,11 @@ def complete(words: Sequence[str]) -> list[str]:
     elif words[0] == "ls":
         known = [entry.name for entry in [*catalog.recipes(), *catalog.options()]]
     elif len(words) == 2 + is_on_cluster or words[0] == "report":
-        known = [entry.name for entry in catalog.recipes()]
+        is_foreign = words[0] == "migrate"
+        known = [] if is_foreign else [entry.name for entry in catalog.recipes()]
+        suffixes = (".yaml", ".yml", ".json") if is_foreign else (".yaml",)
         folder = Path(start) if start.endswith("/") else Path(start).parent
-        files = [path for path in folder.glob("*") if path.is_dir() or path.suffix == ".yaml"]
+        files = [path for path in folder.glob("*") if path.is_dir() or path.suffix in suffixes]
         known += [f"{path}/" if path.is_dir() else str(path) for path in files]
     else:
         uses = [entry.use for entry in catalog.options()]

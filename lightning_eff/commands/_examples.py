@@ -62,6 +62,11 @@ A restarted job goes on from its newest checkpoint: the output root must be shar
     "cp": """
   lightning-eff cp lm mine.yaml       then edit it: lightning-eff train mine.yaml
 """,
+    "migrate": """
+  lightning-eff migrate training_args.json       of TrainingArguments.to_json_string(), or a YAML of its keys
+  lightning-eff migrate ds_config.json           also default_config.yaml of Accelerate, a config of torchtune
+  lightning-eff migrate axolotl.yaml --json
+""",
     "validate": """
   lightning-eff validate lm                             the newest checkpoint of that recipe
   lightning-eff validate lm ckpt_path=best trainer.limit_val_batches=1.0

@@ -118,6 +118,12 @@ def _doctor(add: Add) -> None:
     add("--output-root", type=Path, default=Path("outputs"), metavar="DIR", help=about)
 
 
+def _migrate(add: Add) -> None:
+    tools = ["transformers", "deepspeed", "accelerate", "lightning", "torchtune", "axolotl"]
+    about = "the tool that the file is of; otherwise recognized"
+    add("--from", dest="source", choices=tools, metavar="TOOL", help=f"{about}: {', '.join(tools)}")
+
+
 def _launch(add: Add) -> None:
     add("--nodes", type=at_least(1), default=1, metavar="N", help="machines (1)")
     add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each, one rank on each (none)")
@@ -133,12 +139,12 @@ TAKES = {
     "launch": ON_CLUSTER,
     **dict.fromkeys(("train", "plan", "compare", "tune"), RECIPE),
     **dict.fromkeys(OF_RUNS, RUN_OR_RECIPE),
-    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "export": "RUN", "cp": COPY, "report": RUNS,
+    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "migrate": "FILE", "export": "RUN", "cp": COPY, "report": RUNS,
 }  # fmt: skip
 """Words besides options; any other verb takes none."""
 OPTIONS = {
     "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "bench": _bench, "export": _export,
-    "launch": _launch, "doctor": _doctor, "report": add_report, "generate": add_generate,
+    "launch": _launch, "migrate": _migrate, "doctor": _doctor, "report": add_report, "generate": add_generate,
 }  # fmt: skip
 
 VERB_HABITS = {

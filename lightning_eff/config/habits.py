@@ -10,18 +10,19 @@ from collections.abc import Sequence
 
 _WIDTH = tuple(f"model.{name}={{}}" for name in ("hidden_size", "d_model", "width", "hidden_dim", "channels"))
 _DEPTH = tuple(f"model.{name}={{}}" for name in ("num_layers", "num_blocks", "depth", "num_levels"))
-_TRAINER = (
+TRAINER = (
     "accelerator", "accumulate_grad_batches", "check_val_every_n_epoch", "detect_anomaly", "deterministic",
     "devices", "fast_dev_run", "gradient_clip_val", "limit_train_batches", "limit_val_batches",
     "log_every_n_steps", "max_steps", "max_time", "num_nodes", "overfit_batches", "profiler",
     "val_check_interval",
 )  # fmt: skip
+"""Arguments of Lightning's Trainer that people type without `trainer.`."""
 _EPOCHS = "trainer.max_epochs={} trainer.max_steps=-1"
 _ZERO = "strategy=deepspeed_zero strategy.stage="
 _OFFLOAD = " strategy.offload_optimizer=cpu"
 
 HABITS: dict[str, str | tuple[str, ...]] = {
-    **{name: f"trainer.{name}={{}}" for name in _TRAINER},
+    **{name: f"trainer.{name}={{}}" for name in TRAINER},
     # The loop.
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
     **dict.fromkeys(("steps", "num_steps", "max_iters", "total_steps"), "trainer.max_steps={}"),
@@ -128,6 +129,9 @@ HABITS: dict[str, str | tuple[str, ...]] = {
     "strategy=deepspeed_stage_3_offload": f"{_ZERO}3{_OFFLOAD} strategy.offload_parameters=cpu",
 }  # fmt: skip
 """By key, or by key and value: overrides in which `{}` stands for the value."""
+
+MEANINGS = {row: here for row, here in HABITS.items() if isinstance(here, str)}
+"""Rows that propose one thing: those that the tables of `lightning-eff migrate` share."""
 
 
 def proposals(key: str, value: str) -> Sequence[str]:

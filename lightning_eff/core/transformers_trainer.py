@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from lightning_eff.core.errors import ConflictError
 
-DOCS = "docs/own_model.md"
-"""Page that shows how a model of one's own is trained with Lightning."""
+DOCS = "docs/migration/transformers.md"
+"""Page that shows how a script around that Trainer becomes a recipe, or a Trainer of Lightning."""
 
 
 class RejectsTransformersTrainer:

@@ -17,7 +17,7 @@ import yaml
 from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
 from lightning_eff.core.technique import HasFacts, Rule
-from tests.support import benchmarks
+from tests.support import benchmarks, migration_pages
 from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
 
 DOCS = ROOT / "docs"
@@ -69,6 +69,9 @@ def framed(source: str, *, is_alone: bool = True) -> str:
         text = written[source]()
     elif source.startswith("benchmarks"):
         text = benchmarks.frame(source)
+    elif source.startswith(migration_pages.BEGIN):
+        sections = migration_pages.tables(source)
+        text = "\n\n".join(f"## {title}\n\n{table(head, rows)}" for title, head, rows in sections)
     else:
         text = technique_frame(source, is_alone=is_alone)
     return f"<!-- written by `make pages` from {source} -->\n\n{text.strip()}\n\n<!-- end -->\n"
