@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_eff.core.arguments import Count, CountOrZero, Fraction, check_arguments
+from lightning_eff.core.arguments import BelowOne, Count, CountOrZero, Fraction, check_arguments
 from lightning_eff.core.errors import ConfigError
 
 Decay = Literal["cosine", "linear", "none"]
@@ -35,14 +35,15 @@ class WarmupDecay(LRScheduler):
     Args:
         optimizer: Its learning rates are scheduled.
         total_steps: Optimizer steps in the run; None is filled in when it is built for a Trainer.
-        warmup_steps: Steps in which the factor rises linearly to 1, also where the run is shorter.
+        warmup_steps: Steps in which the factor rises linearly to 1, also where the run is shorter; below 1
+            a fraction of the run's steps, rounded up.
         decay: `cosine`, `linear`, or `none` to stay at 1.
         decay_fraction: Fraction of the steps after the warm-up, at the end, in which the rate falls; before
             them it stays at 1.
         min_lr_ratio: The factor at the last step and after it.
 
     Raises:
-        ConfigError: A number is outside its range.
+        ConfigError: A number is outside its range, or the run has no known length where one is needed.
 
     Example:
         >>> import torch
@@ -60,7 +61,7 @@ class WarmupDecay(LRScheduler):
         optimizer: Optimizer,
         *,
         total_steps: Count | None = None,
-        warmup_steps: CountOrZero = 0,
+        warmup_steps: CountOrZero | BelowOne = 0,
         decay: Decay = "cosine",
         decay_fraction: Fraction = 1.0,
         min_lr_ratio: Fraction = 0.1,
@@ -68,8 +69,14 @@ class WarmupDecay(LRScheduler):
         if total_steps is None and decay != "none":
             allowed = f"a whole number of at least 1: a {decay} decay has an end"
             raise ConfigError(key="total_steps", value=None, allowed=allowed)
+        if total_steps is None and 0 < warmup_steps < 1:
+            allowed = "a number of optimizer steps: this run has no known length to take a fraction of"
+            raise ConfigError(key="warmup_steps", value=warmup_steps, allowed=allowed)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
+        self._num_warmup_steps = int(warmup_steps)
+        if total_steps is not None and warmup_steps < 1:
+            self._num_warmup_steps = math.ceil(warmup_steps * total_steps)
         self.decay = decay
         self.decay_fraction = decay_fraction
         self.min_lr_ratio = min_lr_ratio
@@ -77,11 +84,11 @@ class WarmupDecay(LRScheduler):
 
     def lr_factor(self, step: int) -> float:
         """Return the factor of the learning rate after `step` optimizer steps."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        if step < self._num_warmup_steps:
+            return (step + 1) / self._num_warmup_steps
         if self.decay == "none" or self.total_steps is None:
             return 1.0
-        decay_steps = self.decay_fraction * (self.total_steps - self.warmup_steps)
+        decay_steps = self.decay_fraction * (self.total_steps - self._num_warmup_steps)
         steps_left = self.total_steps - step
         remaining = steps_left / decay_steps if decay_steps > 0 else float(steps_left > 0)
         remaining = min(1.0, max(0.0, remaining))  # 1 before the decay, 0 after the last step

@@ -301,7 +301,7 @@ def test_arguments_that_transformers_wrote_become_one_line() -> None:
         "callbacks.gradient_accumulation.global_batch_size=null "
         "callbacks.gradient_accumulation.num_batches=4 "
         "trainer.max_steps=300 trainer.max_epochs=null trainer.val_check_interval=200 "
-        "trainer.check_val_every_n_epoch=null scheduler.warmup_steps=30"
+        "trainer.check_val_every_n_epoch=null scheduler.warmup_steps=0.1"
     )
     assert [(row["key"], row["value"]) for row in found["no_counterpart"]] == [
         ("label_smoothing_factor", 0.1)
@@ -531,7 +531,7 @@ def test_odd_values_do_not_stop_it() -> None:
     reasons = {row["key"]: row["reason"] for row in found["no_counterpart"]}
     assert reasons["per_device_train_batch_size"] == "expected a whole number from 1 on"
     assert reasons["num_train_epochs"] == "whole epochs only: 2 in its place"
-    assert reasons["warmup_steps"] == "expected a number of optimizer steps"
+    assert reasons["warmup_steps"] == "expected a number of optimizer steps, or a fraction of the run's"
     assert 'tags=["it\'s 100% mine"]' in found["overrides"]
     assert found["unknown"] == [{"key": "leaning_rate", "nearest": "did you mean 'learning_rate'?"}]
     assert "optimizer.lr=5e-05" in found["overrides"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 
 
@@ -80,6 +81,21 @@ def test_resumed_with_more_steps_follows_the_longer_schedule(decay: str) -> None
     assert long.get_last_lr() == whole[6]
     assert walk(long, 26) == whole[6:]
     assert short.optimizer.param_groups[0]["lr"] < whole[6][0], "the shorter one had fallen further"
+
+
+def test_a_warm_up_below_one_is_a_fraction_of_the_run_rounded_up() -> None:
+    few, same = (make_schedule(total_steps=30, warmup_steps=steps) for steps in (0.11, 4))
+    assert walk(few, 30) == walk(same, 30)
+    assert (
+        make_schedule(total_steps=30, warmup_steps=0.0).get_last_lr()
+        == make_schedule(total_steps=30).get_last_lr()
+    )
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps=0\.5: expected a number of optimizer steps: this run"
+    ):
+        make_schedule(warmup_steps=0.5, decay="none")
+    with pytest.raises(ConfigError, match=r"warmup_steps=1\.5: expected a whole number .*, or a fraction"):
+        make_schedule(total_steps=30, warmup_steps=1.5)
 
 
 def test_a_tensor_rate_is_filled_and_not_replaced() -> None:

@@ -116,7 +116,7 @@ TABLE = {
     "warmup_steps": replace(FIELDS["warmup_steps"], decides=False),
     "evaluation_strategy": Row("data.val_fraction={}", role="evaluation"),
     "eval_strategy": Row("data.val_fraction={}", "an epoch ends with a validation", role="evaluation"),
-    "warmup_ratio": Row("", "in optimizer steps; a fraction needs max_steps", role="warmup_ratio"),
+    "warmup_ratio": Row(MEANINGS["warmup_steps"], role="warmup_ratio"),
     "max_grad_norm": Row(MEANINGS["max_grad_norm"], default=1.0, decides=True),
     **{key: FIELDS[key] for key in _SAME.split()},
     "adapter": Row(

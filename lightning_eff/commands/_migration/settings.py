@@ -128,14 +128,10 @@ class _Settings:
             role, value = "warmup_ratio", ratio
         if role not in self.roles:
             return
-        steps = number(self.roles["max_steps"][1]) if "max_steps" in self.roles else None
         if value is None or value < 0:
-            self._lacks(role, "expected a number of optimizer steps")
-        elif 0 < value < 1 and not (steps and steps > 0):
-            self._lacks(role, "in optimizer steps: scheduler.warmup_steps=N; otherwise the recipe's 16")
+            self._lacks(role, "expected a number of optimizer steps, or a fraction of the run's")
         else:
-            count = math.ceil(value * (steps or 0)) if 0 < value < 1 else int(value)
-            self._emit(role, f"scheduler.warmup_steps={count}", is_default=not count)
+            self._emit(role, f"scheduler.warmup_steps={value:g}", is_default=not value)
 
     def _betas(self) -> None:
         pair = [self.roles.get(role, ("", None))[1] for role in ("beta1", "beta2")]

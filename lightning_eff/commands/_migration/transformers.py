@@ -26,7 +26,7 @@ TPU = "no TPUs"
 MEMORY_MAP = "tokens are read through a memory map"
 _CHECKPOINTS_KEPT = "the newest one is kept; to keep more, set monitors.model_checkpoint.monitor too"
 _EVALUATES = "on a fraction of the documents, data.val_fraction; with no none are set aside"
-_WARMUP = "in optimizer steps; a fraction needs max_steps"
+_WARMUP = "below 1 a fraction of the run's steps"
 
 FIELDS = {
     "output_dir": Row(
@@ -216,7 +216,7 @@ OLDER = {
     "evaluation_strategy": Row("data.val_fraction={}", _EVALUATES, role="evaluation"),
     "per_gpu_train_batch_size": Row(MEANINGS["batch_size"], role="batch"),
     "per_gpu_eval_batch_size": lacks("validation has data.batch_size"),
-    "warmup_ratio": Row("", _WARMUP, role="warmup_ratio"),
+    "warmup_ratio": Row(MEANINGS["warmup_steps"], role="warmup_ratio"),
     "adafactor": switch("optimizer=adafactor"),
     "no_cuda": switch("trainer.accelerator=cpu"),
     "use_mps_device": switch("trainer.accelerator=mps"),
