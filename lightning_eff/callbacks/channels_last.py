@@ -17,14 +17,15 @@ wrong updates where they differ.
 An object of a batch that moves itself to a device (`BatchEncoding`) is left as it is. torch's LBFGS and its
 `parameters_to_vector` take views of contiguous weights only.
 
-A matter of GPUs with tensor cores, in float16, bfloat16 or TF32. It has not been measured on one here; on a
-CPU a step took 0.98 to 1.06 times as long.
+Meant for GPUs with tensor cores, in float16, bfloat16 or TF32, and not measured on one yet. On CPUs it depends
+on the library's kernels: a step took 0.98 to 1.06 times as long on an AMD EPYC, and 0.58 times on an Intel
+Xeon (float32, docs/benchmarks/compare.md).
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
 Costs: a copy of each batch. Hooks of the layers in the first batch, none later. Code that calls `view` on
     images or weights may have to call `reshape`.
-When not: on a CPU; in float32 without TF32; models whose layers break the format (the report names the
-    first).
+When not: on a GPU in float32 without TF32; models whose layers break the format (the report names the
+    first); where `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers, which make weights contiguous and keep state in the order of memory;
     `torch.optim.LBFGS`.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
