@@ -137,10 +137,10 @@ class ZeroMemory(Sharding):
     def assumptions(self) -> list[str]:
         """Implement `Sharding`."""
         buckets = f"{self.num_buckets} bucket{'s' if self.num_buckets > 1 else ''} of gradients"
-        size = f"{human_count(DEFAULT_BUCKET)} elements or all trained ones"
+        size = f"for all that is trained, of at most {human_count(DEFAULT_BUCKET)} elements"
         if self.bucket is not None:
-            size = f"{human_count(self.bucket)} elements, however small the model"
-        lines = [f"{buckets} of {size} (strategy.config.zero_optimization.reduce_bucket_size)"]
+            size = f"of {human_count(self.bucket)} elements, however small the model"
+        lines = [f"{buckets} {size} (strategy.config.zero_optimization.reduce_bucket_size)"]
         if self.stage == 3:
             lines.append(
                 f"tensors up to {human_count(self.persistent)} elements are not sharded "
