@@ -146,7 +146,7 @@ def test_every_command_is_accepted(empty_folder: Path, monkeypatch: pytest.Monke
                 app.check_sweep()
             else:
                 app.check()
-    for name in ("my_project", "my_checked", "my_gan", "compare_mine"):
+    for name in ("my_project", "my_checked", "my_gan", "my_package", "compare_mine"):
         sys.modules.pop(name, None)
 
 
