@@ -108,8 +108,8 @@ def test_comparisons_are_shown_with_command_date_and_machine(monkeypatch: pytest
     content |= {"environment": environment, "rows": [asdict(row) for row in rows]}
     monkeypatch.setattr(benchmarks, "kept", lambda: {"compare_lm": content | {"date": "2026-11-30T10:00"}})
     shown = benchmarks.frame("benchmarks/compare")
-    assert shown.startswith("## `lm`\n\n```text\n technique  samples/s  x base")
-    assert "\n muon       -          -       -     -       -          failed: no room\n```\n\n" in shown
+    assert shown.startswith("## `lm`\n\n| technique | samples/s | x base |")
+    assert "\n| muon | - | - | - | - | - | failed: no room |\n\n" in shown
     line = (
         "Measured by `lightning-eff compare lm`: 2026-11-30, python 3.11.7, torch 2.13.0; AMD EPYC, 2 of 4 "
     )

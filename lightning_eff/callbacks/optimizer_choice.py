@@ -234,7 +234,8 @@ class OptimizerChoice(Managed):
         kind = getattr(self._built, "kind_behind", None) or type(self._built)
         title = kind.__name__ + (f" ({options[0]})" if options else "")
         where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"
-        did = f"{title} over {sum(counts)} tensors in {len(counts)} groups; state {where}"
+        groups = f"{len(counts)} group{'s' * (len(counts) != 1)}"
+        did = f"{title} over {sum(counts)} tensor{'s' * (sum(counts) != 1)} in {groups}; state {where}"
         did += f", {bytes_per_parameter:.2f} bytes per parameter" if held else ""
         own = self._built.outcome() if isinstance(self._built, Technique) else Outcome(did="")
         first = self._first_rates

@@ -206,9 +206,8 @@ class TiledLoss(Managed):
                 did = f"no loss of {name}'s logits was computed in tiles"
                 did += f", since they were read by {by}" if by else ""
                 return Outcome(did=did, effective=False, numbers=numbers)
-            did = (
-                f"{each.num_losses} losses of {name} in tiles of {each.tile_rows} of up to {each.rows} rows:"
-            )
+            did = f"{each.num_losses} loss{'es' * (each.num_losses != 1)} of {name} "
+            did += f"in tiles of {each.tile_rows} of up to {each.rows} rows:"
             did += f" {each.held_bytes / 2**20:.4g} MiB of logits [{each.rows}, {width}] not held"
             did += f"; computed whole for {by}" if by else ""
             return Outcome(did=did, numbers=numbers)

@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any
 
 from lightning_eff.commands._bench import blocking, gpu_suite
-from lightning_eff.comparison.result_table import ComparisonRow, comparison_table, describe_noise
+from lightning_eff.comparison.result_table import HEADER, ComparisonRow, cells, describe_noise
 from lightning_eff.core.machine import PACKAGES
+from tests.support.markdown import table
 from tests.support.techniques import ROOT
 
 FOLDER, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
@@ -79,8 +80,8 @@ def frame(source: str) -> str:
             return "\n\n".join(_comparisons()) or "No comparison has been kept yet."
         name = source.rpartition("/")[2]
         content = kept()[name]
-        table: Callable[[Any], str] = blocking.table if name == "blocking" else script(name)["table"]
-        return f"{_block(table(content))}\n\n{measured_on(content)}"
+        shown: Callable[[Any], str] = blocking.table if name == "blocking" else script(name)["table"]
+        return f"{_block(shown(content))}\n\n{measured_on(content)}"
 
 
 def outdated(content: Mapping[str, Any]) -> list[str]:
@@ -102,7 +103,7 @@ def _block(text: str) -> str:
 def _comparisons() -> Iterator[str]:
     for content, rows in comparisons():
         yield f"## `{content['recipe']}`"
-        yield _block(comparison_table(rows))
+        yield table(HEADER, [cells(row) for row in rows])
         rounds = f"{content['steps']} steps a trial, rounds: {content['rounds']}. {describe_noise(rows)}"
         yield f"{measured_on(content)} {rounds}".strip()
 

@@ -8,7 +8,7 @@ A frame lies between two markers; the rest is written by hand.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
 from lightning_eff.core.technique import HasFacts, Rule
 from tests.support import benchmarks, migration_pages
+from tests.support.markdown import quoted, table
 from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
 
 DOCS = ROOT / "docs"
@@ -89,7 +90,7 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
         *([f"**{heading}**", sections[heading]] for heading in ("Saves", "Costs", "When not", "Conflicts")),
         ["**On a GPU**", "not measured on a GPU yet"],
     ]
-    parts = [summary, table(["", ""], rows), *([body] if is_alone else [])]
+    parts = [summary, table(["", ""], rows), *([quoted(body)] if is_alone else [])]
     parameters = catalog.yaml_parameters(yaml_of(name))
     if parameters:
         parts += [
@@ -115,7 +116,10 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
     introduction, *rest = re.split(rf"^({'|'.join(HEADINGS)}):", text, flags=re.MULTILINE)
     summary, _, body = introduction.partition("\n")
     texts = (" ".join(words.split()) for words in rest[1::2])
-    sections = {heading: text[:1].upper() + text[1:] for heading, text in zip(rest[::2], texts, strict=True)}
+    sections = {
+        heading: text if heading == "Source" else text[:1].upper() + text[1:]
+        for heading, text in zip(rest[::2], texts, strict=True)
+    }
     return summary, body.strip(), sections
 
 
@@ -197,12 +201,6 @@ def excerpt() -> str:
     ((content, rows),) = (each for each in benchmarks.comparisons() if each[0]["recipe"] == "lm")
     shown = table(COMPARED, [cells(row)[:-1] for row in rows if row.technique in SHOWN])
     return f"{shown}\n\n{benchmarks.measured_on(content)}"
-
-
-def table(head: Sequence[str], rows: Any) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |" for line in lines)
 
 
 if __name__ == "__main__":
