@@ -72,10 +72,11 @@ def write_files() -> None:
 
 def test_make_targets_exist() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = {words[1] for words in commands() if words[0] == "make"} | set(
-        re.findall(r"`make ([\w-]+)`", README)
-    )
-    assert {"run", "test", "check", "test-full"} <= named <= set(targets)
+    texts = "\n".join(PAGES.values())
+    named = {words[1] for words in commands() if words[0] == "make"} | {
+        *re.findall(r"`make ([\w-]+)`", texts)
+    }
+    assert {"run", "test", "check", "test-full", "docs", "pages"} <= named <= set(targets)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_every_command_is_accepted(empty_folder: Path, monkeypatch: pytest.Monke
                 app.check_sweep()
             else:
                 app.check()
-    for name in ("my_project", "my_checked", "my_gan", "compare_mine"):
+    for name in ("my_project", "my_checked", "my_gan", "my_package", "compare_mine"):
         sys.modules.pop(name, None)
 
 

@@ -113,7 +113,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (SCHEDULE, {"total_steps": None}, "^total_steps=None: expected "),
     (SCHEDULE, {"total_steps": 10.0}, "^total_steps=10.0: expected "),
     (SCHEDULE, {"warmup_steps": -1}, "^warmup_steps=-1: expected "),
-    (SCHEDULE, {"warmup_steps": 0.5}, "^warmup_steps=0.5: expected "),
+    (SCHEDULE, {"warmup_steps": 1.5}, "^warmup_steps=1.5: expected "),
     (SCHEDULE, {"decay_fraction": 1.01}, "^decay_fraction=1.01: expected "),
     (SCHEDULE, {"min_lr_ratio": math.nan}, "^min_lr_ratio=nan: expected "),
 ]

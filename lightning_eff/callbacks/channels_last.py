@@ -17,7 +17,7 @@ wrong updates where they differ.
 An object of a batch that moves itself to a device (`BatchEncoding`) is left as it is. torch's LBFGS and its
 `parameters_to_vector` take views of contiguous weights only.
 
-Meant for GPUs with tensor cores, in float16, bfloat16 or TF32, and not measured on one yet. On CPUs it depends
+Meant for GPUs with tensor cores, in float16, bfloat16 or TF32; not measured on one yet. On CPUs it depends
 on the library's kernels: a step took 0.98 to 1.06 times as long on an AMD EPYC, and 0.58 times on an Intel
 Xeon (float32, docs/benchmarks/compare.md).
 

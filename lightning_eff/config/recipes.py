@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
 from lightning_eff.core.catalog import CONF, RECIPES
@@ -106,9 +106,10 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
     settings: set[str] = set()
     if is_file(primary):
-        content = OmegaConf.create(walk.read(primary, expect_mapping=True).content)
-        searched.append(OmegaConf.select(content, SEARCH_PATH))  # with interpolations resolved, as in Hydra
-        groups = ((group, node) for group, node in content.items() if isinstance(node, DictConfig))
+        content: dict[str, Any] = walk.read(primary, expect_mapping=True).content
+        # With interpolations resolved, as in Hydra.
+        searched.append(OmegaConf.select(OmegaConf.create(content), SEARCH_PATH))
+        groups = ((group, node) for group, node in content.items() if isinstance(node, dict))
         settings = {f"{group}.{key}" for group, node in groups for key in node}
     for value in searched:
         if value is not None:

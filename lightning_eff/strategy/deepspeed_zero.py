@@ -191,6 +191,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         groups = optimizer.param_groups if optimizer is not None else []
+        if groups:
+            zero_config.fit_bucket(self.config, groups)
         with parameters.without_empty_groups(model, groups):
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 

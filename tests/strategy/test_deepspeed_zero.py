@@ -16,6 +16,8 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning_eff.core.errors import ConflictError, EnvironmentLacksError
 from lightning_eff.core.technique import config_of
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.report.sharding import ModelWeights, Weight
+from lightning_eff.strategy._zero import zero_config
 from lightning_eff.strategy._zero.optimizer import single_optimizer
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.support.models import Net, make_loader, make_trainer
@@ -30,6 +32,19 @@ def test_config_is_passed_to_deepspeed_and_not_changed() -> None:
     assert (zero["stage"], zero["reduce_bucket_size"], zero["offload_param"]["device"]) == (3, 1000, "cpu")
     assert repr(given) == before
     assert config_of(strategy)["config"] == before
+
+
+@pytest.mark.parametrize(("given", "size"), [({}, 24), ({"reduce_bucket_size": 1000}, 1000)])
+def test_the_bucket_of_gradients_is_as_large_as_what_is_trained(given: dict[str, int], size: int) -> None:
+    strategy: Any = DeepSpeedZero(config={"zero_optimization": given})
+    strategy.precision_plugin = AutoPrecision(precision="32-true")
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(3, 1)
+    groups = [{"params": [*one.parameters()]}, {"params": [*other.parameters()]}]
+    model = ModelWeights(tuple(Weight(rows=1, numel=p.numel()) for g in groups for p in g["params"]))
+    planned = strategy.scheme().share(model, 2).buffers
+    zero_config.fit_bucket(strategy.config, groups)
+    assert strategy.config["zero_optimization"]["reduce_bucket_size"] == size
+    assert strategy.scheme().share(model, 2).buffers == planned == 4 * (2 * size + min(size, 24))
 
 
 def test_a_precision_plugin_becomes_deepspeeds_own() -> None:

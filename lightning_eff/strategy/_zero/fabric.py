@@ -173,6 +173,7 @@ class ZeroFabric(DeepSpeedStrategy):
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
         # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
         self._groups = [list(group["params"]) for group in own.param_groups]
+        zero_config.fit_bucket(self.config, own.param_groups)
         with parameters.without_empty_groups(module, own.param_groups):
             # Without the schedule, which DeepSpeed would step besides the loop.
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)

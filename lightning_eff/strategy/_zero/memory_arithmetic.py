@@ -24,6 +24,10 @@ FLOAT32 = 4
 """Bytes."""
 
 
+DEFAULT_BUCKET = 500_000_000
+"""Elements that DeepSpeed allocates for a bucket of gradients, however small the model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroMemory(Sharding):
     """DeepSpeed's ZeRO.
@@ -34,7 +38,7 @@ class ZeroMemory(Sharding):
         accumulate_itemsize: Bytes per element of a gradient as it is kept.
         optimizer_on_host: Whether optimizer state and float32 weights are on the host.
         weights_on_host: Whether the weights' shards are; stage 3.
-        bucket: Elements per bucket of gradients.
+        bucket: Elements per bucket of gradients; None = all trained ones, of at most `DEFAULT_BUCKET`.
         num_buckets: Number of buckets.
         all_reduce: Whether stages 1 and 2 all-reduce, instead of reduce-scatter.
         persistent: Elements up to which a tensor is not sharded; stage 3.
@@ -49,7 +53,7 @@ class ZeroMemory(Sharding):
     accumulate_itemsize: int = FLOAT32
     optimizer_on_host: bool = False
     weights_on_host: bool = False
-    bucket: int = 500_000_000
+    bucket: int | None = None
     num_buckets: int = 1
     all_reduce: bool = True
     persistent: int = 100_000
@@ -59,6 +63,10 @@ class ZeroMemory(Sharding):
     not_counted: tuple[str, ...] = ()
 
     own_weights = True
+
+    def bucket_for(self, num_trained: int) -> int:
+        """Return the elements of a bucket, of a model with so many trained ones."""
+        return min(DEFAULT_BUCKET, num_trained) if self.bucket is None else self.bucket
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
         """Cut each tensor in stage 3, all trained ones as one in stages 1 and 2."""
@@ -82,9 +90,10 @@ class ZeroMemory(Sharding):
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
         if self.stage == 3:
             return self._stage_3(model, share, devices, total, local)
-        buckets = self.num_buckets * self.bucket * (self.accumulate_itemsize if self.stage == 1 else size)
+        bucket = self.bucket_for(total)
+        buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
         if self.stage == 2 and self.all_reduce:
-            buckets += min(self.bucket, total) * self.reduce_itemsize  # flattened once more
+            buckets += min(bucket, total) * self.reduce_itemsize  # flattened once more
         if not self.optimizer_on_host:
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
             return replace(share, buffers=max(buckets, step))
@@ -114,23 +123,24 @@ class ZeroMemory(Sharding):
         # Beside them: the one that is used, and what is prefetched.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
         gathered = size * min(sum(sharded), at_once)
-        scattered = min(self.bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
+        bucket = self.bucket_for(total)
+        scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
         return replace(
             share,
             weights=weights + unsharded + model.buffers_bytes,
             gathered=gathered,
             # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
-            buffers=self.bucket * size + max(0, step - gathered, scattered - gathered),
+            buffers=bucket * size + max(0, step - gathered, scattered - gathered),
             host=host,
         )
 
     def assumptions(self) -> list[str]:
         """Implement `Sharding`."""
         buckets = f"{self.num_buckets} bucket{'s' if self.num_buckets > 1 else ''} of gradients"
-        lines = [
-            f"{buckets} of {human_count(self.bucket)} elements, however small the model "
-            "(strategy.config.zero_optimization.reduce_bucket_size)"
-        ]
+        size = f"for all that is trained, of at most {human_count(DEFAULT_BUCKET)} elements"
+        if self.bucket is not None:
+            size = f"of {human_count(self.bucket)} elements, however small the model"
+        lines = [f"{buckets} {size} (strategy.config.zero_optimization.reduce_bucket_size)"]
         if self.stage == 3:
             lines.append(
                 f"tensors up to {human_count(self.persistent)} elements are not sharded "

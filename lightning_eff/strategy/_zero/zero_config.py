@@ -6,12 +6,14 @@ unknown keys, which DeepSpeed ignores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_eff.core.errors import ConfigError, suggest_name
-from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
+from lightning_eff.core.shards import full_shape
+from lightning_eff.strategy._zero.memory_arithmetic import DEFAULT_BUCKET, ZeroMemory
 
+_BUCKET = "reduce_bucket_size"
 PRECISION = "trainer.precision or precision="
 BATCH = "data.batch_size"
 WINDOW = "trainer.accumulate_grad_batches or callbacks.gradient_accumulation"
@@ -122,6 +124,16 @@ def deepspeed_config(
     }
 
 
+def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Make the bucket of gradients no larger than what is trained, where its size was not set.
+
+    DeepSpeed allocates all of it, 2 GB in float32 by default. It holds all gradients either way, so nothing
+    else changes.
+    """
+    num_trained = sum(full_shape(parameter).numel() for group in groups for parameter in group["params"])
+    config["zero_optimization"].setdefault(_BUCKET, min(DEFAULT_BUCKET, max(1, num_trained)))
+
+
 def scheme(config: Mapping[str, Any], precision: str) -> ZeroMemory:
     """Return the memory arithmetic of a configuration, with DeepSpeed's defaults.
 
@@ -147,7 +159,7 @@ def scheme(config: Mapping[str, Any], precision: str) -> ZeroMemory:
         accumulate_itemsize=itemsizes[1],
         optimizer_on_host=on_host[0],
         weights_on_host=on_host[1],
-        bucket=zero.reduce_bucket_size if has_buckets else 0,
+        bucket=(zero.reduce_bucket_size if _BUCKET in options else None) if has_buckets else 0,
         num_buckets=2 if zero.overlap_comm and zero.stage <= _OVERLAP_STAGE else 1,
         all_reduce=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,
         persistent=int(zero.param_persistence_threshold),
