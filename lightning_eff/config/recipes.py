@@ -71,7 +71,7 @@ class RecipeChain:
     keys: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     """What each file of a group brings: the names under which its options stand in the config."""
     settings: frozenset[str] = frozenset()
-    """`GROUP.KEY` of each setting in recipes and experiments of the user's own, not those that are shipped."""
+    """`GROUP.KEY` of each setting in recipes and experiments of the user; not those of shipped recipes."""
 
     def options(self, group: str) -> set[str] | None:
         """Return all options of a group that the recipes list; None if none of them lists the group."""
