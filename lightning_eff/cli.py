@@ -7,6 +7,7 @@ Hydra.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_eff.commands import _completion, _parser
-from lightning_eff.core.errors import EXIT_OK, exit_code, root_cause_line
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
 from lightning_eff.core.remedies import keep_overrides
 
 MAX_ERROR_LINES = 5
@@ -57,14 +58,28 @@ def run() -> NoReturn:
     While the interpreter of a rank on CPUs ends, gloo (torch 2.13) aborts now and then, with plain DDP too:
     its exit code would be that of a failure. Here a rank ends after what libraries do at exit.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # `>&-`: the process was started without it
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
     code = main()
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        sys.exit(code)
+        sys.exit(_passed_on(code))
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - loggers of services finish here
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    os._exit(_passed_on(code))
+
+
+def _passed_on(code: int) -> int:
+    """Return the exit code once the output is written: that of a failure where it cannot be."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError as error:  # a full disk, or a pipe whose reader has gone
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"error: {root_cause_line(error)}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not tried again
+        return code or EXIT_FAILED
+    return code
 
 
 def _dispatch(words: list[str]) -> int:

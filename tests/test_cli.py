@@ -338,3 +338,16 @@ def test_a_rank_ends_after_what_libraries_do_at_exit_and_no_further(
     with pytest.raises(SystemExit) as ended:
         cli.run()
     assert (ended.value.code, done) == (2, ["at exit", "exit"] if is_rank else [])
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"), [("/dev/full", 1, "No space left on device"), ("&-", 0, "")]
+)
+def test_output_that_nothing_takes_is_a_failure_and_none_is_not(output: str, code: int, said: str) -> None:
+    program = (
+        "import sys; from lightning_eff import cli; sys.argv[1:] = ['--complete', 'train', 'l']; cli.run()"
+    )
+    words = ["sh", "-c", f'exec "$0" -c "$1" >{output}', sys.executable, program]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, env=buffered)
+    assert (ended.returncode, said in ended.stderr, len(ended.stderr.splitlines())) == (code, True, code)

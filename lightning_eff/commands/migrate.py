@@ -22,11 +22,14 @@ def main(options: argparse.Namespace) -> int:
         text = "migrate: expected a file\n  try: lightning-eff migrate training_args.json"
         raise UsageError(text)
     check_path("FILE", options.word)
+    from lightning_eff.commands._migration.collecting import CONTROL
+    from lightning_eff.report.summary import json_safe
+
     found = migration(Path(options.word), options.source)
     if options.json:
-        print_json(found)
+        print_json(json_safe(found))
     else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(found))
+        sys.stdout.writelines(f"{CONTROL.sub('?', line)}\n" for line in _lines(found))
     return EXIT_OK
 
 

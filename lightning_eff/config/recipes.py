@@ -71,7 +71,7 @@ class RecipeChain:
     keys: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     """What each file of a group brings: the names under which its options stand in the config."""
     settings: frozenset[str] = frozenset()
-    """`GROUP.KEY` of each setting that the recipe's own file has, without what it builds on."""
+    """`GROUP.KEY` of each setting in recipes and experiments of the user; not those of shipped recipes."""
 
     def options(self, group: str) -> set[str] | None:
         """Return all options of a group that the recipes list; None if none of them lists the group."""
@@ -104,13 +104,10 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         raise UsageError(text)
     walk = _Walk([main, CONF, RECIPES, *path.folders])
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
-    settings: set[str] = set()
     if is_file(primary):
         content: dict[str, Any] = walk.read(primary, expect_mapping=True).content
         # With interpolations resolved, as in Hydra.
         searched.append(OmegaConf.select(OmegaConf.create(content), SEARCH_PATH))
-        groups = ((group, node) for group, node in content.items() if isinstance(node, dict))
-        settings = {f"{group}.{key}" for group, node in groups for key in node}
     for value in searched:
         if value is not None:
             raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
@@ -121,12 +118,8 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
         if isinstance(name, str) and "." not in item.key_or_group
     ]
     visited = [pair for name in (*chosen, recipe) for pair in walk.visit(name)]
-    recipes = [
-        (name, [entry for _, entry in defaults])
-        for name, defaults in visited
-        if "/" not in name or name.startswith(EXPERIMENT)
-    ]
-    return RecipeChain(recipes, walk.missing, walk.keys, frozenset(settings))
+    recipes = [(name, [entry for _, entry in defaults]) for name, defaults in visited if is_recipe(name)]
+    return RecipeChain(recipes, walk.missing, walk.keys, frozenset(walk.settings))
 
 
 class _Walk:
@@ -136,6 +129,7 @@ class _Walk:
         self.folders = folders
         self.missing: dict[str, str] = {}
         self.keys: dict[str, set[str]] = {}
+        self.settings: set[str] = set()
         self.read = cache(read_yaml)
         self._done: set[str] = set()
 
@@ -152,6 +146,10 @@ class _Walk:
         document = self.read(file, expect_mapping="/" not in name)
         defaults = document.defaults
         yield name, defaults
+        if is_recipe(name) and not {CONF, RECIPES} & {*file.parents}:  # of the user's own
+            content: dict[str, Any] = document.content if isinstance(document.content, dict) else {}
+            groups = ((group, node) for group, node in content.items() if isinstance(node, dict))
+            self.settings |= {f"{group}.{key}" for group, node in groups for key in node}
         ancestors = (*ancestors, name)
         for line, entry in reversed(defaults):
             for child in _files_of(entry, name.rpartition("/")[0]):
@@ -174,6 +172,11 @@ class _Walk:
         files = [file for _, entry in document.defaults for file in _files_of(entry, group)]
         inherited = [self.keys.get(file, {file}) for file in files if file.startswith(f"{group}/")]
         return {str(key) for key in content if key != "defaults"}.union(*inherited)
+
+
+def is_recipe(name: str) -> bool:
+    """Return whether a file's name is that of a recipe or an experiment, not of a group's option."""
+    return "/" not in name or name.startswith(EXPERIMENT)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -5,6 +5,8 @@ They are a part of the UCI set "Optical Recognition of Handwritten Digits" (Alpa
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
@@ -65,4 +67,6 @@ class Digits(pl.LightningDataModule):
         self, images: Dataset[tuple[Tensor, ...]], *, shuffle: bool
     ) -> DataLoader[tuple[Tensor, ...]]:
         workers, is_kept = self.num_workers, self.num_workers > 0
-        return DataLoader(images, self.batch_size, shuffle, num_workers=workers, persistent_workers=is_kept)
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_kept}
+        # By name: Lightning adds `shuffle` when it makes the loader of one rank.
+        return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, **options)

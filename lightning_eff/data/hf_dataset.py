@@ -137,12 +137,13 @@ class HFDataset(pl.LightningDataModule):
         rows, workers = self._rows[split], self.num_workers
         if not self.streaming:
             keywords: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-            return DataLoader(rows, self.batch_size, is_train, collate_fn=self.collate, **keywords)
+            keywords |= {"batch_size": self.batch_size, "shuffle": is_train}  # by name, as Lightning needs it
+            return DataLoader(rows, collate_fn=self.collate, **keywords)
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if is_train else None
         stream = RankStream(rows, rank, world_size, seed)
         workers = min(workers, rows.num_shards)
-        loader = DataLoader(stream, self.batch_size, num_workers=workers, collate_fn=self.collate)
+        loader = DataLoader(stream, batch_size=self.batch_size, num_workers=workers, collate_fn=self.collate)
         _pass_epochs_on(loader, stream)
         return loader
 

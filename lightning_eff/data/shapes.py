@@ -7,6 +7,8 @@ every rank and in every worker.
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
@@ -120,4 +122,6 @@ class Shapes(pl.LightningDataModule):
     def _loader(self, first: int, num_images: int, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
         images = Drawings(first, num_images, size=self.image_size, num_shapes=self.num_shapes)
         workers, is_kept = self.num_workers, self.num_workers > 0
-        return DataLoader(images, self.batch_size, shuffle, num_workers=workers, persistent_workers=is_kept)
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_kept}
+        # By name: Lightning adds `shuffle` when it makes the loader of one rank.
+        return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, **options)

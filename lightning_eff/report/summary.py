@@ -111,7 +111,8 @@ def baseline_verdict(report: Mapping[str, Any]) -> str:
     )
     name = f"the baseline ({baseline['title']})"
     here, there = (each.get("environment", {}).get("device", "") for each in (report, baseline))
-    where = "" if here == there else f", which ran on {there}"
+    where = f", which ran on {there}" if there and here != there else ""
+    where += ", which failed" if baseline.get("status") == "failed" else ""
     if speed is not None:
         with_memory = "" if memory is None else f", with {memory:.2f} of its peak memory"
         return f"{speed:.2f} times as fast as {name}{where}{with_memory}."

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies
 from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
 
 from lightning_eff.commands._completion import complete
 from lightning_eff.commands._migration import (
@@ -585,3 +586,109 @@ def test_the_printed_line_trains(tiny_llama: Path, command: Command) -> None:
     line = migration(written("axolotl.yaml", config | {"val_set_size": 0.1}))["command"]
     command(*shlex.split(line)[1:], "trainer.accelerator=cpu", code=0)
     assert list(Path("more").rglob("*.ckpt"))
+
+
+def settled(content: Any, tool: str) -> Collected:
+    found = Collected(Path())
+    found.add(content, SOURCES[tool].table)
+    settings.settle(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "tool", "refused"),
+    [
+        ({"per_device_train_batch_size": 10**400}, "transformers", ["per_device_train_batch_size"]),
+        (
+            {"learning_rate": float("nan"), "weight_decay": 1e400},
+            "transformers",
+            ["learning_rate", "weight_decay"],
+        ),
+        ({"run_name": "a\x1b[201~b", "output_dir": "\ud800"}, "transformers", ["output_dir", "run_name"]),
+        ({"warmup_ratio": 1.0}, "transformers", ["warmup_ratio"]),
+        ({"datasets": [{"path": "a" * 5000}]}, "axolotl", []),
+        ({"trainer": {"strategy": {"class_path": "DDPStrategy", "init_args": 5}}}, "lightning", []),
+    ],
+)
+def test_values_that_nothing_can_have_are_named_and_end_nothing(
+    content: Any, tool: str, refused: list[str]
+) -> None:
+    assert [finding.key for finding in settled(content, tool).lacking] == refused
+
+
+def test_a_value_without_a_way_to_write_it_is_refused_and_the_json_is_strict(command: Command) -> None:
+    content = '{"per_device_train_batch_size": 2, "learning_rate": {"a b": 1}, "weight_decay": NaN}'
+    written("given.json", content)
+    output = command("migrate", "given.json", "--json", code=0)[1]
+    found = json.loads(output, parse_constant=pytest.fail)
+    assert {row["key"]: row["value"] for row in found["no_counterpart"]} == {
+        "learning_rate": {"a b": 1}, "weight_decay": "nan",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", r"a\${b}", r"\\${seed}", "{}", "{s} {}"])
+def test_a_text_stays_what_it_is_when_the_command_is_composed(text: str) -> None:
+    (word,) = (
+        word
+        for unit in settled({"run_name": text}, "transformers").units
+        for word in unit.overrides
+        if "tags" in word
+    )
+    (item,) = parse_overrides([word])
+    assert OmegaConf.to_container(OmegaConf.create({"tags": item.value(), "seed": 1}), resolve=True) == {
+        "tags": [text],
+        "seed": 1,
+    }
+
+
+def test_a_long_warm_up_and_a_name_with_a_space_keep_every_character() -> None:
+    given = {"per_device_train_batch_size": 2, "warmup_steps": 1234567, "dataset_name": "x y"}
+    found = collected(given)
+    assert (found["scheduler.warmup_steps"], found["data.paths"]) == ("1234567", '"hf://datasets/x y"')
+
+
+def test_the_trainer_says_how_often_is_logged_not_its_deepspeed_config() -> None:
+    zero = {"zero_optimization": {"stage": 2}, "steps_per_print": 2000}
+    given = {"per_device_train_batch_size": 2, "logging_steps": 7, "deepspeed": zero}
+    assert collected(given)["trainer.log_every_n_steps"] == "7"
+    assert collected(zero)["trainer.log_every_n_steps"] == "2000"
+
+
+MODULE = {"model": {"class_path": "lightning_eff.models.cnn.CNN"}, "seed_everything": 3}
+
+
+def test_a_module_without_an_optimizer_in_its_file_keeps_its_own() -> None:
+    found = collected(MODULE)
+    assert (found["optimizer"], found["trainer.gradient_clip_val"]) == ("module", "null")
+    adamw = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}
+    found = collected({**MODULE, "optimizer": adamw, "trainer": {"gradient_clip_val": 0.5}})
+    assert (found["optimizer"], found["trainer.gradient_clip_val"]) == ("adamw", "0.5")
+    assert (found["optimizer.betas"], found["optimizer.weight_decay"]) == ("[0.9,0.999]", "0.01")
+    found = collected({**MODULE, "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}})
+    assert (found["optimizer"], found["optimizer.momentum"]) == ("sgd", "0.0")
+
+
+def test_epochs_of_a_schedule_are_not_taken_for_steps() -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 50}}
+    (finding,) = settled({**MODULE, "lr_scheduler": schedule}, "lightning").lacking
+    assert finding.key == "lr_scheduler.init_args.T_max"
+    assert finding.reason == "in optimizer steps here, in epochs there: scheduler.T_max=STEPS"
+
+
+def test_torchtune_clips_and_validates_only_where_it_is_asked_to() -> None:
+    given = {"checkpointer": {"checkpoint_dir": "a"}, "batch_size": 2}
+    found = collected({**given, "clip_grad_norm": None})
+    assert (found["trainer.gradient_clip_val"], found["data.val_fraction"]) == ("null", "0.0")
+    found = collected({**given, "clip_grad_norm": 0.5})
+    assert found["trainer.gradient_clip_val"] == "0.5"
+
+
+def test_a_switch_that_is_off_is_not_missed_where_another_is_on() -> None:
+    given = {
+        "per_device_train_batch_size": 2,
+        "gradient_checkpointing": False,
+        "fsdp_config": {"activation_checkpointing": True},
+    }
+    found = migration(written("given.json", given))
+    assert "+callbacks=gradient_checkpointing" in found["overrides"]
+    assert found["no_counterpart"] == []

@@ -399,6 +399,20 @@ def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_tak
     path = RecipePath.of(["."])
     composed = composition.compose_recipe("mine", [], path).values
     assert composed["model"] == {"_target_": "my_written.Net"}
+    Path("upon.yaml").write_text("defaults:\n  - mine\n  - _self_\nmodel:\n  width: 5\n")
+    built_upon = composition.compose_recipe("upon", [], path).values
+    assert built_upon["model"] == {"_target_": "my_written.Net", "width": 5}
+    Path("experiment").mkdir()
+    Path("experiment/e.yaml").write_text(
+        "# @package _global_\nmodel:\n  _target_: my_written.Net\n  width: 6\n"
+    )
+    tried = composition.compose_recipe("baseline", ["+experiment=e"], path).values
+    assert tried["model"] == {"_target_": "my_written.Net", "width": 6}
+    data = [
+        "model.name=x",
+        "data._target_=lightning_eff.data.digits.Digits",
+    ]  # full_finetune sets data.tokenizer
+    assert "tokenizer" not in composition.compose_recipe("full_finetune", data).values["data"]
     Path("mine.yaml").write_text(f"{own}  widht: 3\n")
     with pytest.raises(
         ConfigError, match=r"model\.widht=3: expected a parameter of Net; did you mean 'width'"

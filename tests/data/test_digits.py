@@ -55,3 +55,12 @@ def test_without_scikit_learn_the_command_that_installs_it_is_said(monkeypatch: 
 def test_numbers_out_of_range_are_named(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Digits(**keywords)
+
+
+def test_loaders_are_built_by_name_so_that_lightning_can_build_those_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_eff.data.digits.DataLoader", lambda dataset, **options: options)
+    data: Any = Digits()
+    data.setup("fit")
+    assert (data.train_dataloader()["shuffle"], data.val_dataloader()["shuffle"]) == (True, False)

@@ -63,3 +63,12 @@ def test_numbers_out_of_range_are_named(key: str) -> None:
         Shapes(**{key: 0})
     with pytest.raises(ValueError, match="num_workers=-1 must be at least 0"):
         Shapes(num_workers=-1)
+
+
+def test_loaders_are_built_by_name_so_that_lightning_can_build_those_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_eff.data.shapes.DataLoader", lambda dataset, **options: options)
+    data: Any = Shapes(**SMALL)
+    data.setup("fit")
+    assert (data.train_dataloader()["shuffle"], data.val_dataloader()["shuffle"]) == (True, False)

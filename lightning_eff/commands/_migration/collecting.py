@@ -21,6 +21,8 @@ CLASS_KEYS = ("_component_", "class_path")
 """Last names of keys whose value is a class, of which the table has the name alone."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@+-]*")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""What a terminal acts on, or cannot show."""
 _ZERO_NAME = re.compile(r"zero([123])")
 
 
@@ -77,7 +79,7 @@ class Collected:
         if any(full.startswith(f"{finding.key}.") for finding in self.lacking):
             return  # an argument of a class without a counterpart
         listed = isinstance(row.here, Mapping) and str(value).lower() in row.here
-        if value is None or (value == LEFT_TO_US and not listed) or (is_default and not row.decides):
+        if (value in (None, LEFT_TO_US) and not listed) or (is_default and not row.decides):
             return
         if row.role == "deepspeed":
             self._deepspeed(full, value)
@@ -105,32 +107,38 @@ class Collected:
                 self.lacking.append(Finding(key, one, row.others))
 
     def _unit(self, key: str, value: Any, here: str, *, is_default: bool) -> None:
-        words = (
-            word.replace("{s}", quoted(str(value))).replace("{}", written(value)) for word in here.split()
-        )
-        if here:
-            self.units.append(Unit(key, value, tuple(words), is_default))
+        if isinstance(value, float) and not math.isfinite(value):
+            self.lacking.append(Finding(key, value, "expected a finite number"))
+        elif here:
+            words = tuple(filled(word, value) for word in here.split())
+            self.units.append(Unit(key, value, words, is_default))
 
     def _deepspeed(self, key: str, value: Any) -> None:
         """Add a DeepSpeed config that is a value, or in a file that the value names."""
-        table, name = reading.SOURCES["deepspeed"].table, str(value)
+        name = str(value)
         if isinstance(value, Mapping):
-            self.add({str(name): each for name, each in value.items()}, table, f"{key}.")
+            self._add_zero({str(name): each for name, each in value.items()}, f"{key}.")
             return
         places = (Path(name), self.folder / name)
         file = next((place for place in places if reading.is_file(place)), None)
         stage = _ZERO_NAME.search(Path(name).stem)
         if file is not None:
             try:
-                self.add(reading.read_file(file), table, f"{key}.")
+                self._add_zero(reading.read_file(file), f"{key}.")
             except UsageError as error:
                 self.lacking.append(Finding(key, value, str(error)))
         elif stage is not None:  # one of those that come with Axolotl
-            self.add({"zero_optimization": {"stage": int(stage[1])}}, table, f"{key}.")
+            self._add_zero({"zero_optimization": {"stage": int(stage[1])}}, f"{key}.")
         else:
             self.lacking.append(
                 Finding(key, value, "no such file; `lightning-eff migrate` reads it alone, too")
             )
+
+    def _add_zero(self, content: Mapping[str, Any], prefix: str) -> None:
+        """Add a DeepSpeed config beside the Trainer's own; how often that logs is not DeepSpeed's to say."""
+        own = {key: value for key, value in content.items() if key != "steps_per_print"}
+        self.unneeded += [f"{prefix}{key}" for key in content if key not in own]
+        self.add(own, reading.SOURCES["deepspeed"].table, prefix)
 
 
 def filled(override: str, value: Any) -> str:
@@ -143,7 +151,9 @@ def filled(override: str, value: Any) -> str:
     key, sign, text = override.partition("=")
     if "{s}" in text and not text.startswith("["):
         return f"{key}{sign}{quoted(text.replace('{s}', str(value)))}"
-    return f"{key}{sign}{text.replace('{s}', quoted(str(value)))}".replace("{}", written(value))
+    if "{s}" in text:
+        return f"{key}{sign}{text.replace('{s}', quoted(str(value)))}"
+    return override.replace("{}", written(value))
 
 
 def number(value: Any) -> float | None:
@@ -157,7 +167,10 @@ def number(value: Any) -> float | None:
         return None
     if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
         return None
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
     return found if math.isfinite(found) else None
 
 
@@ -190,10 +203,13 @@ def quoted(text: str) -> str:
     Example:
         >>> quoted("meta-llama/Llama-3"), quoted("8"), quoted('so "x"'), quoted("true")
         ('meta-llama/Llama-3', '"8"', '"so \\"x\\""', '"true"')
+        >>> quoted("${oc.env:HOME}")  # a text too, not what OmegaConf makes of it
+        '"\\${oc.env:HOME}"'
     """
     is_word = text.lower() in ("null", "true", "false", "nan", "inf")
     if _PLAIN.fullmatch(text) and not is_word and not _NUMBER.fullmatch(text):
         return text
     # A backslash stands for itself, but before a quotation mark and at the end.
+    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)  # OmegaConf's own escape
     escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
     return f'"{escaped}"'

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_eff.commands._migration.collecting import Finding, Unit
+from lightning_eff.commands._migration.collecting import OFF, Finding, Unit
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.validate import RUN_KEYS
@@ -146,7 +146,7 @@ def _merged(command: Command, units: Sequence[Unit]) -> list[Unit]:
     for unit in units:
         replaced = [word for word in unit.overrides if _chooses(word) and last[_key(word)][0] != word]
         options = tuple(f"{_key(word)}." for word in replaced)
-        for word in replaced if not unit.is_default else ():
+        for word in replaced if not unit.is_default and unit.value not in OFF else ():
             winner, other = last[_key(word)]
             reason = f"{other.key} sets {winner}"
             command.refused.append(Finding(unit.key, unit.value, reason))
@@ -192,7 +192,10 @@ def _is_set(word: str, values: Mapping[str, Any]) -> bool:
         if not isinstance(node, Mapping) or name not in node:
             return False
         node = node[name]
-    (item,) = parse_overrides([word])
+    try:
+        (item,) = parse_overrides([word])
+    except UsageError:  # no such value can be written; what composes it says so
+        return False
     value = item.value()
     return node == (str(value) if isinstance(node, str) else value) and isinstance(node, bool) is isinstance(
         value, bool

@@ -117,7 +117,7 @@ TABLE = {
         {
             **dict.fromkeys(("adam", "adamw", "fusedadam"), "optimizer=adamw"),
             "deepspeedcpuadam": "optimizer=adamw strategy.offload_optimizer=cpu",
-            "sgd": "optimizer=sgd",
+            "sgd": "optimizer=sgd optimizer.momentum=0.0",
             "muon": "optimizer=muon",
             **dict.fromkeys(("lion", "fusedlion"), "optimizer=lion"),
             "adagrad": "optimizer=sgd optimizer._target_=torch.optim.Adagrad",

@@ -133,17 +133,25 @@ CONFIG = {
     "data.init_args.*": Row("data.{key}={}"),
     "optimizer.class_path": Row(
         {
-            "torch.optim.adamw": "optimizer=adamw",
-            "torch.optim.sgd": "optimizer=sgd",
+            "adamw": "optimizer=adamw optimizer.betas=[0.9,0.999] optimizer.weight_decay=0.01",
+            "sgd": "optimizer=sgd optimizer.momentum=0.0",
+            "rmsprop": "optimizer=sgd optimizer._target_=torch.optim.RMSprop optimizer.momentum=0.0",
             "*": "optimizer=sgd optimizer._target_={s}",
         },
-        "optimizer=module keeps what configure_optimizers returns",
+        "left out: optimizer=module, which keeps what configure_optimizers returns",
     ),
     "optimizer.init_args.*": Row("optimizer.{key}={}"),
     "lr_scheduler.class_path": Row(
         {"*": "scheduler=cosine scheduler._target_={s}"},
         "left out: a warm-up and a cosine",
         others=NO_SCHEDULE,
+    ),
+    **under(
+        "lr_scheduler.init_args.",
+        {
+            name: lacks(f"in optimizer steps here, in epochs there: scheduler.{name}=STEPS")
+            for name in ("T_max", "T_0", "step_size", "milestones", "total_iters")
+        },
     ),
     "lr_scheduler.init_args.*": Row("scheduler.{key}={}"),
 }

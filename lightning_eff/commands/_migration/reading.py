@@ -155,9 +155,9 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
             for one in classes:
                 inner = f"{key}.{str(one['class_path']).rpartition('.')[2]}"
                 found[inner] = True
-                found |= {
-                    f"{inner}.{argument}": given for argument, given in (one.get("init_args") or {}).items()
-                }
+                given = one.get("init_args") or {}
+                arguments = given if isinstance(given, dict) else {"init_args": given}
+                found |= {f"{inner}.{argument}": each for argument, each in arguments.items()}
         elif isinstance(value, dict) and value and (key not in table or _has_below(key, table)):
             found |= flatten(value, table, f"{key}.")
         else:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_eff.commands._migration.collecting import (
+    CONTROL,
     OFF,
     Collected,
     Finding,
@@ -30,6 +33,10 @@ LLAMA_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "
 def settle(found: Collected) -> None:
     """Add the overrides of all settings that are computed."""
     _Settings(found).add()
+    for unit in found.units:
+        if any(CONTROL.search(word) for word in unit.overrides):
+            found.lacking.append(Finding(unit.key, unit.value, "expected a text without control characters"))
+    found.units = [unit for unit in found.units if not any(map(CONTROL.search, unit.overrides))]
 
 
 class _Settings:
@@ -45,6 +52,7 @@ class _Settings:
         self._betas()
         self._datasets()
         self._lora_layers()
+        self._own_module()
 
     def _emit(self, role: str, *overrides: str, is_default: bool = False) -> None:
         key, value = self.roles[role]
@@ -130,8 +138,14 @@ class _Settings:
             return
         if value is None or value < 0:
             self._lacks(role, "expected a number of optimizer steps, or a fraction of the run's")
+        elif role == "warmup_ratio" and value >= 1:
+            self._lacks(role, "expected a fraction below 1 of the run's steps")
         else:
-            self._emit(role, f"scheduler.warmup_steps={value:g}", is_default=not value)
+            self._emit(
+                role,
+                f"scheduler.warmup_steps={written(int(value) if value == int(value) else value)}",
+                is_default=not value,
+            )
 
     def _betas(self) -> None:
         pair = [self.roles.get(role, ("", None))[1] for role in ("beta1", "beta2")]
@@ -190,6 +204,19 @@ class _Settings:
         layers = [LLAMA_LAYERS.get(str(name), str(name)) for name in names]
         self._emit("lora_modules", f"callbacks.peft_adapter.target_modules={written(layers)}")
 
+    def _own_module(self) -> None:
+        """Keep the optimizer of a LightningModule, and its gradients, where the file says no other."""
+        by_key = {unit.key: unit for unit in self.found.units}
+        module = by_key.get("model.class_path")
+        if module is None:
+            return
+        words = ("trainer.gradient_clip_val=null",)
+        words += () if "optimizer.class_path" in by_key else ("optimizer=module",)
+        given = {word.partition("=")[0] for unit in self.found.units for word in unit.overrides}
+        for word in words:
+            if word.partition("=")[0] not in given:
+                self.found.units.append(replace(module, overrides=(word,), is_default=True))
+
 
 def _written(places: list[str]) -> str:
     return quoted(places[0]) if len(places) == 1 else written(places)
@@ -207,8 +234,10 @@ def _places(entry: Mapping[str, Any], folder: Path) -> list[str]:
     path, files = str(entry.get("path") or ""), entry.get("data_files")
     if files and (not path or path in READERS):
         return [str(file) for file in (files if isinstance(files, list) else [files])]
-    is_local = path.startswith((".", "/", "~")) or path.endswith(FILES) or Path(path).exists()
-    if is_local or (folder / path).exists():
+    # pathlib raises for a name that no file can have.
+    here, beside = (os.path.exists(place) for place in (path, folder / path))  # noqa: PTH110
+    is_local = path.startswith((".", "/", "~")) or path.endswith(FILES) or here
+    if is_local or beside:
         return [path if is_local else str(folder / path)]
     revision, name, split = (entry.get(key) for key in ("revision", "name", "split"))
     split = None if split == "train" else split

@@ -10,6 +10,7 @@ _HF_FOLDER = "a folder with config.json and *.safetensors, as the hub has it"
 _PROFILER = lacks("trainer.profiler=pytorch; the report has times and peak memory")
 _CHAT = "data=chat data.paths="
 _HUB = f"{_CHAT}hf://datasets/"
+_VALIDATED = "data.val_fraction of the documents"
 _TP = lacks("no tensor parallelism; strategy=fsdp2 shards the model")
 
 TABLE = {
@@ -93,7 +94,16 @@ TABLE = {
     "dataset.subset": lacks("after the name: hf://datasets/NAME:SUBSET"),
     **under(
         "dataset_val.",
-        each("_component_ source split data_files packed", lacks("data.val_fraction of the documents")),
+        {
+            "_component_": Row(
+                {"none": "data.val_fraction=0.0"},
+                "left out: no document is set aside",
+                default="none",
+                decides=True,
+                others=_VALIDATED,
+            ),
+            **each("source split data_files packed", lacks(_VALIDATED)),
+        },
     ),
     "run_val_every_n_steps": Row(
         "trainer.val_check_interval={} trainer.check_val_every_n_epoch=null",
@@ -114,7 +124,7 @@ TABLE = {
     "optimizer._component_": Row(
         {
             "adamw": "optimizer=adamw",
-            "sgd": "optimizer=sgd",
+            "sgd": "optimizer=sgd optimizer.momentum=0.0",
             "pagedadamw8bit": "optimizer=paged_adamw_8bit",
             "adamw8bit": "optimizer=adamw_8bit_bnb",
             "pagedadamw": "optimizer=adamw optimizer._target_=bitsandbytes.optim.PagedAdamW",
@@ -149,7 +159,12 @@ TABLE = {
         others="the loss is the model's cross-entropy; write another in a training_step",
     ),
     "loss.num_output_chunks": unneeded("callbacks.tiled_loss.tile_budget_mib"),
-    "clip_grad_norm": Row(MEANINGS["max_grad_norm"]),
+    "clip_grad_norm": Row(
+        {"none": "trainer.gradient_clip_val=null", "*": MEANINGS["max_grad_norm"]},
+        "left out: no clipping, there too",
+        default="none",
+        decides=True,
+    ),
     "enable_activation_checkpointing": callback("gradient_checkpointing"),
     "enable_activation_offloading": switch(
         "+callbacks=gradient_checkpointing callbacks.gradient_checkpointing.policy=offload"
