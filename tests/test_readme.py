@@ -56,7 +56,7 @@ def run_blocks(page: str) -> dict[str, Any]:
 def commands() -> list[list[str]]:
     lines = [line for block in blocks("console") for line in block.splitlines()]
     assert all(line.startswith("$ ") for line in lines)
-    return [shlex.split(line[2:], comments=True) for line in lines]
+    return [shlex.split(line, comments=True) for line in dict.fromkeys(line[2:] for line in lines)]
 
 
 def write_files() -> None:

@@ -120,7 +120,9 @@ def baseline_verdict(report: Mapping[str, Any]) -> str:
 
 
 def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> float | None:
-    return mine[key] / theirs[key] if mine.get(key) and theirs.get(key) else None
+    pair = mine.get(key), theirs.get(key)
+    # In JSON nan and infinity are text.
+    return pair[0] / pair[1] if all(isinstance(each, int | float) and each for each in pair) else None
 
 
 def report_text(report: Mapping[str, Any]) -> str:

@@ -96,6 +96,7 @@ def adapted_model(run_dir: Path) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_plain_peft_and_transformers_load_it(
     texts: None, tiny_llama: Path, command: Command, tmp_path: Path
 ) -> None:

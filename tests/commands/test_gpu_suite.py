@@ -52,6 +52,7 @@ def suite(folder: Path, *words: str, start: Any = gpu_suite.run_here) -> tuple[i
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_every_part_runs_its_smallest_size_on_a_cpu(
     tmp_path: Path,
     tiny: list[str],

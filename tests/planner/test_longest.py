@@ -91,6 +91,7 @@ def test_rows_of_another_length_keep_batch_and_other_axes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.slow
 def test_recipes_are_searched_with_and_without_host_memory(empty_folder: Path) -> None:
     """What is found is confirmed by predictions with batches that the data make."""
 

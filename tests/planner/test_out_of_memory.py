@@ -72,6 +72,7 @@ def message(err: str) -> list[str]:
     return err[err.index("\nerror:") :].strip().splitlines()
 
 
+@pytest.mark.slow
 def test_an_override_that_fits_is_named_and_trains_to_the_end(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

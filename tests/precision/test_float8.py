@@ -495,6 +495,7 @@ def main(folder: str) -> None:
         torch.save(results, Path(folder) / "results.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does_on_both_halves(tmp_path: Path) -> None:
     """Each rank scales what it has: the same as one device that accumulates the two halves of a batch."""
     done = run_two_ranks("tests.precision.test_float8", tmp_path)

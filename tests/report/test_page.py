@@ -89,6 +89,7 @@ def test_a_baseline_is_drawn_beside_each_of_its_curves_and_figures() -> None:
     [
         ({}, "1.50 times as fast as the baseline (lm, run 1), with 0.25 of its peak memory."),
         ({"peak_bytes": None}, "1.50 times as fast as the baseline (lm, run 1)."),
+        ({"peak_bytes": "nan"}, "1.50 times as fast as the baseline (lm, run 1)."),
         ({"samples_per_s": None}, "0.25 of the peak memory of the baseline (lm, run 1)."),
         (
             {"samples_per_s": None, "peak_bytes": None},
