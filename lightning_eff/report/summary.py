@@ -120,9 +120,10 @@ def baseline_verdict(report: Mapping[str, Any]) -> str:
 
 
 def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> float | None:
-    pair = mine.get(key), theirs.get(key)
-    # In JSON nan and infinity are text.
-    return pair[0] / pair[1] if all(isinstance(each, int | float) and each for each in pair) else None
+    ours, other = mine.get(key), theirs.get(key)
+    if not isinstance(ours, int | float) or not isinstance(other, int | float):  # in JSON nan is text
+        return None
+    return ours / other if ours and other else None
 
 
 def report_text(report: Mapping[str, Any]) -> str:
