@@ -25,6 +25,7 @@ check: setup .venv/check.stamp  ## format, lint, types, import directions, links
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	$(BIN)/zensical build --strict
+	$(BIN)/python -m pytest -n 0 tests/test_docs.py -k "menu or links"
 
 docs: setup .venv/check.stamp  ## the site, in site/; open site/index.html
 	$(BIN)/zensical build --strict
