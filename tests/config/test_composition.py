@@ -418,3 +418,6 @@ def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_tak
         ConfigError, match=r"model\.widht=3: expected a parameter of Net; did you mean 'width'"
     ):
         composition.compose_recipe("mine", [], path)
+    Path("mine.yaml").write_text(own.replace("my_written.Net", "lightning_eff.models.cnn.CNN\n  channels: 4"))
+    typed = composition.compose_recipe("mine", ["model._target_=my_written.Net"], path).values
+    assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings are those of its own class"
