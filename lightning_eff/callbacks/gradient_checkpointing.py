@@ -62,8 +62,6 @@ KEPT_OPERATIONS = [
     ),
 ]
 """What `selective` keeps: the operations that take the most time for the bytes of their outputs."""
-_RECOMPUTE: object = checkpoint._RECOMPUTE  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
-"""torch 2.13's mark, in the storage of a selective checkpoint, for an output that is recomputed."""
 
 
 def keep_outputs(
@@ -88,7 +86,8 @@ def keep_outputs(
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
                 if any(mine is memory for mine in held for memory in memories):
-                    outputs[index] = _RECOMPUTE
+                    # torch 2.13's mark of an output that is recomputed; looked up here, since 2.11 lacks it
+                    outputs[index] = checkpoint._RECOMPUTE  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
