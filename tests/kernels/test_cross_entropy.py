@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.kernels._cross_entropy import function
+from lightning_eff.kernels._cross_entropy.tiles import Projection
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy, linear_kl, token_logprobs
 from tests.support import whole_logits
 from tests.support.whole_logits import CLASSES, ROWS, SEVERAL_TILES_MIB, WIDTH, error, gradients, make_inputs
@@ -120,6 +123,35 @@ def test_the_divergence_from_a_teacher_which_gets_no_gradient(beta: float) -> No
     assert_t1(found, gradients(whole, [x, weight]))
     linear_kl(x, weight, teacher_x, teacher_weight, **options).sum().backward()
     assert teacher_x.grad is teacher_weight.grad is None
+
+
+class Float32Logits(Projection):
+    """Products of 16-bit operands that stay in float32, as CUDA keeps them; a CPU has no such product."""
+
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        ((x, weight),) = self.pairs
+        for start in range(0, len(x), 8):
+            at = slice(start, min(start + 8, len(x)))
+            yield at, x[at].float() @ weight.float().T
+
+
+@pytest.mark.parametrize("scaling", [{}, {"softcap": 1.5}, {"temperature": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    ("tiled", "whole"),
+    [(linear_cross_entropy, whole_logits.cross_entropy), (token_logprobs, whole_logits.logprobs)],
+    ids=["cross-entropy", "log-probability"],
+)
+def test_gradients_of_float32_logits_reach_the_16_bit_products(
+    tiled: Any, whole: Any, scaling: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 they did not: the gradient of the rows was whatever the buffer of 16 bits had held."""
+    monkeypatch.setattr(function, "Projection", Float32Logits)
+    given = make_inputs(torch.bfloat16)
+    x, weight, target = given["x"], given["weight"], given["target"].clamp(min=0)
+    exact_x, exact_weight = (each.detach().double().requires_grad_() for each in (x, weight))
+    found = gradients(lambda: tiled(x, weight, target, **scaling), [x, weight])
+    exact = gradients(lambda: whole(exact_x, exact_weight, target, **scaling), [exact_x, exact_weight])
+    assert max(error(one, other) for one, other in zip(found[1], exact[1], strict=True)) < 2e-2
 
 
 PEAKED = {"even": 0.0, "targets that are likely": 1.5, "targets that are nearly certain": 4.0}

@@ -130,8 +130,7 @@ class CrossEntropy(_OfTarget):
             p.scatter_add_(1, row_target, add)
             if factor_all is not None:
                 p.sub_(factor_all * each)
-            if self.unscale(p, scaled) is not row:  # else it is where it belongs
-                row_out.copy_(p)
+            row_out.copy_(self.unscale(p, scaled))  # nothing moves where `out` is the memory of the logits
             del p, scaled  # before the next part is converted
         above = log_sum_above(p_max, of_target, p_target)
         lse = top + above
@@ -173,8 +172,7 @@ class LogProb(_OfTarget):
                 of_entropy = grad[:, 1:]
                 p.mul_(-given - of_entropy * row_entropy).addcmul_(surprise, of_entropy)
             p.scatter_add_(1, row_target, given)
-            if self.unscale(p, scaled) is not row:
-                row_out.copy_(p)
+            row_out.copy_(self.unscale(p, scaled))
             del p, scaled, surprise  # before the next part is converted
         value = of_target[1] - top - log_sum_above(p_max, of_target, p_target)
         return value if self.num_values == 1 else torch.cat([value, entropy], 1)
