@@ -231,11 +231,11 @@ def test_a_case_that_fails_loses_only_itself_and_one_that_ends_the_process_is_re
         "broken": partial(raises, ValueError("no")),
         "large": partial(raises, torch.OutOfMemoryError("tried to allocate")),
         "not here": partial(raises, suite.SkippedError("no card")),
-        "ends": partial(raises, KeyboardInterrupt()),
+        "ends": partial(raises, SystemExit(1)),
         "last": lambda: {"entry": {"wrong": "9 times"}},
     }
     run = partial(suite.run_part, lambda _: cases, setting, path, end=end)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit):
         run(resume=False)
     content = run(resume=True)
     assert json.loads(path.read_text()) == content

@@ -29,13 +29,6 @@ _found: dict[tuple[Any, ...], Launch | None] = {}
 _dropped: set[TileConfig] = set()  # those that could not be compiled
 
 
-def check_backend(backend: str) -> None:
-    """Raise a ValueError for an unknown backend."""
-    if backend not in BACKENDS:
-        text = f"backend={backend!r}: expected one of {', '.join(BACKENDS)}"
-        raise ValueError(text)
-
-
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether our kernels compute, whatever the shape.
 
@@ -43,7 +36,9 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
         ValueError: An unknown backend.
         RuntimeError: `triton` where the kernels cannot run.
     """
-    check_backend(backend)
+    if backend not in BACKENDS:
+        text = f"backend={backend!r}: expected one of {', '.join(BACKENDS)}"
+        raise ValueError(text)
     if backend != "triton":
         return False
     reason = devices.why_no_kernels(device)
@@ -140,7 +135,7 @@ def describe_backend(shape: Shape, device: torch.device, backend: str = "auto") 
     Args:
         shape: What is computed.
         device: Where.
-        backend: As in `find`, or `torch`.
+        backend: As in `matmul.gemm`.
 
     Example:
         >>> describe_backend(Shape(M=64, N=64, K=64), torch.device("cpu"))

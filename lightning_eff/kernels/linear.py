@@ -2,8 +2,7 @@
 
     y = x @ weight.T + bias
 
-The three GEMMs of a layer, for T rows of x, need no transposed copy, and each is asked for itself who
-computes it:
+The three GEMMs of a layer, for T rows of x, need no transposed copy:
 
     forward            Y [T, N] = X [T, K] @ W [N, K].T     nt
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
