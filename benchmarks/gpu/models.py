@@ -97,6 +97,12 @@ def attention_case(name: str, setting: Setting) -> tuple[Callable[[], None], str
     return lambda: functional.scaled_dot_product_attention(q, k, v, **options).sum().backward(), expected
 
 
+def make_block(channels: int, heads: int, length: int, setting: Setting) -> TransformerBlock:
+    """Return a block in bfloat16, made on the device, where its weights are drawn in no time."""
+    with setting.device:
+        return TransformerBlock(channels, heads, length, 0.0).to(BF16)
+
+
 def block_step(block: Any, x: Tensor) -> None:
     """Compute a block forward and backward."""
     block(x).square().mean().backward()
@@ -110,7 +116,7 @@ def time_float8(setting: Setting) -> dict[str, Any]:
     x = torch.randn(setting.size(4, 1), length, channels, device=setting.device, dtype=BF16)
     calls: dict[str, Callable[[], None]] = {}
     for recipe in ("", *FLOAT8_RECIPES):
-        block: Any = TransformerBlock(channels, heads, length, 0.0).to(setting.device, BF16)
+        block: Any = make_block(channels, heads, length, setting)
         if recipe:
             block = convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
         # On a CPU nothing is timed: no compiler is needed.
@@ -125,11 +131,10 @@ def time_offload(setting: Setting) -> dict[str, Any]:
     x = torch.randn(setting.size(4, 1), length, channels, device=setting.device, dtype=BF16)
     calls: dict[str, Callable[[], None]] = {}
     for name, host in (("on the device", None), ("offloaded", HostOffload())):
-        blocks = [TransformerBlock(channels, heads, length, 0.0) for _ in range(setting.size(6, 2))]
-        model = nn.Sequential(*blocks).to(setting.device, BF16)
+        blocks = [make_block(channels, heads, length, setting) for _ in range(setting.size(6, 2))]
         for block in blocks:
             RecomputedBlock(block, host=host)
-        calls[name] = partial(block_step, model, x.clone().requires_grad_())
+        calls[name] = partial(block_step, nn.Sequential(*blocks), x.clone().requires_grad_())
     return in_turns(calls, setting, calls_per_turn=1)
 
 

@@ -75,8 +75,10 @@ def planner(setting: Setting) -> dict[str, Measurement]:
 def check_prediction(name: str, setting: Setting) -> dict[str, Any]:
     """Train some steps, and return the peak that was predicted and the one that was measured."""
     words = [*(("baseline", *TINY) if setting.smoke else GPT_170M), *SETTINGS[name]]
-    measured = run_command(["train", *words, *TRAIN, "trainer.max_steps=4"])["measured"]
-    predicted = run_command(["plan", *words])["peak"]
+    verbs = (["train", *words, *TRAIN, "trainer.max_steps=4"], ["plan", *words])
+    with ThreadPoolExecutor() as pool:  # each waits for its process
+        trained, planned = pool.map(run_command, verbs)
+    measured, predicted = trained["measured"], planned["peak"]
     found = {"predicted": predicted["peak_bytes"], "measured": measured["peak_bytes"]}
     if not found["predicted"]:
         return found | {"error": f"not predicted: {predicted['reason']}"}

@@ -62,8 +62,9 @@ def measured_on(content: Mapping[str, Any]) -> str:
     known = stated(content)
     if "machine" not in known:
         cores = f"{known['threads']} of {known['cores']} cores"
-        more = [known[key] for key in ("caches", "compiler", "system") if key in known]
-        known["machine"] = ", ".join([known["device"], cores, *more])
+        known["machine"] = ", ".join(
+            [known["device"], cores, *([known["system"]] if "system" in known else [])]
+        )
     date = f"{known['date'][:10]}, " if "date" in known else ""
     packages = ", ".join(f"{name} {version}" for name, version in versions(content).items())
     return f"Measured by `{known['command']}`: {date}{packages}; {known['machine']}."
