@@ -39,7 +39,6 @@ SMALL, ALIGNMENT = 512, 16
 """Triton compiles another kernel for sizes that are multiples of 16."""
 CANNOT_LAUNCH = (CannotCompileError, *((triton.TritonError,) if triton is not None else ()))
 """What is raised where a kernel cannot be compiled, or exceeds a device's resources."""
-Job = tuple[Case, TileConfig]
 
 
 def check(run: Run, problem: Problem, *, rounds_twice: bool = False) -> dict[str, Any]:
@@ -109,9 +108,9 @@ def run_gemm(problem: Problem) -> Tensor:
     )  # fmt: skip
 
 
-def jobs_of(cases: Iterable[Case], info: Device, *, top: int | None = None) -> list[Job]:
+def jobs_of(cases: Iterable[Case], info: Device, *, top: int | None = None) -> list[tuple[Case, TileConfig]]:
     """Return each kernel that is needed, once: of all configs that fit a case, or of those ranked first."""
-    found: dict[Job, None] = {}
+    found: dict[tuple[Case, TileConfig], None] = {}
     for case in cases:
         shape = Problem.empty(case, torch.device("meta")).shape()
         shape = replace(shape, tf32=case.dtype == torch.float32 and devices.float32_precision() == "tf32")
@@ -129,7 +128,7 @@ def reduced(case: Case) -> Case:
     return replace(case, **{axis: n if n < ALIGNMENT else SMALL + n % ALIGNMENT for axis, n in sizes.items()})
 
 
-def compile_ahead(jobs: Iterable[Job], device: torch.device, *, limit_s: float) -> None:
+def compile_ahead(jobs: Iterable[tuple[Case, TileConfig]], device: torch.device, *, limit_s: float) -> None:
     """Compile kernels in several processes until a time is over; Triton keeps them on disk."""
     numbered = [(case, CONFIGS.index(config), device) for case, config in jobs]
     workers = min(os.cpu_count() or 1, len(numbered), 16)

@@ -36,8 +36,6 @@ ATTENTION = (
     "plain", "causal", "boolean mask", "additive mask", "trained mask", "dropout", "grouped heads", "float32",
     "other head size of values", "head size 320", "three axes", "nn.MultiheadAttention",
 )  # fmt: skip
-FLOAT8_RECIPES = ("tensorwise", "rowwise")
-LORA_LAYERS = ["qkv", "out", "up", "down"]
 LONG_SIZES = {"vocab_size": 128256, "num_layers": 36, "d_model": 4096, "num_heads": 32}
 """Of a GPT with about as many parameters, layers and channels as Llama 3 8B."""
 TINY_SIZES = {"vocab_size": 100, "num_layers": 2, "d_model": 32, "num_heads": 2}
@@ -115,7 +113,7 @@ def time_float8(setting: Setting) -> dict[str, Any]:
     length, channels, heads = setting.size(2048, 16), setting.size(4096, 64), setting.size(32, 4)
     x = torch.randn(setting.size(4, 1), length, channels, device=setting.device, dtype=BF16)
     calls: dict[str, Callable[[], None]] = {}
-    for recipe in ("", *FLOAT8_RECIPES):
+    for recipe in ("", "tensorwise", "rowwise"):
         block: Any = make_block(channels, heads, length, setting)
         if recipe:
             block = convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
@@ -204,7 +202,8 @@ def lora_model(length: int, setting: Setting) -> tuple[Any, list[nn.Parameter]]:
     with setting.device:
         model: Any = GPT(context_length=length, tie_word_embeddings=False, **sizes)
     model.to(BF16).requires_grad_(requires_grad=False)
-    inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS), model)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=["qkv", "out", "up", "down"])
+    inject_adapter_in_model(config, model)
     for block in model.blocks:
         RecomputedBlock(block)
     return model, [parameter for parameter in model.parameters() if parameter.requires_grad]
