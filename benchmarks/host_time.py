@@ -111,7 +111,7 @@ def launches(rounds: int) -> list[dict[str, Any]]:
         mock.patch.object(dispatch, "may_use_triton", return_value=True),
     ):
         dispatch.forget()
-        bound: Any = dispatch.find(operands, "triton", out)
+        bound: Any = dispatch.find(operands, out)
         by_triton = mock.MagicMock(side_effect=gemm_tma.run)
         with mock.patch.object(gemm_tma, "run", by_triton):
             launch(operands, bound.config, out)

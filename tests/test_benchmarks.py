@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,11 +14,10 @@ import pytest
 import torch
 
 from lightning_eff.comparison.result_table import ComparisonRow
+from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support import benchmarks
 
 FOLDER = benchmarks.FOLDER
-BY_THE_COMMAND = "blocking"
-"""Kept by `lightning-eff bench`, not by a script."""
 
 SMALLEST = {
     "bf16_rounding": ["--small", "--seeds", "1", "--folder", "{folder}"],
@@ -69,9 +69,54 @@ def test_a_script_prints_its_table_and_keeps_its_figures(
         assert all(row in published["rows"] for row in measured["rows"])
 
 
+GPU_SCRIPTS = {
+    "gemm": {"ceilings": 1, "gemm": 9},
+    "kernels": {"correctness": 0},
+    "layers": {"host": 1, "layers": 4, "dw": 2, "loss": 2},
+    "models": {"attention": 12, "float8": 1, "offload": 1, "conv": 1, "long": 1},
+    "recipes": {"planner": 1, "speed": 3},
+}
+"""The parts of each script of benchmarks/gpu, and the cases that they have on a CPU."""
+
+
+def run_gpu_script(name: str, out: Path) -> dict[str, Any]:
+    """Run a script in a process of its own, and return the cases of its parts."""
+    command = [sys.executable, str(FOLDER / "gpu" / f"{name}.py"), "--smoke", "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    return {part: json.loads((out / f"{part}.json").read_text())["cases"] for part in GPU_SCRIPTS[name]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "gemm" else [pytest.mark.slow]) for name in GPU_SCRIPTS],
+)
+def test_a_script_for_a_gpu_runs_its_smallest_sizes_on_a_cpu(name: str, tmp_path: Path) -> None:
+    found = run_gpu_script(name, tmp_path)
+    assert {part: len(cases) for part, cases in found.items()} == GPU_SCRIPTS[name]
+    if name == "models":
+        backends = {case: each["backend"] for case, each in found["attention"].items()}
+        assert backends == {case: each["expected"] for case, each in found["attention"].items()}
+        assert list(backends.values()).count("math") == 4
+        assert found["long"]["64 tokens"]["trained"] == 2 * 16 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
+    elif name == "recipes":
+        assert found["planner"]["baseline"]["ratio"] == 1.0, "on a CPU exact to the byte"
+    elif name == "layers":
+        losses = [each["loss"] for case in found["loss"].values() for each in case.values()]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_every_config_is_right_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    cases = run_gpu_script("kernels", tmp_path)["correctness"]
+    assert cases.keys() == {"gemm", *map(str, CONFIGS)}
+    assert all(case["right"] and len(case) == 1 for case in cases.values())
+
+
 def test_what_is_kept_has_a_script_and_a_page_and_every_page_has_what_is_kept() -> None:
     names = {name for name in benchmarks.kept() if not name.startswith(benchmarks.COMPARE)}
-    assert names == {*benchmarks.SCRIPTS, BY_THE_COMMAND}
+    assert names == {*benchmarks.SCRIPTS}
     pages = {path.stem: path.read_text() for path in benchmarks.PAGES.glob("*.md")}
     assert pages.keys() == {*names, "index", "compare"}
     for name, text in pages.items():

@@ -160,7 +160,7 @@ def test_every_command_runs(
     write_own_data(tiny_llama)
     own_data = [word for word in TINY if word.startswith("trainer.accelerator")]
     for words in commands():
-        if words[0] != "lightning-eff" or (words[1] == "bench" and not torch.cuda.is_available()):
+        if words[0] != "lightning-eff":
             continue
         extra: list[str] = []
         if words[1] == "compare":

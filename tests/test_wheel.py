@@ -31,9 +31,8 @@ def test_wheel_holds_configs_types_and_licence(wheel: Path) -> None:
     configs = {f"lightning_eff/{file.relative_to(ROOT)}" for file in (ROOT / "conf").rglob("*.yaml")}
     assert configs <= names
     assert {"lightning_eff/py.typed", "lightning_eff/report/report.html.j2"} <= names
-    assert "lightning_eff/commands/_bench/blocking.cpp" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests/", "conf/", "recipes/")) for name in names)
+    assert not any(name.startswith(("tests/", "conf/", "recipes/", "benchmarks/")) for name in names)
 
 
 @pytest.mark.slow

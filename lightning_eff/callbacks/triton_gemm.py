@@ -1,16 +1,16 @@
 """Compute linear layers by our tiled GEMM, and add weight gradients in place while a step is accumulated.
 
 Every `nn.Linear` that is large enough and is trained gets another class: parameters, names and checkpoints
-stay the same. On a CUDA GPU, each of its three GEMMs is then computed by the config of our kernels that was
-measured to be faster than torch's library (`lightning-eff bench --tune RECIPE`), and by the library where
-none was, or where the GEMM is below 1e11 FLOP. Where GradientAccumulation or MicroBatch runs several backward
-passes per step, the GEMM adds the gradient of a weight to `weight.grad` directly, and no second gradient of
-its size is allocated. After the first batch, layers that gain neither are converted back.
+stay the same. With `backend=triton` our kernels compute its three GEMMs on a CUDA GPU; with `auto` torch's
+library does, because ours have not been measured against it there. Where GradientAccumulation or MicroBatch
+runs several backward passes per step, the GEMM adds the gradient of a weight to `weight.grad` directly, with
+either backend, and no second gradient of its size is allocated. With `auto`, layers that gain nothing are
+converted back after the first batch.
 
 Saves: a copy of each large weight gradient when a step has several backward passes; with `fuse_mlps` half
-    of an MLP's wide activations; time, where our kernel measured faster than torch's library.
-Costs: nothing where torch's library computes; some microseconds of Python per layer where our kernels do, or
-    gradients are added in place. With `fuse_mlps`, activations a second time in the backward pass.
+    of an MLP's wide activations.
+Costs: some microseconds of Python per layer where our kernels compute, or gradients are added in place. With
+    `fuse_mlps`, activations a second time in the backward pass.
 When not: one backward pass a step and no CUDA GPU; compiled blocks.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
     `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
@@ -40,7 +40,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
-from lightning_eff.kernels import choices, dispatch
+from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear, forget_copies
 from lightning_eff.kernels.tile_configs import Shape
@@ -214,12 +214,9 @@ class TritonGemm(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Agree with all ranks on who computes, and add weight gradients in place."""
+        """Add weight gradients in place."""
         self._device = trainer.strategy.root_device
         self._dtype = matmul_dtype(str(trainer.precision_plugin.precision), self._device.type)
-        if trainer.world_size > 1 and self._device.type == "cuda":
-            choices.use(self._device, trainer.strategy.broadcast(dict(choices.of(self._device))))
-            dispatch.forget()
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         self._step = step if self.accumulate and isinstance(step, lightning_loop.ExactStep) else None
         if self._step is not None:
@@ -242,14 +239,10 @@ class TritonGemm(Managed):
             return
         self._is_settled = True
         self._record()
-        if self._step is None and self.backend == "auto":
+        if self._step is None and self.backend == "auto":  # torch's library computes, and nothing is added
             for name in self._rows:
-                if not any(map(self._chooses_ours, self._shapes(name).values())):
-                    unswap(self._swapped[name])
-                    self._num_left += 1
-
-    def _chooses_ours(self, shape: Shape) -> bool:
-        return dispatch.choose(shape, self._device, self.backend) is not None
+                unswap(self._swapped[name])
+            self._num_left = len(self._rows)
 
     def _shapes(self, name: str) -> dict[str, Shape]:
         """Return the products of a layer that has run, by name."""
@@ -274,16 +267,13 @@ class TritonGemm(Managed):
         return self._accumulation if may_add else nullcontext()
 
     def outcome(self) -> Outcome:
-        """Report how many layers were converted, who computes them and what it gains, and what was added."""
+        """Report how many layers were converted, who computes them, and what was added."""
         backends: dict[str, dict[str, str]] = {}
-        saved_s = 0.0
         self._record()
         for name in self._rows:
             backends[name] = {}
             for product, shape in self._shapes(name).items():
                 backends[name][product] = dispatch.describe_backend(shape, self._device, self.backend)
-                measured = choices.measured(shape, self._device) if self._chooses_ours(shape) else None
-                saved_s += measured.saved_s if measured is not None else 0.0
         all_backends = [backend for products in backends.values() for backend in products.values()]
         added, num_layers = self._accumulation.num_added, len(self._swapped)
         num_mlps = sum(mlp.num_fused > 0 for mlp in self._fused.values())
@@ -293,11 +283,10 @@ class TritonGemm(Managed):
         did += "" if num_layers else f" (without frozen ones and those below {self.min_features} features)"
         by = [f"{count} products by {backend}" for backend, count in Counter(all_backends).most_common()]
         did += f": {'; '.join(by)}" if by else ""
-        did += f"; {saved_s * 1e3:.3g} ms less per backward pass, by bench --tune" if saved_s else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
         ours = any(not backend.startswith("torch's") for backend in all_backends)
         numbers: dict[str, Any] = {
-            "layers": backends, "added_in_place": added, "saved_s": saved_s, "left": self._num_left,
+            "layers": backends, "added_in_place": added, "left": self._num_left,
             "mlps": [name for name, mlp in self._fused.items() if mlp.num_fused],
         }  # fmt: skip
         return Outcome(did=did, effective=bool(ours or added or num_mlps), numbers=numbers)

@@ -34,15 +34,6 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
 
 The same command goes on where an interrupted one stopped. Steps, their losses and the global batch stay.
 """,
-    "bench": """
-  lightning-eff bench                   the default shapes, beside torch's library
-  lightning-eff bench --tune            `gemm` chooses by that from now on
-  lightning-eff bench --tune baseline model.d_model=2048 data.context_length=1024
-                                        the GEMMs of a recipe's layers, and what a step gains
-  lightning-eff bench --suite gpu --minutes 9 --out results
-                                        all that is claimed about a GPU; another call with --resume continues
-  lightning-eff bench --suite gpu --quick --only ceilings,attention
-""",
     "launch": """
   lightning-eff launch slurm lm --nodes 2 --gpus 8 > job.sbatch     sbatch --time=8:00:00 job.sbatch
   lightning-eff launch k8s lm --nodes 2 --gpus 8 > job.yaml         kubectl apply -f job.yaml

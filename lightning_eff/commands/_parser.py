@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from lightning_eff import __version__
-from lightning_eff.commands._argument_types import at_least, layers, numbers, size
+from lightning_eff.commands._argument_types import at_least, size
 from lightning_eff.commands._dashed import as_overrides
 from lightning_eff.commands._examples import EXAMPLES
 from lightning_eff.commands._recipe_file import OF_RUNS, find_recipe
@@ -22,11 +22,11 @@ from lightning_eff.commands._run_options import add_generate, add_report
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 
-RECIPE, OPTIONAL_RECIPE = "RECIPE [overrides]", "[RECIPE] [overrides]"
+RECIPE = "RECIPE [overrides]"
 CLUSTERS = ("slurm", "k8s")
 ON_CLUSTER = f"{'|'.join(CLUSTERS)} {RECIPE}"
 RUN_OR_RECIPE, COPY, RUNS = "RUN|RECIPE [overrides]", "RECIPE FILE", "RUN..."
-OF_RECIPES = (RECIPE, OPTIONAL_RECIPE, ON_CLUSTER, RUN_OR_RECIPE, COPY)
+OF_RECIPES = (RECIPE, ON_CLUSTER, RUN_OR_RECIPE, COPY)
 ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
@@ -77,29 +77,6 @@ def _tune(add: Add) -> None:
     add("--memory", type=size, metavar="SIZE", help=about)
 
 
-def _bench(add: Add) -> None:
-    about = "a few small shapes; with --suite the smallest sizes, also without a GPU"
-    add("--quick", action="store_true", help=about)
-    about = "measure every config that fits, for a recipe's layers; `gemm` chooses by that from now on"
-    add("--tune", action="store_true", help=about)
-    add("--again", action="store_true", help="with --tune RECIPE: also what an earlier call has chosen for")
-    about = "your own layers: tokens, output features, input features"
-    add("--shapes", type=layers, default=[], metavar="M,N,K[;...]", help=about)
-    about = "operands (bf16)"
-    add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help=about)
-    about = "write the raw numbers there, after each case: gemm.json, gpu_suite.json"
-    add("--out", type=Path, metavar="DIR", help=about)
-    about = "on the CPU instead: one float32 product by plain loops, by tiles, and by torch's library"
-    add("--blocking", action="store_true", help=about)
-    add("--suite", choices=["gpu"], help="all that is claimed about a GPU, part by part")
-    about = "end after so many minutes (--suite 9, --tune RECIPE 8)"
-    add("--minutes", type=at_least(0.1, float), metavar="N", help=about)
-    add("--resume", action="store_true", help="with --suite: continue what --out holds")
-    add("--only", metavar="PART,...", help="with --suite: these parts")
-    about = "with --suite: lengths of the long sequences (131072)"
-    add("--tokens", type=numbers, default=[], metavar="N,...", help=about)
-
-
 def _export(add: Add) -> None:
     add("--merge", action="store_true", help="the merged model instead of the adapter")
     about = "last (the newest complete one) or a path"
@@ -139,11 +116,11 @@ TAKES = {
     "launch": ON_CLUSTER,
     **dict.fromkeys(("train", "plan", "compare", "tune"), RECIPE),
     **dict.fromkeys(OF_RUNS, RUN_OR_RECIPE),
-    "bench": OPTIONAL_RECIPE, "ls": "[WORD]", "migrate": "FILE", "export": "RUN", "cp": COPY, "report": RUNS,
+    "ls": "[WORD]", "migrate": "FILE", "export": "RUN", "cp": COPY, "report": RUNS,
 }  # fmt: skip
 """Words besides options; any other verb takes none."""
 OPTIONS = {
-    "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "bench": _bench, "export": _export,
+    "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "export": _export,
     "launch": _launch, "migrate": _migrate, "doctor": _doctor, "report": add_report, "generate": add_generate,
 }  # fmt: skip
 
@@ -250,9 +227,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         for word in rest[1 if takes else 0 :]:
             parser.error(f"unknown argument {word!r}")
         options.word = rest[0] if rest else ""
-        return options
-    if takes == OPTIONAL_RECIPE and not rest:
-        options.recipe, options.overrides = "", []
         return options
     _take_recipe(options, rest, parser)
     return options

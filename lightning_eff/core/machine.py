@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +18,6 @@ from lightning_eff.core.dtypes import dtype_support
 PACKAGES = ("lightning-eff", "torch", "lightning", "hydra-core")
 FLOAT8_CAPABILITY = 89
 """Compute capability, times ten, of the first GPUs whose tensor cores multiply float8."""
-CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
 def machine_info(device: torch.device) -> dict[str, Any]:
@@ -54,21 +52,6 @@ def device_name(device: torch.device) -> str:
         get_capabilities = getattr(torch.cpu, "get_capabilities", dict)
         return str(get_capabilities().get("cpu_name") or platform.processor() or platform.machine())
     return device.type
-
-
-def gpu_clocks(device: torch.device) -> str:
-    """Return current clocks (MHz), power (W) and temperature (degrees Celsius) of a GPU, from nvidia-smi."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return "unknown: nvidia-smi not found"
-    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    command = [tool, f"--id={gpu}", f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    values = [value.strip() for value in done.stdout.strip().split(",")]
-    names = CLOCKS.split(",")
-    if done.returncode or len(values) != len(names):
-        return f"unknown: {(done.stderr or done.stdout).strip()[:100]}"
-    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
 
 
 def machine_facts(device_type: str) -> dict[str, str]:

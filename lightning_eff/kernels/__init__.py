@@ -10,7 +10,7 @@ layer's forward to the product of two tiles, in the order of the calls:
     gemm_kernels.py   the Triton kernels
     epilogue.py       what they compute on a finished tile
 
-What these ask: operands.py (checks of shapes, dtypes, strides), choices.py (what was measured on this GPU),
-tile_configs.py (the configs that may be launched), tiles.py (the cost model that ranks them), library.py
-(torch's functions, and the GEMM in float64), devices.py (peaks and sizes of GPUs).
+What these use: operands.py (checks of shapes, dtypes, strides), tile_configs.py (the configs that may be
+launched), tiles.py (the cost model that ranks and explains them), library.py (torch's functions, and the GEMM
+in float64), devices.py (peaks and sizes of GPUs).
 """

@@ -82,7 +82,7 @@ def reference(
     bias: Float[Tensor, " n"] | None = None,
     activation: str | None = None,
 ) -> Float[Tensor, "*batch m n"]:
-    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64, for tests and `bench`.
+    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64, the reference of tests.
 
     As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
     does not reach the result then.

@@ -2,8 +2,7 @@
 
     y = x @ weight.T + bias
 
-The three GEMMs of a layer, for T rows of x, need no transposed copy, and each is asked for itself who
-computes it:
+The three GEMMs of a layer, for T rows of x, need no transposed copy:
 
     forward            Y [T, N] = X [T, K] @ W [N, K].T     nt
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
@@ -150,7 +149,7 @@ def linear(
     if not (is_ours or accumulates) or not _is_dense(x):
         return F.linear(x, weight, bias)
     if matmul.is_traced() or matmul.in_forward_mode():
-        if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
+        if is_ours and not matmul.in_forward_mode():  # the operator, which the compiler keeps
             return matmul.gemm(x, weight.T, bias=bias, backend=backend)
         return F.linear(x, weight, bias)
     dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype)
@@ -158,11 +157,6 @@ def linear(
         if x.dtype != weight.dtype:
             return F.linear(x, weight, bias)  # which says what is wrong
         dtype = x.dtype
-    if is_ours and backend == "auto":  # by sizes and dtypes: no tensor is made to ask
-        num_rows = x.numel() // max(x.shape[-1], 1)
-        is_ours = dispatch.may_help(num_rows, *weight.shape, dtype, weight.dtype, x.device)
-        if not (is_ours or accumulates):
-            return F.linear(x, weight, bias)
     copy = None if dtype == weight.dtype else low_copy(weight, dtype)
     rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, as autocast's own cast is
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])

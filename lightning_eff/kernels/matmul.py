@@ -76,7 +76,7 @@ def gemm(
         out_dtype: Of the result; None for that of `a`.
         out: Receives the result, which is then `out`; it may be `c`. Without gradients, as everywhere in
             torch. If it overlaps another operand, the result is computed in new memory and copied.
-        backend: `torch`: its library; `triton`: our kernels; `auto`: what was measured to be faster.
+        backend: `triton`: our kernels; `torch` and `auto`: torch's library.
 
     Raises:
         ValueError: Shapes, devices or names that do not fit; only one of `beta` and `c`.
@@ -135,14 +135,11 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
         ValueError: An unknown backend.
         RuntimeError: `triton` where the kernels cannot run.
     """
-    # By torch's library also under `auto` where the values are not there, and in forward-mode derivatives.
     if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or in_forward_mode():
         return by_library(operands, out)
     is_real = not is_traced() and are_plain(operands, out)
-    if backend == "auto" and not (is_real and dispatch.find(operands, backend, out) is not None):
-        return by_library(operands, out)
     if is_real and not operands.needs_gradient and not _has_mode():
-        return _run(operands, out, backend)
+        return _run(operands, out)
     product = operands if operands.activation is None else replace(operands, activation=None)
     arguments = (*operands.tensors, operands.alpha, operands.beta, operands.out_dtype)
     if out is None or product is not operands:
@@ -166,7 +163,7 @@ def compute_fused(
         return None
     if in_forward_mode() or _has_mode() or not are_plain(operands, *tensors) or 0 in operands.size:
         return None
-    launch = dispatch.find(operands, backend, writes=stores_pre + stores_d2)
+    launch = dispatch.find(operands, writes=stores_pre + stores_d2)
     if launch is None or not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return None
     pre, d2 = (_allocate(operands) if stored else None for stored in (stores_pre, stores_d2))
@@ -198,10 +195,10 @@ def _has_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-def _run(operands: Operands, out: Tensor | None, backend: str) -> Tensor:
+def _run(operands: Operands, out: Tensor | None) -> Tensor:
     """Launch the kernels, or call the library where they cannot be compiled."""
     is_empty = 0 in operands.size
-    launch = dispatch.find(operands, backend, out) if not is_empty else None
+    launch = dispatch.find(operands, out) if not is_empty else None
     if launch is None:
         return by_library(operands, out)
     d = _launched(launch, operands, _allocate(operands) if out is None else out)
@@ -239,14 +236,14 @@ def _operands(*arguments: Any) -> Operands:
 
 @torch.library.custom_op(OPERATOR_NAME, mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
 def _operator(*arguments: Any) -> Tensor:
-    return _run(_operands(*arguments), None, "triton")
+    return _run(_operands(*arguments), None)
 
 
 @torch.library.custom_op(
     f"{OPERATOR_NAME}_into", mutates_args=("out",), schema=f"(Tensor(a0!) out, {_INPUTS}) -> ()"
 )
 def _operator_into(out: Tensor, *arguments: Any) -> None:
-    _run(_operands(*arguments), out, "triton")
+    _run(_operands(*arguments), out)
 
 
 def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:

@@ -45,7 +45,6 @@ class TileConfig:
     efficiency: float = 0.5
 
     def __str__(self) -> str:
-        # The key of a config in the files that `bench --tune` writes: a change invalidates them.
         block = f"{self.kernel} {self.block_m}x{self.block_n}"
         text = f"{block}, {self.num_stages} stages, {self.num_warps} warps"
         marks = {"subtiles": self.subtiles > 1, "adding": self.adds}
@@ -134,11 +133,6 @@ class Shape:
         """
         aligned = not (N * dtype.itemsize % TMA_BYTES or K * dtype.itemsize % TMA_BYTES)
         return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
-
-    @property
-    def flop(self) -> float:
-        """Operations, a multiplication and an addition for each pair."""
-        return 2.0 * self.batch * self.M * self.N * self.K
 
     @property
     def out_itemsize(self) -> int:

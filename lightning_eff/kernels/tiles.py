@@ -4,7 +4,7 @@ A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N; an SM computes one a
 waves of as many as the device has SMs. Losses: wave quantization (SMs without a tile in the last wave), tile
 quantization (elements of tiles beyond the edge), operands that are read again because the L2 cache is too
 small, and rows whose start is not a multiple of 16 bytes, which the tensor memory accelerator (TMA) cannot
-copy. Times are predictions; dispatch.py prefers measured ones.
+copy. Times are predictions.
 """
 
 from __future__ import annotations

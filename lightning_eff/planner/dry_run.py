@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.planner.device_memory import SYNTHETIC_BATCH
 from lightning_eff.planner.gpus import AMPERE
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
@@ -91,7 +90,6 @@ def dry_run(
     *,
     is_cuda: bool = False,
     capability: int = 0,
-    watch: pl.Callback | None = None,
 ) -> Prediction:
     """Predict the peak of a composed run; an error is returned in the prediction.
 
@@ -100,7 +98,6 @@ def dry_run(
         example: Batch to predict with; None takes one from the data.
         is_cuda: Whether `precision=auto` is what it is on a CUDA device, which need not be present.
         capability: Of that device, as in `predict`.
-        watch: Another callback of the predicted run.
     """
     precision = values.get("precision") or {}
     if is_cuda and precision.get("precision") == "auto":
@@ -108,14 +105,12 @@ def dry_run(
         values = dict(values) | {"precision": precision | {"precision": auto}}
     try:
         with redirect_stdout(sys.stderr):
-            return _predict(values, example or ExampleBatch.of(values), watch, capability)
+            return _predict(values, example or ExampleBatch.of(values), capability)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return Prediction(reason=reason_of(error), error=error)
 
 
-def _predict(
-    values: Mapping[str, Any], example: ExampleBatch, watch: pl.Callback | None, capability: int
-) -> Prediction:
+def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) -> Prediction:
     """Predict on one CPU, without monitors, loggers and pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
@@ -127,7 +122,6 @@ def _predict(
         callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(changed | {"callbacks": callbacks})
-    callbacks_of(trainer).extend([watch] if watch is not None else [])
 
     def build_model() -> pl.LightningModule:
         model: pl.LightningModule = make("model", changed["model"])

@@ -113,7 +113,6 @@ def test_accumulation_can_be_left_out() -> None:
     assert outcome.numbers == {
         "layers": {"out": products},
         "added_in_place": 0,
-        "saved_s": 0.0,
         "left": 1,
         "mlps": [],
     }

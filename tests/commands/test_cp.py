@@ -67,7 +67,7 @@ def test_every_verb_takes_a_file(word: str, command: Command, empty_folder: Path
     assert "seed: 7" in command("train", word, "--cfg", "job", code=0)[1]
     out = command("launch", "slurm", word, code=0)[1]
     assert f"train own --config-dir {empty_folder / 'mine'}" in " ".join(out.replace("\\", " ").split())
-    for verb in ("plan", "compare", "bench", "validate", "test", "predict"):
+    for verb in ("plan", "compare", "tune", "validate", "test", "predict"):
         options = parse([verb, word, "seed=2", "--config-dir", "other"])
         assert (options.recipe, options.overrides) == ("own", ["seed=2"])
         assert options.config_dir == ["mine", "other"], "its own folder comes first"

@@ -18,14 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
 from lightning_eff.callbacks.gradient_checkpointing import recompute
-from lightning_eff.commands._bench import gemm_timing
-from lightning_eff.commands._bench.gemm_problem import GRADIENTS, Case, Problem
 from lightning_eff.kernels.launch import Launch, launch
 from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
+from tests.support.gemm_problem import GRADIENTS, Case, Problem, error_of, run_config
 from tests.support.interpreted import results_of
 from tests.support.linear_layers import Tied, swapped, trained
 from tests.support.mlps import Gated, Other, steps
@@ -212,13 +211,12 @@ def test_an_mlp_is_computed_in_the_epilogues(tile: TileConfig, is_gated: bool, a
     ],
     ids=str,
 )
-def test_candidates_of_bench_are_correct(tile: Any) -> None:
+def test_a_config_is_within_the_bound_in_every_layout_and_kind(tile: Any) -> None:
     mlps = (*GRADIENTS, *GRADIENTS.values())
     for kind in ("adds",) if tile.adds else ("plain", "adds", "fused", *mlps):
         for layout in ("nt", "nn", "tn"):
             problem = Problem.draw(Case(M=72, N=136, K=40, layout=layout, kind=kind), torch.device("cpu"))
-            result = gemm_timing.check(gemm_timing.run_config(tile), problem)
-            assert result.is_correct, (layout, kind, result)
+            assert error_of(run_config(tile), problem) <= 1.0, (layout, kind)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on 
 
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_what_the_kernels_compute_there(which: str) -> None:
-    """Generated cases, gradients, counters and compiler, layers that train, candidates of `bench`."""
+    """Generated cases, gradients, counters and compiler, layers that train, every kind of product."""
     words = ["-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=short", "-m", which]
     done = in_interpreter("-m", "pytest", *words, "tests/kernels/in_interpreter.py")
     assert done.returncode == 0, done.stdout[-5000:]

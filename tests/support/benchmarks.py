@@ -7,12 +7,11 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from typing import Any
 
-from lightning_eff.commands._bench import blocking, gpu_suite
 from lightning_eff.comparison.result_table import HEADER, ComparisonRow, cells, describe_noise
 from lightning_eff.core.machine import PACKAGES
 from tests.support.markdown import table
@@ -36,9 +35,8 @@ def script(name: str) -> dict[str, Any]:
 
 @cache
 def kept() -> dict[str, dict[str, Any]]:
-    """Return the content of every file by its stem; the suite of GPUs has a form and a page of its own."""
-    files = sorted(file for file in FOLDER.glob("*.json") if file.name != gpu_suite.FILE)
-    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    """Return the content of every file by its stem; those of GPUs lie in benchmarks/gpu/results."""
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}
 
 
 def comparisons() -> Iterator[tuple[dict[str, Any], list[ComparisonRow]]]:
@@ -64,8 +62,9 @@ def measured_on(content: Mapping[str, Any]) -> str:
     known = stated(content)
     if "machine" not in known:
         cores = f"{known['threads']} of {known['cores']} cores"
-        more = [known[key] for key in ("caches", "compiler", "system") if key in known]
-        known["machine"] = ", ".join([known["device"], cores, *more])
+        known["machine"] = ", ".join(
+            [known["device"], cores, *([known["system"]] if "system" in known else [])]
+        )
     date = f"{known['date'][:10]}, " if "date" in known else ""
     packages = ", ".join(f"{name} {version}" for name, version in versions(content).items())
     return f"Measured by `{known['command']}`: {date}{packages}; {known['machine']}."
@@ -80,8 +79,7 @@ def frame(source: str) -> str:
             return "\n\n".join(_comparisons()) or "No comparison has been kept yet."
         name = source.rpartition("/")[2]
         content = kept()[name]
-        shown: Callable[[Any], str] = blocking.table if name == "blocking" else script(name)["table"]
-        return f"{_block(shown(content))}\n\n{measured_on(content)}"
+        return f"{_block(script(name)['table'](content))}\n\n{measured_on(content)}"
 
 
 def outdated(content: Mapping[str, Any]) -> list[str]:

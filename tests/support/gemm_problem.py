@@ -1,46 +1,36 @@
-"""The GEMMs that `bench` measures: which ones, their tensors, and what counts as a correct result."""
+"""GEMMs to check or measure: their tensors, and the bound that a correct result has to keep.
+
+The tests of the kernels and benchmarks/gpu use it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_eff.kernels import devices
+from lightning_eff.kernels.launch import launch
 from lightning_eff.kernels.library import ACTIVATIONS, reference
 from lightning_eff.kernels.operands import Operands, check_operands, float32_precision
-from lightning_eff.kernels.tile_configs import Shape
+from lightning_eff.kernels.tile_configs import Shape, TileConfig
 
-WEIGHTS: tuple[tuple[int, int], ...] = (
-    (12288, 4096),  # Llama 2 7B: queries, keys and values in one, 3 x 4096
-    (4096, 4096),  # Llama 2 7B and Llama 3 8B: output of attention
-    (4096, 11008),  # Llama 2 7B: MLP down
-    (6144, 4096),  # Llama 3 8B: queries, keys and values, 32 + 8 + 8 heads of 128
-    (28672, 4096),  # Llama 3 8B: MLP gate and up in one, 2 x 14336
-    (4096, 14336),  # Llama 3 8B: MLP down
-    (128256, 4096),  # Llama 3 8B: vocabulary
-    (10240, 8192),  # Llama 3 70B: queries, keys and values, 64 + 8 + 8 heads of 128
-    (8192, 28672),  # Llama 3 70B: MLP down
-    (3072, 768),  # GPT-2: MLP up
-)
-"""Output and input features, N and K, of published language models."""
-TOKENS = (2048, 4096, 8192)
-GATED_MLPS = ((8192, 14336, 4096), (8192, 11008, 4096))
-"""Llama 3 8B and Llama 2 7B: tokens, hidden features, input features."""
-ACTIVATED_MLPS = ((8192, 16384, 4096), (8192, 6400, 1600))
-"""GPT-J 6B and GPT-2 XL."""
 MAX_COPIES = 4096
 MAX_ROWS = 256
 """Rows that are compared: float64 is slow, and a fault in a tile affects each of its rows."""
 U32 = 2.0**-23
 ACTIVATION_SLOPE = 1.2
 """The largest slope of an activation, by which it enlarges an error."""
+aten: Any = torch.ops.aten
 Layer = tuple[int, int, int]
-"""Tokens, output features, input features."""
+"""Tokens, output features, input features of a linear layer: M, N and K of its forward product."""
+Run = Callable[["Problem"], Tensor]
+"""Computes a problem, and returns the result; what else is stored is in the problem then."""
 Kind = Literal[
     "plain", "adds", "bias", "fused", "c", "c32", "gated", "activated", "gated gradient", "activated gradient"
 ]
@@ -54,13 +44,13 @@ GRADIENTS: Mapping[Kind, Kind] = {"gated": "gated gradient", "activated": "activ
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One GEMM to measure.
+    """One GEMM.
 
     Kinds: `adds`: the product is added in place, as a weight's gradient is. `bias`: a bias is added. `fused`:
     with a bias and an activation. `c` and `c32`: another matrix is added, of the result's dtype or float32.
 
     Kinds of an MLP, which store more than the result (kernels/epilogue.py): `gated`: the up projection u of
-    SwiGLU, stored beside silu(g) * u. `activated`: the up projection h of GPT, stored beside gelu(h). Their
+    SwiGLU, stored with silu(g) * u. `activated`: the up projection h of GPT, stored with gelu(h). Their
     `gradient`: of what goes into the down projection; that of g and u, or of h, is stored, and what went in.
     """
 
@@ -82,28 +72,18 @@ class Case:
         return self.out_dtype or (torch.float32 if self.kind == "adds" else self.dtype)
 
 
-def cases_of(layers: Iterable[Layer], more: Iterable[Layer], dtype: torch.dtype) -> list[Case]:
-    """Return the GEMMs of linear layers: three of `layers`, and an `adds` and a `fused` one of `more`.
+def cases_of(layers: Iterable[Layer], dtype: torch.dtype) -> list[Case]:
+    """Return the three GEMMs of linear layers.
 
     A layer with weight W [N, K] computes for T tokens in a training step: Y [T, N] = X @ W.T (nt), the
     input's gradient Y @ W (nn), and the weight's gradient Y.T @ X (tn).
-
-    Example:
-        >>> [str(case) for case in cases_of([(2048, 3072, 768)], [], torch.bfloat16)]
-        ['2048x3072x768 nt plain', '2048x768x3072 nn plain', '3072x768x2048 tn plain']
     """
     cases: list[Case] = []
     for tokens, outputs, inputs in layers:
-        cases += [
-            Case(M=tokens, N=outputs, K=inputs, layout="nt", dtype=dtype),
-            Case(M=tokens, N=inputs, K=outputs, layout="nn", dtype=dtype),
-            Case(M=outputs, N=inputs, K=tokens, layout="tn", dtype=dtype),
-        ]
-    for tokens, outputs, inputs in more:
-        cases += [
-            Case(M=outputs, N=inputs, K=tokens, layout="tn", dtype=dtype, kind="adds"),
-            Case(M=tokens, N=outputs, K=inputs, layout="nt", dtype=dtype, kind="fused"),
-        ]
+        forward = Case(M=tokens, N=outputs, K=inputs, layout="nt", dtype=dtype)
+        of_input = replace(forward, N=inputs, K=outputs, layout="nn")
+        of_weight = replace(forward, M=outputs, N=inputs, K=tokens, layout="tn")
+        cases += [forward, of_input, of_weight]
     return cases
 
 
@@ -122,14 +102,6 @@ def mlp_cases(kind: Kind, layers: Iterable[Layer], dtype: torch.dtype) -> list[C
             Case(M=M, N=N, K=K, layout="nn", dtype=dtype, kind=GRADIENTS[kind]),
         )
     ]
-
-
-def default_cases(dtype: torch.dtype) -> list[Case]:
-    """Return the cases for a GPU: thirty layers, the cube that is usually quoted, more of four, four MLPs."""
-    layers = [(tokens, *weight) for weight in WEIGHTS for tokens in TOKENS]
-    more = [(tokens, *weight) for weight in ((4096, 4096), (28672, 4096)) for tokens in (2048, 8192)]
-    mlps = mlp_cases("gated", GATED_MLPS, dtype) + mlp_cases("activated", ACTIVATED_MLPS, dtype)
-    return cases_of([*layers, (8192, 8192, 8192)], more, dtype) + mlps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +159,7 @@ class Problem:
 
     @property
     def stored_besides(self) -> list[Tensor]:
-        """What receives more than the result."""
+        """The matrices that the epilogue of an MLP stores in addition to the result."""
         return [tensor for tensor in (self.pre, self.d2) if tensor is not None]
 
     def shape(self) -> Shape:
@@ -248,6 +220,52 @@ class Problem:
             allowed += info.smallest_normal * info.eps  # the spacing of subnormal numbers
             worst = max(worst, float(((found[rows].double() - part.expected).abs() / allowed).max()))
         return worst
+
+
+def run_config(config: TileConfig) -> Run:
+    """Return a candidate that launches a config directly."""
+    return lambda problem: launch(problem.operands, config, problem.d, pre=problem.pre, d2=problem.d2)
+
+
+def run_library(problem: Problem) -> Tensor:
+    """Compute with torch's own functions, in the fewest calls."""
+    given, d = problem.operands, problem.d
+    if problem.pre is not None:
+        return _mlp_by_library(problem, problem.pre)
+    if given.activation is not None and given.bias is not None:
+        fused: Callable[..., Tensor] | None = getattr(torch, "_addmm_activation", None)
+        if d.is_cuda and fused is not None:  # cuBLASLt's own epilogue, the tanh GELU
+            return fused(given.bias, given.a, given.b, use_gelu=True)
+        return functional.gelu(torch.addmm(given.bias, given.a, given.b), approximate="tanh")
+    addend = given.c if given.bias is None else given.bias
+    options: dict[str, Any] = {} if given.a.dtype == d.dtype else {"out_dtype": d.dtype}  # on CUDA only
+    if addend is None:
+        return torch.mm(given.a, given.b, out=d, **options)
+    return torch.addmm(addend, given.a, given.b, out=d, **options)
+
+
+def _mlp_by_library(problem: Problem, pre: Tensor) -> Tensor:
+    """Compute a product of an MLP, and what is stored in addition."""
+    given, d2 = problem.operands, problem.d2
+    gate, up = given.gate, given.up
+    if not given.gradient:
+        x = torch.mm(given.a, given.b, out=pre)
+        return functional.gelu(x, approximate="tanh") if gate is None else functional.silu(gate).mul_(x)
+    if up is None or d2 is None:
+        aten.gelu(gate, approximate="tanh", out=pre)
+        return aten.gelu_backward(torch.mm(given.a, given.b), gate, approximate="tanh")
+    activated = functional.silu(cast("Tensor", gate))
+    torch.mul(activated, up, out=pre)
+    x = torch.mm(given.a, given.b, out=d2)
+    d = aten.silu_backward(x * up, gate)
+    x.mul_(activated)  # in d2
+    return d
+
+
+def error_of(run: Run, problem: Problem, *, rounds_twice: bool = False) -> float:
+    """Compute into results filled with NaN, or with C if the product is added, and return `Problem.error`."""
+    problem.reset()
+    return problem.error(run(problem), rounds_twice=rounds_twice)
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:

@@ -1,0 +1,142 @@
+"""Measure the kernels of the GEMM against torch's library, next to what the machine can reach.
+
+    python benchmarks/gpu/gemm.py ceilings gemm --out results
+
+Candidates are torch's library and the configs that the cost model ranks first, each launched directly. What
+is not correct against float64 is not timed. Fair timing: normal data, because zeros draw less power and run
+faster; candidates in turns A B A B, because clocks drift; each timed in two ways, single calls after an
+emptied L2 cache, and a CUDA graph of calls over buffers that the cache does not hold, which has no host time.
+A ratio has to hold in both: the smaller one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from operator import truediv
+from statistics import median
+from typing import Any, cast
+
+import torch
+
+from _suite import Measurement, Setting, in_turns, main, one_case, require
+from kernels import COMPILE_S, check, compile_ahead, jobs_of
+from lightning_eff.kernels import devices, tiles
+from tests.support.gemm_problem import Case, Problem, Run, cases_of, mlp_cases, run_config, run_library
+
+LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""Output and input features of a block of Llama 3 8B: queries, keys and values; attention's output; gate and
+up; down."""
+WEIGHTS = (*LLAMA_8B, (128256, 4096), (12288, 4096), (4096, 11008), (10240, 8192), (8192, 28672), (3072, 768))
+"""These, its vocabulary, two of Llama 2 7B, two of Llama 3 70B, and one of GPT-2."""
+TOKENS = (2048, 8192, 4096)
+CUBE = (8192, 8192, 8192)
+GATED_MLPS = ((8192, 14336, 4096), (8192, 11008, 4096))
+"""Llama 3 8B and Llama 2 7B: tokens, hidden features, input features."""
+ACTIVATED_MLPS = ((8192, 16384, 4096), (8192, 6400, 1600))
+"""GPT-J 6B and GPT-2 XL."""
+TOP_CONFIGS = 3
+"""Configs that are measured: those that the cost model ranks first."""
+LIBRARY, METHODS = "library", ("flushed", "graph")
+ROUNDS, ROUND_MS = 5, 20
+GRAPH_REPLAYS = 10
+"""Of `do_bench_cudagraph`, whose `rep` is the length of one of them."""
+
+
+def ceilings(setting: Setting) -> dict[str, Any]:
+    """Measure what the machine can do: one product by torch's library, and one copy in memory."""
+    n, num_bytes = setting.size(8192, 64), setting.size(4 << 30, 1 << 20)
+    a, b = (torch.randn(n, n, device=setting.device).mul_(n**-0.5).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+    calls = {"mm": lambda: torch.mm(a, b.T, out=out), "copy": lambda: target.copy_(source)}
+    found = in_turns(calls, setting, calls_per_turn=10)
+    found["mm"]["TFLOP/s"] = 2 * n**3 / found["mm"]["ms"] / 1e9
+    found["copy"]["TB/s"] = 2 * num_bytes / found["copy"]["ms"] / 1e9  # each byte is read and written
+    return found
+
+
+def gemm(setting: Setting) -> dict[str, Measurement]:
+    """Return the products of language models, the most telling first."""
+    require("triton")
+    cases = cases_by_worth(torch.bfloat16 if setting.is_cuda else torch.float32)
+    if setting.smoke:  # one of each kind and layout
+        cases = list(dict.fromkeys(replace(case, M=24, N=40, K=72) for case in cases))
+    if not setting.is_cuda:
+        return {str(case): partial(check_library, case, setting.device) for case in cases}
+    jobs = jobs_of(cases, devices.of(setting.device), top=TOP_CONFIGS)
+    compile_ahead(jobs, setting.device, limit_s=COMPILE_S)
+    return {str(case): partial(compare, case, setting.device) for case in cases}
+
+
+def cases_by_worth(dtype: torch.dtype) -> list[Case]:
+    """Return the cube, Llama 3 8B at 2,048 and 8,192 tokens, products with epilogues, then the rest."""
+    llama = [(tokens, *weight) for weight in WEIGHTS[:5] for tokens in TOKENS[:2]]
+    first = cases_of([CUBE, *llama], dtype)
+    more = [(tokens, *weight) for weight in ((4096, 4096), (28672, 4096)) for tokens in TOKENS[:2]]
+    kinds = {"nt": "fused", "tn": "adds"}
+    first += [
+        replace(each, kind=kinds[each.layout]) for each in cases_of(more, dtype) if each.layout in kinds
+    ]
+    first += mlp_cases("gated", GATED_MLPS, dtype) + mlp_cases("activated", ACTIVATED_MLPS, dtype)
+    rest = cases_of([(tokens, *weight) for weight in WEIGHTS for tokens in TOKENS], dtype)
+    return list(dict.fromkeys([*first, *rest]))
+
+
+def check_library(case: Case, device: torch.device) -> dict[str, Any]:
+    """Check the library's result against float64 where there is no GPU to time anything on."""
+    return {LIBRARY: check(run_library, Problem.draw(case, device), rounds_twice=True)}
+
+
+def compare(case: Case, device: torch.device) -> dict[str, Any]:
+    """Check every candidate of a case, then time those that are correct, in turns."""
+    problem = Problem.draw(case, device)
+    ranked = tiles.rank_configs(problem.shape(), devices.of(device))[:TOP_CONFIGS]
+    runs: dict[str, Run] = {LIBRARY: run_library}
+    runs |= {str(cost.config): run_config(cost.config) for cost in ranked}
+    candidates = {name: check(run, problem, rounds_twice=name == LIBRARY) for name, run in runs.items()}
+    problems = problem.rotation()
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {method: [] for method in METHODS} for name, found in candidates.items() if found["correct"]
+    }
+    for method in METHODS:
+        for _ in range(ROUNDS):
+            for name in seconds:
+                seconds[name][method].append(seconds_per_call(runs[name], problems, method))
+    for name, found in candidates.items():
+        found["ratio"] = ratio(seconds, name)
+        found["seconds"] = seconds.get(name)
+    ratios = [found["ratio"] for name, found in candidates.items() if name != LIBRARY and found["ratio"]]
+    return {"kind": case.kind, "best": max(ratios, default=None)} | candidates
+
+
+def ratio(seconds: dict[str, dict[str, list[float]]], name: str) -> float | None:
+    """Return how many times as fast as the library a candidate is; None if one of them was not timed.
+
+    The median of the rounds' ratios, since what runs in turn has the same clocks; the smaller one of methods.
+    """
+    if name not in seconds or LIBRARY not in seconds:
+        return None
+    return min(median(map(truediv, seconds[LIBRARY][way], seconds[name][way])) for way in METHODS)
+
+
+def seconds_per_call(run: Run, problems: Sequence[Problem], method: str) -> float:
+    """Time a candidate for about `ROUND_MS`, and return the median.
+
+    `flushed`: each call after an emptied cache. `graph`: CUDA graphs whose calls go from buffer to buffer.
+    """
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    if method == "flushed":
+        ms = do_bench(lambda: run(problems[0]), warmup=1, rep=ROUND_MS, return_mode="median")
+    else:
+        turn, rep = cycle(problems), ROUND_MS // GRAPH_REPLAYS
+        ms = do_bench_cudagraph(lambda: run(next(turn)), rep=rep, return_mode="median")
+    return cast("float", ms) * 1e-3
+
+
+if __name__ == "__main__":
+    main(__doc__, {"ceilings": one_case("8192^3 and 4 GiB", ceilings), "gemm": gemm})

@@ -1,1 +1,0 @@
-"""What `lightning-eff bench` measures, and how."""

@@ -1,0 +1,316 @@
+"""benchmarks/gpu: the bound of a correct product, fair turns, results that are not lost, and the verdicts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.kernels.launch import CannotCompileError
+from lightning_eff.kernels.tile_configs import CONFIGS
+from tests.support import gemm_problem
+from tests.support.gemm_problem import GRADIENTS, Case, Problem, error_of, run_library
+from tests.support.techniques import ROOT
+
+CPU = torch.device("cpu")
+GPU_SCRIPTS = ROOT / "benchmarks" / "gpu"
+MLP_KINDS: list[Any] = [*GRADIENTS, *GRADIENTS.values()]
+SMALL = Case(M=4, N=4, K=4, dtype=torch.float32)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(GPU_SCRIPTS)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "a_strides", "b_strides"),
+    [("nt", "fused", (7, 1), (1, 7)), ("nn", "plain", (7, 1), (5, 1)), ("tn", "adds", (1, 3), (5, 1))],
+)
+def test_copies_of_a_problem_have_its_numbers_and_strides(
+    monkeypatch: pytest.MonkeyPatch, layout: str, kind: Any, a_strides: Any, b_strides: Any
+) -> None:
+    monkeypatch.setattr(gemm_problem, "MAX_COPIES", 2)
+    case = Case(M=3, N=5, K=7, layout=layout, kind=kind)
+    problems = Problem.draw(case, CPU).rotation()
+    for each in problems:
+        given = each.operands
+        assert (given.a.shape, given.b.shape) == ((3, 7), (7, 5))
+        assert (given.a.stride(), given.b.stride()) == (a_strides, b_strides)
+        assert torch.equal(given.a, Problem.draw(case, CPU).operands.a), "the same for a seed"
+        assert given.c is (each.d if kind == "adds" else None)
+    assert len({each.operands.a.data_ptr() for each in problems}) == 3
+    assert len({each.d.data_ptr() for each in problems}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "adds", "fused"])
+def test_the_bound_lets_a_rounded_result_pass_and_sees_one_lost_term(dtype: torch.dtype, kind: Any) -> None:
+    problem = Problem.draw(Case(M=40, N=24, K=64, dtype=dtype, kind=kind), CPU)
+    given = problem.operands
+
+    def result(terms: int) -> Tensor:
+        product = given.a[:, :terms].double() @ given.b[:terms].double()
+        product = product if problem.start is None else product + problem.start
+        product = product if given.bias is None else product + given.bias
+        product = functional.gelu(product, approximate="tanh") if kind == "fused" else product
+        return product.to(given.out_dtype)
+
+    assert problem.error(result(64)) <= 1.0
+    assert problem.error(result(63)) > 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", MLP_KINDS)
+def test_everything_that_an_mlp_stores_is_compared(
+    dtype: torch.dtype, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_problem, "MAX_COPIES", 1)
+    case = Case(M=40, N=24, K=64, dtype=dtype, kind=kind)
+    problem, copy = Problem.draw(case, CPU).rotation()
+    stored = {"gated": 2, "activated": 2, "gated gradient": 3, "activated gradient": 2}
+    assert 1 + len(problem.stored_besides) == stored[kind]
+    assert error_of(run_library, copy, rounds_twice=True) <= 1.0
+    assert Problem.empty(case, CPU).shape() == copy.shape()
+    for number in range(stored[kind]):
+        results = [run_library(problem), *problem.stored_besides]
+        row = results[number][17]
+        row[row.abs().argmax()] *= 1.1
+        assert problem.error(results[0], rounds_twice=True) > 1.0
+    result = run_library(problem)
+    problem.stored_besides[-1][0, 0] = float("nan")
+    assert problem.error(result) == float("inf")
+
+
+def test_a_second_rounding_is_allowed_only_to_the_library() -> None:
+    problem = Problem.draw(Case(M=64, N=64, K=512), CPU)
+    a, b = problem.operands.a.double(), problem.operands.b.double()
+    halves = [(a[:, part] @ b[part]).bfloat16().double() for part in (slice(256), slice(256, None))]
+    result = (halves[0] + halves[1]).bfloat16()
+    assert problem.error(result, rounds_twice=True) <= 1.0 < problem.error(result)
+
+
+def test_a_wrong_tile_is_seen_in_a_large_result() -> None:
+    problem = Problem.draw(Case(M=1000, N=8, K=8, dtype=torch.float32), CPU)
+    for row in (0, 31, 500, 999):
+        result = problem.operands.a @ problem.operands.b
+        result[row // 16 * 16 : row // 16 * 16 + 16] += 1.0
+        assert problem.error(result) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "out_dtype", "result", "addend", "adds"),
+    [
+        ("plain", None, torch.bfloat16, None, False),
+        ("plain", torch.float32, torch.float32, None, False),
+        ("adds", None, torch.float32, torch.float32, True),
+        ("adds", torch.bfloat16, torch.bfloat16, torch.bfloat16, False),
+        ("c", None, torch.bfloat16, torch.bfloat16, False),
+        ("c32", None, torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_a_case_says_what_is_added_and_where_to(
+    kind: Any, out_dtype: Any, result: Any, addend: Any, adds: bool
+) -> None:
+    case = Case(M=16, N=24, K=32, kind=kind, out_dtype=out_dtype)
+    problem = Problem.draw(case, CPU)
+    c = problem.operands.c
+    assert problem.d.dtype == problem.operands.out_dtype == result
+    assert (c.dtype if c is not None else None) == addend
+    assert (c is problem.d) == (kind == "adds")
+    assert problem.shape().adds == adds
+
+    def exact(each: Problem) -> Tensor:
+        total = each.operands.a.double() @ each.operands.b.double()
+        return each.d.copy_(total if each.operands.c is None else total + each.operands.c.double())
+
+    assert error_of(exact, problem) <= 1.0
+    assert error_of(lambda each: each.d, problem) > 1.0, "a candidate that writes nothing"
+
+
+def test_a_rejected_kernel_is_not_correct(script: Any) -> None:
+    def rejected(_: Problem) -> Tensor:
+        raise CannotCompileError("tma 128x256 cannot be compiled: OutOfResources\nand so on")
+
+    found = script("kernels").check(rejected, Problem.draw(SMALL, CPU))
+    assert found == {"correct": False, "rejected": "tma 128x256 cannot be compiled: OutOfResources"}
+
+
+def test_kernels_are_checked_in_every_layout_and_compiled_once(script: Any) -> None:
+    kernels, meta = script("kernels"), DEVICES["h200"]
+    cases = kernels.checked_cases(kernels.ODD_SIZES)
+    assert len(cases) == 4 * (3 * 9 + 4)
+    assert {size % 16 for case in cases for size in (case.M, case.N, case.K)} == {8}
+    jobs = kernels.jobs_of(kernels.checked_cases(kernels.TINY_SIZES), meta)
+    assert {config for _, config in jobs} == set(CONFIGS)
+    alike = [Case(M=4096, N=4096 * n, K=4096, kind=kind) for n in (1, 2) for kind in ("plain", "adds")]
+    names = [str(case) for case, _ in kernels.jobs_of(alike, meta, top=2)]
+    assert names == ["512x512x512 nt plain"] * 2 + ["512x512x512 nt adds"] * 2
+
+
+def test_the_most_telling_products_come_first(script: Any) -> None:
+    cases = script("gemm").cases_by_worth(torch.bfloat16)
+    assert len(cases) == len(set(cases))
+    assert str(cases[0]) == script("claims").CUBE
+    assert {case.kind for case in cases[:50]} == {"plain", "adds", "fused", *MLP_KINDS}
+
+
+def test_candidates_take_turns_and_what_is_incorrect_takes_none(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemm, turns = script("gemm"), list[str]()
+    clock = iter(range(1, 1000))
+
+    def measured(run: Any, problems: Any, method: str) -> float:
+        turns.append(f"{run.__name__} {method}")
+        return float(next(clock))
+
+    def ours(problem: Problem) -> Tensor:
+        return run_library(problem)
+
+    monkeypatch.setattr(gemm, "seconds_per_call", measured)
+    runs = {"right": ours, "wrong": lambda problem: problem.d}
+    monkeypatch.setattr(gemm, "run_config", lambda config: runs[config])
+    ranked = [SimpleNamespace(config=name) for name in ("right", "wrong")]
+    monkeypatch.setattr(gemm.tiles, "rank_configs", lambda *_: ranked)
+    monkeypatch.setattr(gemm_problem, "MAX_COPIES", 1)
+    found = gemm.compare(SMALL, CPU)
+    assert turns == [
+        *["run_library flushed", "ours flushed"] * gemm.ROUNDS,
+        *["run_library graph", "ours graph"] * gemm.ROUNDS,
+    ]
+    assert found["right"]["seconds"]["flushed"] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert found["best"] == found["right"]["ratio"] == 5 / 6, "of 1/2, 3/4, 5/6, 7/8, 9/10; graphs: more"
+    assert found["wrong"]["ratio"] is None
+    assert "times what is allowed" in found["wrong"]["wrong"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_a_kernel_is_timed_with_an_empty_cache_and_from_buffer_to_buffer(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def stand_in(call: Callable[[], Any], **keywords: Any) -> float:
+        calls.append(([call() for _ in range(4)], keywords["return_mode"]))
+        return 42.0
+
+    monkeypatch.setattr("triton.testing.do_bench", stand_in)
+    monkeypatch.setattr("triton.testing.do_bench_cudagraph", stand_in)
+    for method in ("flushed", "graph"):
+        assert script("gemm").seconds_per_call(str, ["a", "b", "c"], method) == pytest.approx(42e-3)
+    assert calls == [(["a"] * 4, "median"), (["a", "b", "c", "a"], "median")]
+
+
+def raises(error: BaseException) -> dict[str, Any]:
+    raise error
+
+
+def test_a_case_that_fails_loses_only_itself_and_one_that_ends_the_process_is_resumed_after(
+    script: Any, tmp_path: Path
+) -> None:
+    suite, path, end = script("_suite"), tmp_path / "some.json", time.monotonic() + 1e6
+    setting, ran = suite.Setting(device=CPU, smoke=True), list[str]()
+    cases: dict[str, Any] = {
+        "first": lambda: ran.append("first") or {"value": 1},
+        "broken": partial(raises, ValueError("no")),
+        "large": partial(raises, torch.OutOfMemoryError("tried to allocate")),
+        "not here": partial(raises, suite.SkippedError("no card")),
+        "ends": partial(raises, SystemExit(1)),
+        "last": lambda: {"entry": {"wrong": "9 times"}},
+    }
+    run = partial(suite.run_part, lambda _: cases, setting, path, end=end)
+    with pytest.raises(SystemExit):
+        run(resume=False)
+    content = run(resume=True)
+    assert json.loads(path.read_text()) == content
+    assert ran == ["first"]
+    assert list(content["cases"]) == list(cases)
+    assert content["cases"]["not here"] == {"skipped": "no card"}
+    assert suite.faults_of(content) == [
+        "broken: ValueError: no",
+        "large: out of memory: OutOfMemoryError: tried to allocate",
+        "ends: the process ended in this case",
+        "last, entry: 9 times",
+    ]
+    assert len(content["calls"]) == 2
+    late = suite.run_part(lambda _: cases, setting, tmp_path / "late.json", end=0.0, resume=False)
+    assert (late["cases"], late["calls"][0]["not run"]) == ({}, list(cases))
+    lacking = suite.one_case("some", lambda _: {}, "no_x")
+    skipped = suite.run_part(lacking, setting, tmp_path / "lacking.json", end=end, resume=False)
+    assert skipped["skipped"] == "no_x not installed"
+    with pytest.raises(SystemExit, match="another sizes: choose another --out"):
+        suite.begin(suite.Setting(device=CPU), path, resume=True)
+
+
+def test_a_call_that_raises_is_left_out_of_the_turns(script: Any) -> None:
+    suite, turns = script("_suite"), list[str]()
+    calls = {name: partial(turns.append, name) for name in "ab"} | {"c": partial(raises, ValueError("no"))}
+    found = suite.in_turns(calls, suite.Setting(device=CPU), calls_per_turn=2, rounds=3)
+    assert "".join(turns) == "aabb" + "aabb" * 3
+    assert found["c"] == {"error": "ValueError: no"}
+    assert found["a"]["low"] <= found["a"]["ms"] <= found["a"]["high"]
+    assert found["a"]["ratio"] == 1.0
+
+
+def test_a_claim_is_judged_by_its_worst_value(script: Any) -> None:
+    claims = script("claims")
+    plain = {"kind": "plain", "library": {"ratio": 1.0}}
+    cases: dict[str, dict[str, Any]] = {
+        "planner": {"baseline": {"ratio": 0.99}, "compile": {"ratio": 1.03}, "8-bit": {"error": "no"}},
+        "correctness": {"a": {"right": 9, "x": {"wrong": "9 times"}}, "b": {"error": "no"}},
+        "gemm": {
+            claims.CUBE: plain | {"best": 0.96},
+            "other": plain | {"best": 0.8},
+            "failed": {"error": "no"},
+        },
+        "layers": {"8192 tokens, float32": {claims.OURS: {"ratio": 1.05}}},
+        "host": {"64 x 64": {"gemm, backend=triton": {"low": 0.02}}},
+        "attention": {"plain": {"backend": "flash", "expected": "efficient"}},
+    }
+    call = {"command": "python benchmarks/gpu/gemm.py", "date": "2026-11-30T01:02:03+00:00"}
+    contents = {
+        name: {"environment": {"device": "H200", "torch": "2.11.0"}, "calls": [call], "cases": each}
+        for name, each in cases.items()
+    }
+    rows = {goal.what: goal.row(contents)[2:] for goal in claims.GOALS}
+    assert [row for row in rows.values() if row != ["-", "not measured"]] == [
+        ["0.99 to 1.03 (2)", "missed"],
+        ["2", "missed"],
+        ["0.96", "met"],
+        [f"{(0.96 * 0.8) ** 0.5:.3g}", "missed"],
+        ["1.05", "met"],
+        ["0.02", "met"],
+        ["1", "missed"],
+    ]
+    text = claims.summary(contents)
+    assert "device H200, torch 2.11.0" in text
+    assert "- FAILED correctness, a, x: 9 times" in text
+    assert "- FAILED planner, 8-bit: no" in text
+
+
+@pytest.mark.slow
+def test_a_day_runs_the_wanted_parts_and_ends_with_the_claims(tmp_path: Path) -> None:
+    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "SMOKE": "1"}
+    for _ in range(2):
+        command = ["bash", str(GPU_SCRIPTS / "day.sh"), "400", "ceilings", "gemm"]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"ceilings.json", "gemm.json", "log.txt", "summary.md"}
+    assert len(json.loads((tmp_path / "gemm.json").read_text())["calls"]) == 2
+    assert "best config / library" in (tmp_path / "summary.md").read_text()
