@@ -6,8 +6,7 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,9 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
         "overrides": words,
         "rejected": rejected,
         "notes": notes,
-        "no_counterpart": [asdict(finding) for finding in found.lacking],
+        "no_counterpart": [
+            {"key": each.key, "value": each.value, "reason": why} for each, why in found.lacking
+        ],
         "not_needed": found.same,
         "unknown": [{"key": key, "nearest": nearest} for key, nearest in found.unknown],
     }, code
@@ -102,18 +103,15 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield from (f"  {note}" for note in found["notes"])
     if found["rejected"]:
         yield f"\nThis command cannot run as it is: {found['rejected']}"
-    rows = [[row["key"], _shown(row["value"]), row["reason"]] for row in found["no_counterpart"]]
-    yield from _section("no counterpart", ["key", "value", "why, or what is nearest"], rows)
-    rows = [[row["key"], row["nearest"]] for row in found["unknown"]]
-    yield from _section("unknown keys", ["key", "nearest"], rows)
+    if found["no_counterpart"]:
+        rows = [[row["key"], _shown(row["value"]), row["reason"]] for row in found["no_counterpart"]]
+        yield "\nno counterpart:"
+        yield text_table(["key", "value", "why, or what is nearest"], rows)
+    if found["unknown"]:
+        yield "\nunknown keys:"
+        yield text_table(["key", "nearest"], [[row["key"], row["nearest"]] for row in found["unknown"]])
     if found["not_needed"]:
         yield f"\nnot needed here: {', '.join(found['not_needed'])}"
-
-
-def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    if rows:
-        yield f"\n{title}:"
-        yield text_table(header, rows)
 
 
 def _shown(value: Any) -> str:

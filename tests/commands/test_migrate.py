@@ -42,8 +42,9 @@ NEEDS = {
 }  # fmt: skip
 """What a key needs if its row does not choose it."""
 FLAGS = """deterministic benchmark inference_mode use_distributed_sampler detect_anomaly fast_dev_run
-    barebones sync_batchnorm enable_model_summary enable_autolog_hparams ddp_broadcast_buffers ddp_static_graph
-    packing sample_packing use_bnb_nested_quant bnb_config_kwargs.bnb_4bit_use_double_quant peft_init_lora_weights"""
+    barebones sync_batchnorm enable_model_summary enable_autolog_hparams ddp_broadcast_buffers
+    ddp_static_graph packing sample_packing use_bnb_nested_quant bnb_config_kwargs.bnb_4bit_use_double_quant
+    peft_init_lora_weights"""
 VALUES = {
     "max_time": "00:01:00:00", "callbacks.Timer.duration": "00:01:00:00", "profiler": "simple",
     "gradient_clip_algorithm": "norm", "accelerator": "cpu", "optimizer.params.betas": [0.9, 0.99],
@@ -246,7 +247,6 @@ def test_the_worst_checkpoints_are_never_kept(content: Any, monitor: str | None,
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, ("64", None)),
         ({"train_batch_size": "auto", "gradient_accumulation_steps": "8"}, ("null", "8")),
         ({"distributed_type": "NO", "num_processes": 2, "gradient_accumulation_steps": 3}, ("null", "3")),
-        ({"base_model": "a/b", "micro_batch_size": 2, "batch_size": 8}, ("null", "4")),
     ],
 )
 def test_a_step_has_as_many_samples(content: dict[str, Any], expected: tuple[str, str | None]) -> None:
@@ -351,9 +351,9 @@ def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.yaml", b"", "a.yaml:1: expected settings as key: value, not nothing"),
-        ("a.json", b"[1, 2]", "not a list"),
-        ("a.yaml", b"just words", "not a str"),
+        ("a.yaml", b"", "a.yaml:1: expected settings as key: value, not NoneType"),
+        ("a.json", b"[1, 2]", "not list"),
+        ("a.yaml", b"just words", "not str"),
         ("a.json", b"\x80\x02}q\x00.", "a.json:1: "),
         ("a.json", b'{"optim": "sgd",\n "seed": 1, "seed": 2}', "duplicate key"),
         ("a.yaml", b"optim: sgd\noptim: lion", "a.yaml:2: duplicate key 'optim'"),
@@ -362,7 +362,7 @@ def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) 
         ("a.json", b"[" * 100_000, "a.json:1: not JSON"),
         ("a.json", b'{"zero_optimization":' * 60 + b"1" + b"}" * 60, "nested deeper than 50"),
         (".", None, "expected a regular file"),
-        ("a.json", b'{"colour": 1, "taste": 2}', "its keys belong to none of accelerate"),
+        ("a.json", b'{"colour": 1, "taste": 2}', "expected keys of accelerate ("),
         ("lost.json", None, "no such file"),
     ],
 )  # fmt: skip

@@ -14,15 +14,13 @@ from typing import Any
 from lightning_eff.commands._migration.engine import OFF, Given, Migration
 from lightning_eff.commands._migration.overrides import number, quoted, written
 from lightning_eff.commands._migration.tables import read_file, read_table
-from lightning_eff.core.errors import UsageError
+from lightning_eff.config.strict_yaml import is_file
 
 Parts = Mapping[str, Given]
 ACCUMULATION = "callbacks.gradient_accumulation"
 CHECKPOINT = "monitors.model_checkpoint"
 FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".md")
 """Suffixes by which a name of a dataset is a file."""
-READERS = ("", "json", "parquet", "text", "csv", "arrow")
-"""Names of formats that stand where a dataset's name is expected, next to `data_files`."""
 CHATS = ("alpaca", "sharegpt", "chat_template")
 _AXOLOTL_ZERO = re.compile(r"zero(\d)(?:_bf16)?(?:_cpuoffload_(all|params))?")
 """Names of the DeepSpeed configs that Axolotl comes with."""
@@ -34,24 +32,19 @@ def deepspeed(found: Migration, parts: Parts) -> None:
     found.set(given, "strategy=deepspeed_zero")
     content, name = given.value, Path(str(given.value))
     if not isinstance(content, Mapping):
+        file = next((place for place in (name, found.folder / name) if is_file(place)), None)
         shipped = _AXOLOTL_ZERO.fullmatch(name.stem)
-        file = next((place for place in (name, found.folder / name) if os.path.isfile(place)), None)  # noqa: PTH113
-        if file is None and shipped is None:
-            found.lack(given, "no such file; `lightning-eff migrate` reads it alone, too")
-            return
-        try:
-            content = read_file(file) if file else _axolotl_zero(*(shipped.groups() if shipped else ()))
-        except UsageError as error:
-            found.lack(given, str(error))
+        if file is not None:
+            content = read_file(file)
+        elif shipped is not None:
+            on_host = {"all": ("offload_param", "offload_optimizer"), "params": ("offload_param",)}
+            sections = {section: {"device": "cpu"} for section in on_host.get(shipped[2], ())}
+            content = {"zero_optimization": {"stage": int(shipped[1]), **sections}}
+        else:
+            found.lack(given, "no such file")
             return
     own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # the Trainer logs
     found.add(own, read_table("deepspeed"), f"{given.key}.")
-
-
-def _axolotl_zero(stage: str, offloaded: str | None) -> dict[str, Any]:
-    on_host = {"all": ("offload_param", "offload_optimizer"), "params": ("offload_param",)}
-    sections = {name: {"device": "cpu"} for name in on_host.get(offloaded or "", ())}
-    return {"zero_optimization": {"stage": int(stage), **sections}}
 
 
 def batches(found: Migration, parts: Parts) -> None:
@@ -59,17 +52,13 @@ def batches(found: Migration, parts: Parts) -> None:
     sizes = {part: _whole(found, given) for part, given in parts.items()}
     batch, ranks = sizes.get("per_device"), sizes.get("processes")
     count = sizes.get("accumulation") or 1
-    if batch and (total := sizes.get("per_device_total")):
-        count = max(1, total // batch)
     if batch:
         found.set(parts["per_device"], "data.batch_size={whole}")
     if ranks:
         machines = sizes.get("machines") or 1
-        found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}")
-        if machines > 1:
-            found.set(parts["machines"], "trainer.num_nodes={whole}")
-    given = parts.get("global") or parts.get("accumulation") or parts.get("per_device_total")
-    given = given or parts.get("per_device")
+        nodes = f" trainer.num_nodes={machines}" if machines > 1 else ""
+        found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}{nodes}")
+    given = parts.get("accumulation") or parts.get("per_device")
     if sizes.get("global"):
         found.set(parts["global"], f"{ACCUMULATION}.global_batch_size={{whole}}")
     elif given and batch and ranks and found.word("data.packing") != "data.packing=grouped":
@@ -128,15 +117,18 @@ def checkpoints(found: Migration, parts: Parts) -> None:
 
 def sft_data(found: Migration, parts: Parts) -> None:
     """Set the dataset of a TRL script: conversations, or texts if the file names their column."""
-    given = parts["path"]
-    entry = {part: each.value for part, each in parts.items() if not each.is_default}
-    kind = ["data=text", f"data.field={quoted(str(entry['field']))}"] if "field" in entry else ["data=chat"]
-    found.set(given, [*kind, f"data.paths={quoted(_place(entry, found.folder)[0])}"])
-    if "field" not in entry and entry.get("assistant") is not True:
-        reason = (
-            "data=chat trains the assistant's turns only, TRL all tokens unless assistant_only_loss is set"
+    entry = {part: given.value for part, given in parts.items() if not given.is_default}
+    if "field" in entry:
+        found.set(parts["field"], "data=text data.field={text}")
+    if "path" in entry:
+        found.set(
+            parts["path"],
+            ["data.paths=" + quoted(_place(entry)), *([] if "field" in entry else ["data=chat"])],
         )
-        found.lack(given, reason)
+    if "path" in entry and not {"field", "assistant"} & entry.keys():
+        found.lack(
+            parts["path"], "without assistant_only_loss TRL trains all tokens, data=chat the assistant's only"
+        )
 
 
 def datasets(found: Migration, parts: Parts) -> None:
@@ -144,45 +136,40 @@ def datasets(found: Migration, parts: Parts) -> None:
     part, given = next(iter(parts.items()))
     entries = given.value if isinstance(given.value, list) else [given.value]
     entries = [{"path": one} if isinstance(one, str) else one for one in entries]
-    if not all(isinstance(one, dict) and (one.get("path") or one.get("data_files")) for one in entries):
+    if not all(isinstance(one, dict) and one.get("path") for one in entries):
         found.lack(given, "expected entries with a path: data.paths=[...]")
         return
-    places = [place for entry in entries for place in _place(entry, found.folder)]
     usual = "pretrain" if part == "pretraining" else "chat_template"
     kinds = {str(entry.get("type") or usual).partition(".")[0] for entry in entries}
     fields = {str(entry[key]) for entry in entries for key in ("field", "field_messages") if entry.get(key)}
     is_text = kinds <= {"completion", "pretrain"}
-    place = quoted(places[0]) if len(places) == 1 else written(places)
-    words = [f"data={'text' if is_text else 'chat'}", f"data.paths={place}"]
+    places = [_place(entry) for entry in entries]
+    words = ["data=text" if is_text else "data=chat"]
+    words += [f"data.paths={quoted(places[0]) if len(places) == 1 else written(places)}"]
     words += [f"data.field={quoted(field)}" for field in fields if len(fields) == 1]
     words += ["data.cache_dir=null"] if part == "pretraining" else []  # streamed
     found.set(given, words)
     if len(fields) > 1 or (kinds - {*CHATS} and not is_text):
         found.lack(given, "expected entries of one kind and field: ShareGPT, Alpaca or messages; or texts")
-    read = {"path", "name", "split", "revision", "type", "data_files", "ds_type", "field", "field_messages"}
+    read = {"path", "name", "split", "revision", "type", "ds_type", "field", "field_messages"}
     found.unknown += [(f"{given.key}.{key}", "-") for key in sorted(set[str]().union(*entries) - read)]
 
 
-def _place(entry: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the paths of an entry as `data.paths` takes them: files, folders, names on the hub.
+def _place(entry: Mapping[str, Any]) -> str:
+    """Return the path of an entry as `data.paths` takes it: a file, a folder, or a name on the hub.
 
     Example:
-        >>> _place({"path": "owner/name", "name": "en", "split": "train[:10%]"}, Path())
-        ['hf://datasets/owner/name:en:train[:10%]']
-        >>> _place({"path": "json", "data_files": "a.jsonl"}, Path()), _place({"path": "./b"}, Path())
-        (['a.jsonl'], ['./b'])
+        >>> _place({"path": "owner/name", "name": "en", "split": "train[:10%]"}), _place({"path": "./b"})
+        ('hf://datasets/owner/name:en:train[:10%]', './b')
     """
-    path, files = str(entry.get("path") or ""), entry.get("data_files")
-    if files and path in READERS:
-        return [str(file) for file in (files if isinstance(files, list) else [files])]
+    path = str(entry["path"])
     if path.startswith((".", "/", "~")) or path.endswith(FILES) or os.path.exists(path):  # noqa: PTH110
-        return [path]
-    if os.path.exists(folder / path):  # noqa: PTH110 - pathlib raises for a name that no file can have
-        return [str(folder / path)]
+        return path
     name, split = entry.get("name") or "", entry.get("split") or "train"
     revision = f"@{entry['revision']}" if entry.get("revision") else ""
-    rest = f":{name}:{split}" if split != "train" else f":{name}" if name else ""
-    return [f"hf://datasets/{path}{revision}{rest}"]
+    return f"hf://datasets/{path}{revision}" + (
+        f":{name}:{split}" if split != "train" else f":{name}" if name else ""
+    )
 
 
 def _whole(found: Migration, given: Given) -> int | None:

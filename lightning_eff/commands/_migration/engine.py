@@ -39,15 +39,6 @@ class Setting:
     needs: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A key without a counterpart, and why."""
-
-    key: str
-    value: Any
-    reason: str
-
-
 @dataclass
 class Migration:
     """The result so far: overrides, and the keys that became none."""
@@ -55,13 +46,12 @@ class Migration:
     table: Table
     folder: Path
     recipe: str = ""
-    file: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Values of the file by dotted key."""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
     """By what they set; an option that is added or removed is `callbacks.NAME`."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
     """Values for `conversions.py`, by function and part."""
-    lacking: list[Finding] = field(default_factory=list[Finding])
+    lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
+    """Keys without a counterpart, and why."""
     same: list[str] = field(default_factory=list[str])
     unknown: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     notes: list[str] = field(default_factory=list[str])
@@ -70,7 +60,6 @@ class Migration:
     def add(self, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
         """Look up all keys of a file; `prefix` is the key that holds or names it, if another file does."""
         flat = flatten(content, table)
-        self.file |= {f"{prefix}{key}": value for key, value in flat.items()}
         order = {key: index for index, key in enumerate(table.rows)}
         left_to_us: list[str] = []
         for key in sorted(flat, key=lambda key: order.get(key, len(order))):  # later rows win
@@ -97,7 +86,7 @@ class Migration:
                 self._look_up(default, row, key.rpartition(".")[2])
 
     def _look_up(self, given: Given, row: Row, name: str) -> None:
-        if any(given.key.startswith(f"{finding.key}.") for finding in self.lacking):
+        if any(given.key.startswith(f"{other.key}.") for other, _ in self.lacking):
             return  # an argument of a class without a counterpart
         is_default = given.value == row.default
         if is_default and not given.is_default and not row.always:
@@ -147,7 +136,7 @@ class Migration:
 
     def lack(self, given: Given, reason: str) -> None:
         """Say that a key has no counterpart."""
-        self.lacking.append(Finding(given.key, given.value, reason))
+        self.lacking.append((given, reason))
 
     def word(self, target: str) -> str:
         """Return the override of a key, or an empty text."""

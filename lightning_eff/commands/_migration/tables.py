@@ -100,20 +100,18 @@ def _row(fields: Mapping[str, Any], templates: Mapping[str, Any]) -> Row:
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
-    """Return the tool whose keys a file has.
+    """Return the tool of which a file has most marks.
 
     Raises:
-        UsageError: No tool has keys like these.
+        UsageError: It has none.
     """
     tables = {name: read_table(name) for name in tools()}
-    known = {name: sum(key in table.rows for key in content) for name, table in tables.items()}
     marks = {name: sum(key in content for key in table.marks) for name, table in tables.items()}
-    best = max(tables, key=lambda name: (marks[name], known[name]))
-    if marks[best] or known[best] >= max(2, len(content) / 2):
+    best = max(tables, key=lambda name: marks[name])
+    if marks[best]:
         return best
-    names = ", ".join(f"{name} ({table.title})" for name, table in tables.items())
-    text = f"{file}: its keys belong to none of {names}"
-    raise UsageError(f"{text}\n  try: lightning-eff migrate FILE --from TOOL")
+    known = ", ".join(f"{name} ({', '.join(table.marks)})" for name, table in tables.items())
+    raise UsageError(f"{file}: expected keys of {known}\n  try: lightning-eff migrate FILE --from TOOL")
 
 
 def read_file(file: Path) -> dict[str, Any]:
@@ -122,30 +120,26 @@ def read_file(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: It cannot be read, is empty or no mapping, or has a key twice; with file and line.
     """
-    if not file.exists():
-        raise UsageError(f"{file}: no such file")
-    content = _read_json(file) if file.suffix.lower() == ".json" else read_yaml(file).content
+    if not is_file(file):  # opening a FIFO would block
+        raise file_error(file, 1, "expected a regular file" if file.exists() else "no such file")
+    content: Any = None
+    if file.suffix.lower() == ".json":
+        try:
+            content = json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=_unique)
+        except (OSError, RecursionError, ValueError) as error:
+            raise file_error(file, getattr(error, "lineno", 1), f"not JSON: {error}") from error
+    else:
+        content = read_yaml(file).content
     if not isinstance(content, dict) or not content:
-        found = "nothing" if content is None or content == {} else f"a {type(content).__name__}"
-        raise file_error(file, 1, f"expected settings as key: value, not {found}")
+        raise file_error(file, 1, f"expected settings as key: value, not {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
 
 
-def _read_json(file: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError(f"duplicate key among {', '.join(map(repr, found))}")
-        return found
-
-    if not is_file(file):  # opening a FIFO would block
-        raise file_error(file, 1, "expected a regular file")
-    try:
-        return json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise file_error(file, error.lineno, f"not JSON: {error.msg}") from error
-    except (OSError, RecursionError, ValueError) as error:
-        raise file_error(file, 1, f"not JSON: {error}") from error
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"duplicate key among {', '.join(map(repr, found))}")
+    return found
 
 
 def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
