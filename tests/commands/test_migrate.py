@@ -103,7 +103,7 @@ def test_all_rows_of_a_table_compose(tool: str) -> None:
     packs: list[dict[str, str]] = [{}]
     for key, row in read_table(tool).rows.items():
         assert any((row.ours, row.same, row.lacks, row.convert)), key
-        assert row.convert.partition(".")[0] in ("", *CONVERSIONS), key
+        assert row.convert.partition(".")[0] in ("", *(each.__name__ for each in CONVERSIONS)), key
         for words in proposals(key, row):
             own = {_target(word): word for word in words}
             pack = next((pack for pack in packs if fits(own, pack)), None)
@@ -112,9 +112,7 @@ def test_all_rows_of_a_table_compose(tool: str) -> None:
             pack |= own
     for pack in packs:
         words = [*([] if tool == "lightning" else ["model.name=NAME"]), *pack.values()]
-        with contextlib.suppress(
-            EnvironmentLacksError
-        ):  # of a logger's package; raised after all other checks
+        with contextlib.suppress(EnvironmentLacksError):  # of a logger's package, after all other checks
             compose_recipe(read_table(tool).recipe, list(dict.fromkeys(words)))
 
 
@@ -169,92 +167,80 @@ def migrated(content: Any, name: str = "given.json") -> dict[str, Any]:
     return migration(path)[0]
 
 
-def overrides(content: Any, name: str = "given.json") -> dict[str, str]:
-    """Return the overrides of a file, all of whose keys have a counterpart, by what they set."""
-    found = migrated(content, name)
-    assert (found["no_counterpart"], found["unknown"], found["rejected"]) == ([], [], "")
-    return {_target(word): word.partition("=")[2] for word in found["overrides"]}
-
-
-def lacking(content: Any, name: str = "given.json") -> dict[str, str]:
-    return {row["key"]: row["reason"] for row in migrated(content, name)["no_counterpart"]}
-
-
-def test_defaults_that_change_the_result_are_written() -> None:
-    from transformers import TrainingArguments
-
-    dump = json.loads(TrainingArguments("outputs", use_cpu=True, report_to="none").to_json_string())
-    found = overrides(dump)
-    expected = {
-        "data.batch_size": "8", "data.val_fraction": "0.0", "trainer.max_epochs": "3", "optimizer": "adamw",
-        "optimizer.lr": "5e-05", "optimizer.betas": "[0.9,0.999]", "optimizer.weight_decay": "0.0",
-        "scheduler": "linear", "scheduler.min_lr_ratio": "0.0", "scheduler.warmup_steps": "0",
-        "precision": "fp32", "trainer.gradient_clip_val": "1.0",
-        "callbacks.gradient_accumulation.num_batches": "1",
-        "callbacks.gradient_accumulation.global_batch_size": "null",
-    }  # fmt: skip
-    assert expected.items() <= found.items()
-    assert expected.items() <= overrides({"output_dir": "out", "optim": "adamw_torch"}).items()
-    # TRL's SFTConfig has other defaults, and PEFT's choice of layers is not ours.
-    trl = migrated({"model_name_or_path": "a/b", "use_peft": True})
-    assert {"optimizer.lr=2e-05", "precision=bf16_mixed", "data.context_length=1024", "data.packing=false",
-            "callbacks.peft_adapter.options.r=16"} <= {*trl["overrides"]}  # fmt: skip
-    assert [row["key"] for row in trl["no_counterpart"]] == ["lora_target_modules"]
-    module = {"model": {"class_path": "lightning_eff.models.cnn.CNN"}, "seed_everything": 3}
-    found = overrides(module)
-    assert (found["optimizer"], found["trainer.gradient_clip_val"], found["precision"]) == (
-        "module",
-        "null",
-        "fp32",
-    )
-    found = overrides(module | {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}})
-    assert (found["optimizer"], found["optimizer.lr"], found["scheduler"]) == ("adamw", "0.1", "none")
-
-
 ARGS = {"per_device_train_batch_size": 4}
 BEST = ARGS | {"load_best_model_at_end": True, "eval_strategy": "epoch"}
 ACCURACY = {"metric_for_best_model": "accuracy", "greater_is_better": True}
-CHECKPOINT = "monitors.model_checkpoint"
+MONITOR = "monitors.model_checkpoint.monitor=val_loss monitors.model_checkpoint.mode=min"
+STEP = "callbacks.gradient_accumulation"
+TRL = """optimizer.lr=2e-05 precision=bf16_mixed data.packing=false data.context_length=1024
+    callbacks.peft_adapter.options.r=16"""
+MODULE = {"model": {"class_path": "lightning_eff.models.cnn.CNN"}, "seed_everything": 3}
+ADAMW = {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}}
+DEFAULTS = f"""data.batch_size=8 data.val_fraction=0.0 trainer.max_epochs=3 optimizer=adamw optimizer.lr=5e-05
+    optimizer.betas=[0.9,0.999] optimizer.weight_decay=0.0 scheduler=linear scheduler.min_lr_ratio=0.0
+    scheduler.warmup_steps=0 precision=fp32 trainer.gradient_clip_val=1.0 {STEP}.num_batches=1
+    {STEP}.global_batch_size=null"""
+ZERO_2 = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+ZERO_3 = "strategy=deepspeed_zero strategy.stage=3 strategy.offload_parameters=cpu"
+SHIPPED = "deepspeed_configs/zero3_bf16_cpuoffload_all.json"
+CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}}
 
 
 @pytest.mark.parametrize(
-    ("content", "monitor", "lacks"),
+    ("content", "words", "lacks"),
     [
-        (BEST, "val_loss", set[str]()),
-        (BEST | {"metric_for_best_model": "eval_loss", "greater_is_better": False}, "val_loss", set()),
-        (BEST | {"greater_is_better": True}, "val_loss", {"greater_is_better"}),
-        (BEST | ACCURACY, None, {"metric_for_best_model"}),
-        (BEST | {"eval_strategy": "no"}, None, {"load_best_model_at_end"}),
-        (ARGS | ACCURACY, None, set()),
-        (ARGS | {"save_strategy": "best", "eval_strategy": "epoch"}, "val_loss", set()),
-        (BEST | {"save_total_limit": 3}, "val_loss", {"save_total_limit"}),
+        # Defaults that change the result: of transformers, TRL, DeepSpeed and Lightning.
+        ({"output_dir": "out", "optim": "adamw_torch"}, DEFAULTS, ""),
+        ({"model_name_or_path": "a/b", "use_peft": True}, TRL, "lora_target_modules"),
+        ({"fp16": {"enabled": False}, "train_batch_size": 2}, "precision=fp32", ""),
+        (MODULE, "optimizer=module trainer.gradient_clip_val=null precision=fp32", ""),
+        (MODULE | ADAMW, "optimizer=adamw optimizer.lr=0.1 optimizer.weight_decay=0.01 scheduler=none", ""),
+        # The worst checkpoints are never kept.
+        (BEST, MONITOR, ""),
+        (BEST | {"metric_for_best_model": "eval_loss", "greater_is_better": False}, MONITOR, ""),
+        (BEST | {"greater_is_better": True}, MONITOR, "greater_is_better"),
+        (BEST | ACCURACY, "!monitors", "metric_for_best_model"),
+        (BEST | {"eval_strategy": "no"}, "!monitors", "load_best_model_at_end"),
+        (ARGS | ACCURACY, "!monitors", ""),
+        (ARGS | {"save_strategy": "best", "eval_strategy": "epoch"}, MONITOR, ""),
+        (BEST | {"save_total_limit": 3}, MONITOR, "save_total_limit"),
+        # A step has as many samples.
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, f"{STEP}.global_batch_size=64", ""),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "8"}, f"{STEP}.num_batches=8", ""),
+        ({"machine_rank": 0, "num_processes": 2, "gradient_accumulation_steps": 3},
+         f"{STEP}.num_batches=3 trainer.devices=2", ""),
+        (ARGS | {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 5},
+         "trainer.val_check_interval=10 trainer.check_val_every_n_epoch=null", ""),
+        # What nothing would read is left out.
+        (ZERO_2, "strategy.stage=2 !strategy.offload_parameters", "zero_optimization.offload_param.device"),
+        (ARGS | {"optim": "sgd", "adam_beta1": 0.8}, "optimizer=sgd !optimizer.betas", "adam_beta1"),
+        (ARGS | {"lora_r": 8, "lr_scheduler_type": "constant", "warmup_steps": 9},
+         "scheduler=none !callbacks.peft", "warmup_steps lora_r"),
+        (ARGS | {"fp16": True, "load_in_4bit": True, "gradient_checkpointing": False},
+         "~callbacks.gradient_checkpointing precision=quantized_base", "fp16"),
+        (ARGS | CHECKPOINTING | {"fsdp": "shard_grad_op offload"},
+         "+callbacks=gradient_checkpointing strategy=fsdp2 strategy.cpu_offload=true", ""),
+        # DeepSpeed in another file.
+        ({"base_model": "a/b", "deepspeed": SHIPPED}, f"{ZERO_3} strategy.offload_optimizer=cpu", ""),
+        (ARGS | {"deepspeed": "lost.json"}, "strategy=deepspeed_zero", "deepspeed"),
     ],
 )  # fmt: skip
-def test_the_worst_checkpoints_are_never_kept(content: Any, monitor: str | None, lacks: set[str]) -> None:
+def test_a_file_becomes_these_overrides(content: Any, words: str, lacks: str) -> None:
     found = migrated(content)
-    words = {_target(word): word.partition("=")[2] for word in found["overrides"]}
-    assert (words.get(f"{CHECKPOINT}.monitor"), words.get(f"{CHECKPOINT}.mode")) == (
-        monitor,
-        monitor and "min",
-    )
-    assert {row["key"] for row in found["no_counterpart"]} == lacks
-    assert found["rejected"] == ""
+    for word in words.split():
+        has_key = any(each.lstrip("+~").startswith(word[1:]) for each in found["overrides"])
+        assert not has_key if word.startswith("!") else word in found["overrides"]
+    assert [row["key"] for row in found["no_counterpart"]] == lacks.split()
+    assert (found["unknown"], found["rejected"]) == ([], "")
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, ("64", None)),
-        ({"train_batch_size": "auto", "gradient_accumulation_steps": "8"}, ("null", "8")),
-        ({"distributed_type": "NO", "num_processes": 2, "gradient_accumulation_steps": 3}, ("null", "3")),
-    ],
-)
-def test_a_step_has_as_many_samples(content: dict[str, Any], expected: tuple[str, str | None]) -> None:
-    found = overrides(content)
-    samples, batches = (
-        found.get(f"callbacks.gradient_accumulation.{key}") for key in ("global_batch_size", "num_batches")
-    )
-    assert (samples, batches) == expected
+def test_all_arguments_of_transformers_become_the_defaults() -> None:
+    from transformers import TrainingArguments
+
+    dump = TrainingArguments("outputs", use_cpu=True, report_to="none").to_json_string()
+    found = migrated(dump)
+    assert {*DEFAULTS.split()} <= {*found["overrides"]}
+    assert (found["no_counterpart"], found["unknown"], found["not_needed"]) == ([], [], [])
 
 
 def test_a_deepspeed_config_in_another_file_is_read() -> None:
@@ -262,56 +248,15 @@ def test_a_deepspeed_config_in_another_file_is_read() -> None:
     zero = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 2000, "zero_optimization": section}
     Path("more").mkdir()
     Path("more/ds.json").write_text(json.dumps(zero))
+    config = {"distributed_type": "DEEPSPEED", "num_processes": 6, "num_machines": 2}
     deepspeed = {"deepspeed_config_file": "ds.json", "gradient_accumulation_steps": 4}
-    config = {
-        "distributed_type": "DEEPSPEED",
-        "num_processes": 6,
-        "num_machines": 2,
-        "deepspeed_config": deepspeed,
-    }
-    found = overrides(config, "more/given.json")
-    assert (found["data.batch_size"], found["callbacks.gradient_accumulation.global_batch_size"]) == (
-        "2",
-        "48",
-    )
-    assert (found["trainer.devices"], found["trainer.num_nodes"]) == ("3", "2")
-    expected = {"strategy": "deepspeed_zero", "strategy.stage": "3", "strategy.offload_parameters": "cpu"}
+    found = migrated(config | {"deepspeed_config": deepspeed}, "more/given.json")["overrides"]
+    expected = f"data.batch_size=2 {STEP}.global_batch_size=48 trainer.devices=3 trainer.num_nodes=2"
+    assert {*expected.split(), *ZERO_3.split()} <= {*found}
     for value in (zero, "ds.json", "more/ds.json"):
-        found = overrides(
-            {"per_device_train_batch_size": 4, "logging_steps": 7, "deepspeed": value}, "more/args.json"
-        )
-        assert {key: each for key, each in found.items() if key.startswith("strategy")} == expected
-        assert found["trainer.log_every_n_steps"] == "7"
-    shipped = {"base_model": "a/b", "deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}
-    assert (expected | {"strategy.offload_optimizer": "cpu"}).items() <= overrides(shipped).items()
-    assert [*lacking(ARGS | {"deepspeed": "lost.json"})] == ["deepspeed"]
-
-
-def test_what_nothing_would_read_is_left_out() -> None:
-    stage_2 = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
-    assert lacking(stage_2) == {
-        "zero_optimization.offload_param.device": "has an effect only with strategy.stage=3"
-    }
-    assert lacking(ARGS | {"optim": "sgd", "adam_beta1": 0.8}) == {"adam_beta1": "optimizer=sgd has no betas"}
-    assert [*lacking(ARGS | {"lora_r": 8, "lr_scheduler_type": "constant", "warmup_steps": 9})] == [
-        "warmup_steps",
-        "lora_r",
-    ]
-    assert overrides({"fp16": {"enabled": False}, "train_batch_size": 2})["precision"] == "fp32"
-    clash = ARGS | {"fp16": True, "load_in_4bit": True, "gradient_checkpointing": False}
-    found = migrated(clash)
-    assert (found["recipe"], "~callbacks.gradient_checkpointing" in found["overrides"]) == ("qlora", True)
-    assert {row["key"] for row in found["no_counterpart"]} == {"fp16"}
-    on = ARGS | {
-        "gradient_checkpointing": False,
-        "fsdp": "shard_grad_op offload",
-        "fsdp_config": {"activation_checkpointing": True},
-    }
-    found = overrides(on)
-    assert (found["callbacks.gradient_checkpointing"], found["strategy.cpu_offload"]) == (
-        "gradient_checkpointing",
-        "true",
-    )
+        found = migrated(ARGS | {"logging_steps": 7, "deepspeed": value}, "more/args.json")["overrides"]
+        assert {word for word in found if word.startswith("strategy")} == {*ZERO_3.split()}
+        assert "trainer.log_every_n_steps=7" in found
 
 
 def test_unknown_keys_and_odd_values_are_listed() -> None:
@@ -327,11 +272,8 @@ def test_unknown_keys_and_odd_values_are_listed() -> None:
         "weight_decay", "logging_steps",
     }  # fmt: skip
     assert "optimizer.betas=[0.9,0.97]" in found["overrides"]
-    entries = {
-        "base_model": "a/b",
-        "datasets": [{"path": "b.jsonl", "type": "completion", "roles": {}}, "c/d"],
-    }
-    found = migrated(entries)
+    entries = [{"path": "b.jsonl", "type": "completion", "roles": {}}, "c/d"]
+    found = migrated({"base_model": "a/b", "datasets": entries})
     assert [row["key"] for row in found["unknown"]] == ["datasets.roles"]
     assert [row["key"] for row in found["no_counterpart"]] == ["datasets"]
 
@@ -351,7 +293,7 @@ def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.yaml", b"", "a.yaml:1: expected settings as key: value, not NoneType"),
+        ("a.yaml", b"", "a.yaml:1: expected settings as key: value, not nothing"),
         ("a.json", b"[1, 2]", "not list"),
         ("a.yaml", b"just words", "not str"),
         ("a.json", b"\x80\x02}q\x00.", "a.json:1: "),
@@ -391,12 +333,7 @@ def test_the_printed_line_trains(tiny_llama: Path, command: Command) -> None:
     texts.mkdir()
     for index in range(20):
         (texts / f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
-    arguments = ARGS | {
-        "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "use_cpu": True,
-        "output_dir": "out",
-    }
+    arguments = ARGS | {"max_steps": 2, "use_cpu": True, "output_dir": "out"}
     arguments |= {"eval_strategy": "steps", "eval_steps": 1}
     line = migrated(arguments)["command"].replace("=NAME", f"={tiny_llama}").replace("=PATH", f"={texts}")
     command(*shlex.split(line)[1:], "data.context_length=16", code=0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,22 +181,14 @@ def _whole(found: Migration, given: Given) -> int | None:
     return int(value)
 
 
-CONVERSIONS: dict[str, Callable[[Migration, Parts], None]] = {
-    "deepspeed": deepspeed,
-    "batches": batches,
-    "evaluation": evaluation,
-    "betas": betas,
-    "checkpoints": checkpoints,
-    "sft_data": sft_data,
-    "datasets": datasets,
-}
-"""By the name in the tables, in the order in which they run: DeepSpeed's file brings parts of the others."""
+CONVERSIONS = (deepspeed, batches, evaluation, betas, checkpoints, sft_data, datasets)
+"""In the order in which they run: DeepSpeed's file brings parts of the others."""
 
 
 def convert(found: Migration) -> None:
     """Run the conversions whose keys the file has."""
-    for name, conversion in CONVERSIONS.items():
-        parts = found.parts.get(name, {})
+    for conversion in CONVERSIONS:
+        parts = found.parts.get(conversion.__name__, {})
         try:
             if parts:
                 conversion(found, parts)

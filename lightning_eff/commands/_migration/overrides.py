@@ -82,10 +82,5 @@ def written(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text that stays a text, also if it is a number.
-
-    Example:
-        >>> quoted("meta-llama/Llama-3"), quoted("8"), quoted("100 % mine"), quoted("true")
-        ('meta-llama/Llama-3', '"8"', '"100 % mine"', '"true"')
-    """
+    """Return a text that stays a text, also if it is a number."""
     return written(text) if number(text) is None else f'"{text}"'

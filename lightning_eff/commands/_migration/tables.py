@@ -131,7 +131,8 @@ def read_file(file: Path) -> dict[str, Any]:
     else:
         content = read_yaml(file).content
     if not isinstance(content, dict) or not content:
-        raise file_error(file, 1, f"expected settings as key: value, not {type(content).__name__}")
+        found = type(content).__name__ if content else "nothing"
+        raise file_error(file, 1, f"expected settings as key: value, not {found}")
     return {str(key): value for key, value in content.items()}
 
 
