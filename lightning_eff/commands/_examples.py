@@ -55,7 +55,7 @@ A restarted job goes on from its newest checkpoint: the output root must be shar
 """,
     "migrate": """
   lightning-eff migrate training_args.json       of TrainingArguments.to_json_string(), or a YAML of its keys
-  lightning-eff migrate ds_config.json           also default_config.yaml of Accelerate, a config of torchtune
+  lightning-eff migrate ds_config.json           also default_config.yaml of Accelerate, a LightningCLI config
   lightning-eff migrate axolotl.yaml --json
 """,
     "validate": """

@@ -96,7 +96,7 @@ def _doctor(add: Add) -> None:
 
 
 def _migrate(add: Add) -> None:
-    tools = ["transformers", "deepspeed", "accelerate", "lightning", "torchtune", "axolotl"]
+    tools = ["transformers", "accelerate", "deepspeed", "lightning", "axolotl"]
     about = "the tool that the file is of; otherwise recognized"
     add("--from", dest="source", choices=tools, metavar="TOOL", help=f"{about}: {', '.join(tools)}")
 

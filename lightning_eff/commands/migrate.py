@@ -1,70 +1,98 @@
-"""Print the command that a config of another tool is here, and what of it has no counterpart."""
+"""Print the command that a config of another tool becomes, and which of its keys have no counterpart."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.core.errors import EXIT_OK, UsageError, check_path
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError, check_path
 from lightning_eff.core.text import print_json, text_table
 
 MAX_VALUE_CHARACTERS = 40
+PLACEHOLDERS = {
+    "model.name": ("NAME", "NAME is a model on the hub, or its folder"),
+    "data.paths": ("PATH", "PATH is a file, a folder, or hf://datasets/OWNER/NAME"),
+}
+"""What a language model's recipe needs, if the file does not have it."""
+OWN_CLASSES = "the recipe's own model and data are trained: set model._target_=CLASS and data._target_=CLASS"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the verb."""
+    """Run the verb; the exit code is an error's if the command cannot be composed."""
     if not options.word:
-        text = "migrate: expected a file\n  try: lightning-eff migrate training_args.json"
-        raise UsageError(text)
+        raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)
-    from lightning_eff.commands._migration.collecting import CONTROL
     from lightning_eff.report.summary import json_safe
 
-    found = migration(Path(options.word), options.source)
+    found, code = migration(Path(options.word), options.source)
     if options.json:
         print_json(json_safe(found))
     else:
-        sys.stdout.writelines(f"{CONTROL.sub('?', line)}\n" for line in _lines(found))
-    return EXIT_OK
+        shown = "\n".join(_lines(found))
+        sys.stdout.write(
+            "".join(char if char.isprintable() or char == "\n" else "?" for char in shown) + "\n"
+        )
+    return code
 
 
-def migration(file: Path, source: str | None = None) -> dict[str, Any]:
-    """Return what a file of another tool is here, as plain values.
+def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], int]:
+    """Return what a file of another tool becomes, as plain values, and the exit code.
 
     Args:
         file: JSON or YAML.
         source: The tool; None recognizes it.
 
     Raises:
-        UsageError: The file cannot be read, or is none of a known tool.
+        UsageError: The file cannot be read, or belongs to no known tool.
     """
-    from lightning_eff.commands._migration import command, reading, settings
-    from lightning_eff.commands._migration.collecting import Collected
+    from lightning_eff.commands._migration.conversions import convert
+    from lightning_eff.commands._migration.engine import Migration
+    from lightning_eff.commands._migration.tables import read_file, read_table, recognize
+    from lightning_eff.config.composition import compose_recipe
 
-    content = reading.read_file(file)
-    name = source or reading.recognize(content, file)
-    tool = reading.SOURCES[name]
-    found = Collected(file.parent)
-    found.add(content, tool.table)
-    settings.settle(found)
-    built = command.build(tool.recipe, found.units)
+    content = read_file(file)
+    name = source or recognize(content, file)
+    found = Migration(read_table(name), file.parent)
+    found.add(content, found.table)
+    convert(found)
+    found.settle()
+    notes = [*found.notes, *([found.table.note] if found.table.note else [])]
+    words = [setting.word for setting in found.settings.values()]
+    if name == "lightning":
+        notes += [OWN_CLASSES] if not found.word("model._target_") else []
+    else:
+        missing = [key for key in PLACEHOLDERS if not found.word(key)]
+        words = [*(f"{key}={PLACEHOLDERS[key][0]}" for key in missing), *words]
+        notes += [PLACEHOLDERS[key][1] for key in missing]
+    words.sort(key=lambda word: not word.startswith(("model", "data")))
+    rejected, code = "", EXIT_OK
+    logging.disable(logging.WARNING)  # of settings that another option leaves out
+    try:
+        compose_recipe(found.recipe, words)
+    except PRE_RUN_ERRORS as error:
+        rejected, code = str(error), error.exit_code
+    finally:
+        logging.disable(logging.NOTSET)
     return {
         "source": name,
-        "title": tool.title,
+        "title": found.table.title,
         "file": str(file),
-        "recipe": built.recipe,
-        "command": shlex.join(built.words()),
-        "overrides": built.overrides,
-        "notes": built.notes,
-        "no_counterpart": [asdict(finding) for finding in [*found.lacking, *built.refused]],
-        "not_needed": found.unneeded,
+        "recipe": found.recipe,
+        "command": shlex.join(["lightning-eff", "train", found.recipe, *words]),
+        "overrides": words,
+        "rejected": rejected,
+        "notes": notes,
+        "no_counterpart": [
+            {"key": each.key, "value": each.value, "reason": why} for each, why in found.lacking
+        ],
+        "not_needed": found.same,
         "unknown": [{"key": key, "nearest": nearest} for key, nearest in found.unknown],
-    }
+    }, code
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -72,22 +100,18 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{found['file']}: {found['title']}"
     yield ""
     yield found["command"]
-    for note in found["notes"]:
-        yield f"  {note}"
-    rows = [[row["key"], _shown(row["value"]), row["reason"]] for row in found["no_counterpart"]]
-    yield from _section("no counterpart", ["key", "value", "why, or what is nearest"], rows)
-    rows = [[row["key"], row["nearest"]] for row in found["unknown"]]
-    yield from _section("unknown keys", ["key", "nearest"], rows)
+    yield from (f"  {note}" for note in found["notes"])
+    if found["rejected"]:
+        yield f"\nThis command cannot run as it is: {found['rejected']}"
+    if found["no_counterpart"]:
+        rows = [[row["key"], _shown(row["value"]), row["reason"]] for row in found["no_counterpart"]]
+        yield "\nno counterpart:"
+        yield text_table(["key", "value", "why, or what is nearest"], rows)
+    if found["unknown"]:
+        yield "\nunknown keys:"
+        yield text_table(["key", "nearest"], [[row["key"], row["nearest"]] for row in found["unknown"]])
     if found["not_needed"]:
-        yield ""
-        yield f"not needed here: {', '.join(found['not_needed'])}"
-
-
-def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    if rows:
-        yield ""
-        yield f"{title}:"
-        yield text_table(header, rows)
+        yield f"\nnot needed here: {', '.join(found['not_needed'])}"
 
 
 def _shown(value: Any) -> str:

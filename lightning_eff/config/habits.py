@@ -130,9 +130,6 @@ HABITS: dict[str, str | tuple[str, ...]] = {
 }  # fmt: skip
 """By key, or by key and value: overrides in which `{}` stands for the value."""
 
-MEANINGS = {row: here for row, here in HABITS.items() if isinstance(here, str)}
-"""Rows that propose one thing: those that the tables of `lightning-eff migrate` share."""
-
 
 def proposals(key: str, value: str) -> Sequence[str]:
     """Return the overrides that `key=value` may stand for, best first; none if the table does not know it.

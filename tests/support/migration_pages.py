@@ -1,76 +1,57 @@
-"""The tables of docs/migration/, from those that `lightning-eff migrate` looks up."""
+"""The tables of docs/migration/, from the YAML that `lightning-eff migrate` reads."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from lightning_eff.commands._migration import (
-    accelerate,
-    axolotl,
-    deepspeed,
-    lightning,
-    torchtune,
-    transformers,
-)
-from lightning_eff.commands._migration.rows import NO_CHOICE, Row, Table
+from lightning_eff.commands._migration.tables import Row, read_table
 
 BEGIN = "migration/"
-SECTIONS: dict[str, dict[str, Table]] = {
-    "transformers": {
-        "Arguments of transformers 5": transformers.FIELDS,
-        "Arguments of transformers 4": transformers.OLDER,
-        "Of TRL's SFTConfig and ModelConfig": transformers.TRL,
-    },
-    "accelerate": {"Keys of Accelerate's config": accelerate.TABLE},
-    "deepspeed": {"Keys of a DeepSpeed config": deepspeed.TABLE},
-    "lightning": {
-        "Arguments of Trainer": lightning.ARGUMENTS,
-        "Keys of a LightningCLI config": lightning.CONFIG,
-    },
-    "torchtune": {"Keys of a torchtune config": torchtune.TABLE},
-    "axolotl": {"Keys of an Axolotl config": axolotl.TABLE},
-}
-"""Tables of each source, by their headings."""
 
 
 def tables(source: str) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, head and rows of each table of a source; keys with the same row share a line."""
+    """Return title, head and rows of each section of a tool; keys with the same row share a line."""
     head = ["theirs", "here", "note"]
-    return [(title, head, lines(table)) for title, table in SECTIONS[source.removeprefix(BEGIN)].items()]
+    sections = read_table(source.removeprefix(BEGIN)).sections
+    return [(title, head, lines(section)) for title, section in sections.items()]
 
 
-def lines(table: Table) -> list[list[str]]:
-    """Return key, what it is here, and the note, in Markdown."""
-    by_row: dict[str, tuple[list[str], Row]] = {}
-    for key, row in table.items():
-        by_row.setdefault(repr(row) if row.kind != "override" else key, ([], row))[0].append(f"`{key}`")
-    return [[", ".join(keys), here(row), note(row)] for keys, row in by_row.values()]
+def lines(section: Mapping[str, Row]) -> list[list[str]]:
+    """Return keys, overrides and note of each row, in Markdown."""
+    keys_by_row: dict[str, list[str]] = {}
+    rows = {repr(row): row for row in section.values()}
+    for key, row in section.items():
+        keys_by_row.setdefault(repr(row), []).append(f"`{key}`")
+    return [[", ".join(keys), here(rows[row]), note(rows[row])] for row, keys in keys_by_row.items()]
 
 
 def here(row: Row) -> str:
-    """Return the overrides of a row."""
-    if row.kind != "override":
-        return "not needed" if row.kind == "unneeded" else "-"
-    if not isinstance(row.here, Mapping):
-        return code(row.here)
-    by_text: dict[str, list[str]] = {}
-    for value, text in row.here.items():
-        by_text.setdefault(text, []).append("any other" if value == "*" else f"`{value}`")
-    if list(row.here) == ["true", "false"] and not row.here["false"]:
-        return code(row.here["true"])
-    return "<br>".join(f"{', '.join(values)}: {code(text)}" for text, values in by_text.items())
+    """Return the overrides of a row; VALUE is the key's value."""
+    if isinstance(row.ours, Mapping):
+        by_words: dict[str, list[str]] = {}
+        for value, words in row.ours.items():
+            by_words.setdefault(words, []).append("any other" if value == "*" else f"`{value}`")
+        return "<br>".join(f"{', '.join(values)}: {code(words)}" for words, values in by_words.items())
+    if row.convert:
+        return "see note"
+    return code(row.ours) if row.ours else "not needed" if row.same else "-"
 
 
-def code(text: str) -> str:
-    """Return overrides as code; VALUE is the value of the key."""
-    shown = text.replace("{s}", "VALUE").replace("{key}", "ARGUMENT").replace("{}", "VALUE")
-    recipe, _, rest = shown.removeprefix("recipe=").partition(" ")
+def code(words: str) -> str:
+    """Return overrides as code."""
+    if words.startswith("!"):
+        return f"-, {words[1:].strip()}"
+    shown = re.sub(r"\{key\}", "NAME", re.sub(r"\{(value|text|whole|number|fraction)\}", "VALUE", words))
+    recipe, _, rest = shown.replace("{inverse}", "1/VALUE").removeprefix("recipe=").partition(" ")
     if shown.startswith("recipe="):
-        return f"the recipe `{recipe}`" + (f" with `{rest}`" if rest else "")
-    return f"`{shown}`" if shown else "nothing"
+        return f"the recipe `{recipe}` with `{rest}`"
+    return f"`{shown.replace('{inverse}', '1/VALUE')}`" if shown else "nothing"
 
 
 def note(row: Row) -> str:
-    """Return the note of a row, with the reason for other values."""
-    others = f"other values: {row.others}" if row.others != NO_CHOICE and row.others != row.note else ""
-    return "; ".join(part for part in (row.note, others) if part)
+    """Return what is said about a row."""
+    default = f"default, also written: `{row.default}`" if row.always and row.default is not None else ""
+    lacks = f"other values: {row.lacks}" if row.ours and row.lacks else row.lacks
+    needs = f"only with `{row.needs}`" if row.needs else ""
+    return "; ".join(part for part in (row.note, row.same, lacks, needs, default) if part)

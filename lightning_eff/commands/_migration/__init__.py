@@ -1,1 +1,4 @@
-"""Tables of other tools' keys, and how a file of theirs becomes one command: parts of the verb `migrate`."""
+"""What `migrate` knows: a YAML table per tool, and the engine that reads them.
+
+Read first: shared.yaml (what a row means), transformers.yaml, then tables, engine and conversions.
+"""

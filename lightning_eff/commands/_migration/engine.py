@@ -1,0 +1,212 @@
+"""Turn the keys of a file into overrides of one recipe, row by row of its tool's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_eff.commands._migration.overrides import filled
+from lightning_eff.commands._migration.tables import Row, Table, flatten
+from lightning_eff.config.recipes import RecipePath, read_chain
+from lightning_eff.config.strict_yaml import read_yaml
+from lightning_eff.config.validate import RUN_KEYS
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
+from lightning_eff.core.errors import suggest_name
+
+AUTO = "auto"
+"""A value by which DeepSpeed leaves a setting to the Trainer."""
+OFF = (None, False, "", "no", "none", "false", [], {})
+ONE_OPTION_GROUPS = ("optimizer", "scheduler", "precision", "strategy")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A key of the file with its value, or one that is missing with the tool's default."""
+
+    key: str
+    value: Any
+    is_default: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An override, and the key that it comes from."""
+
+    given: Given
+    word: str
+    needs: str = ""
+
+
+@dataclass
+class Migration:
+    """The result so far: overrides, and the keys that became none."""
+
+    table: Table
+    folder: Path
+    recipe: str = ""
+    settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
+    """By what they set; an option that is added or removed is `callbacks.NAME`."""
+    parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
+    """Values for `conversions.py`, by function and part."""
+    lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
+    """Keys without a counterpart, and why."""
+    same: list[str] = field(default_factory=list[str])
+    unknown: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    notes: list[str] = field(default_factory=list[str])
+    batches_per_step: int = 1
+
+    def add(self, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
+        """Look up all keys of a file; `prefix` is the key that holds or names it, if another file does."""
+        flat = flatten(content, table)
+        order = {key: index for index, key in enumerate(table.rows)}
+        left_to_us: list[str] = []
+        for key in sorted(flat, key=lambda key: order.get(key, len(order))):  # later rows win
+            value, found = flat[key], table.find(key)
+            if value == AUTO and not (found and isinstance(found[0].ours, Mapping) and AUTO in found[0].ours):
+                left_to_us.append(key)
+            elif found is not None and value is not None:
+                self._look_up(Given(f"{prefix}{key}", value), *found)
+            elif value not in (None, {}, []):
+                self.unknown.append((f"{prefix}{key}", suggest_name(key, order)))
+        if not prefix:
+            self._add_defaults(flat, table)
+            self.notes += [f"left to the recipe (auto): {', '.join(left_to_us)}"] if left_to_us else []
+
+    def _add_defaults(self, flat: Mapping[str, Any], table: Table) -> None:
+        """Look up keys that the file does not set, where the tool's default differs from the recipe's."""
+        is_variant = any(key in flat for key in table.variant.get("keys", ()))
+        defaults: Mapping[str, Any] = table.variant["defaults"] if is_variant else {}
+        for key, row in table.rows.items():
+            conditions = [] if isinstance(row.always, bool) else row.always.split()
+            applies = row.always is True or any(flat.get(other) not in OFF for other in conditions)
+            if flat.get(key) is None and (applies or key in defaults):
+                default = Given(key, defaults.get(key, row.default), is_default=True)
+                self._look_up(default, row, key.rpartition(".")[2])
+
+    def _look_up(self, given: Given, row: Row, name: str) -> None:
+        if any(given.key.startswith(f"{other.key}.") for other, _ in self.lacking):
+            return  # an argument of a class without a counterpart
+        is_default = given.value == row.default
+        if is_default and not given.is_default and not row.always:
+            return  # the tool's own value, without a consequence
+        given = replace(given, is_default=given.is_default or is_default)
+        if row.convert:
+            function, _, part = row.convert.partition(".")
+            self.parts.setdefault(function, {})[part] = given
+        elif isinstance(row.ours, Mapping):
+            self._by_value(given, row, row.ours)
+        elif row.ours:
+            self.set(given, row.ours, name, row.needs)
+        elif given.value not in OFF and row.same:
+            self.same.append(given.key)
+        elif given.value not in OFF:
+            self.lack(given, row.lacks)
+
+    def _by_value(self, given: Given, row: Row, ours: Mapping[str, str]) -> None:
+        """Set the overrides of a value, or of each value in a list or in a text of several words."""
+        values: list[Any] = [given.value]
+        if "*" not in ours:
+            values = (
+                given.value if isinstance(given.value, list) else str(given.value).replace(",", " ").split()
+            )
+        for value in values:
+            text = str(value).lower()
+            text = text.rpartition(".")[2] if given.key.endswith("class_path") else text
+            others = "" if text in OFF else ours.get("*", f"!{row.lacks or 'no such choice'}")
+            words = ours.get(text, others)
+            if words.startswith("!"):
+                self.lack(replace(given, value=value), words[1:].strip())
+            elif words:
+                self.set(replace(given, value=value), words, needs=row.needs)
+
+    def set(self, given: Given, words: str | list[str], name: str = "", needs: str = "") -> None:
+        """Set overrides, a list or a text with spaces; a value that does not fit has no counterpart."""
+        words = words.split() if isinstance(words, str) else words
+        name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
+        try:
+            settings = [Setting(given, filled(word, given.value, name), needs) for word in words]
+        except ValueError as error:
+            self.lack(given, str(error))
+            return
+        for setting in settings:
+            if not self._put(setting):
+                return  # the rest belongs to an option that is not chosen
+
+    def lack(self, given: Given, reason: str) -> None:
+        """Say that a key has no counterpart."""
+        self.lacking.append((given, reason))
+
+    def word(self, target: str) -> str:
+        """Return the override of a key, or an empty text."""
+        return self.settings[target].word if target in self.settings else ""
+
+    def _put(self, setting: Setting) -> bool:
+        """Return whether the setting is used; a key of the file wins against a default, else the last one."""
+        target = _target(setting.word)
+        old = self.settings.get(target)
+        if old is not None and old.word != setting.word:
+            if setting.word.startswith("~") or (setting.given.is_default and not old.given.is_default):
+                return False
+            is_choice = "." not in target and target not in RUN_KEYS
+            if is_choice and not old.given.is_default:
+                self.lack(old.given, f"{setting.given.key} sets {setting.word}")
+            for key in [key for key in self.settings if is_choice and key.startswith(f"{target}.")]:
+                if self.settings[key].given.key == old.given.key:  # belongs to the option that is replaced
+                    del self.settings[key]
+        self.settings[target] = setting
+        return True
+
+    def settle(self) -> None:
+        """Choose the recipe, and drop what it has or what nothing in the command would read."""
+        chosen = self.settings.pop("recipe", None)
+        self.recipe = chosen.word.partition("=")[2] if chosen else self.table.recipe
+        chain = read_chain(self.recipe, RecipePath())
+        listed = {name: chain.options(name) or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
+        for target, setting in list(self.settings.items()):
+            group, _, option = target.partition(".")
+            if setting.word.startswith(("+", "~")) and (option in listed[group]) is setting.word.startswith(
+                "+"
+            ):
+                del self.settings[target]
+        for target, setting in list(self.settings.items()):
+            reason = self._without_effect(target, setting, listed)
+            if reason:
+                del self.settings[target]
+            if reason and not setting.given.is_default:
+                self.lack(setting.given, reason)
+
+    def _without_effect(self, target: str, setting: Setting, listed: Mapping[str, set[str]]) -> str:
+        """Return why nothing would read an override, or an empty text."""
+        group, *rest = target.split(".")
+        if setting.needs and setting.needs not in [each.word for each in self.settings.values()]:
+            return f"has an effect only with {setting.needs}"
+        if group in MULTI_CHOICE_GROUPS and len(rest) > 1:
+            added = f"+{group}={rest[0]}"
+            is_there = rest[0] in listed[group] or self.word(f"{group}.{rest[0]}") == added
+            return "" if is_there else f"has an effect only with {added}"
+        choice = self.settings.get(group)
+        is_of_class = ".init_args." in setting.given.key or (choice and choice.given.key == setting.given.key)
+        if group in ONE_OPTION_GROUPS and rest and not is_of_class:
+            option = choice.word.partition("=")[2] if choice else max(listed[group])
+            return "" if rest[0] in _keys(group, option) else f"{group}={option} has no {rest[0]}"
+        return ""
+
+
+def _target(word: str) -> str:
+    """Return what an override sets.
+
+    Example:
+        >>> _target("optimizer.lr=1"), _target("+callbacks=x"), _target("~callbacks.x")
+        ('optimizer.lr', 'callbacks.x', 'callbacks.x')
+    """
+    key, _, value = word.lstrip("+~").partition("=")
+    return f"{key}.{value}" if word.startswith("+") else key
+
+
+def _keys(group: str, option: str) -> set[str]:
+    """Return the parameters that an option's YAML has, with those of the options that it builds on."""
+    content: dict[str, Any] = read_yaml(CONF / group / f"{option}.yaml", expect_mapping=True).content
+    bases = [name for name in content.get("defaults", ()) if name != "_self_"]
+    return {*content, "_target_"}.union(*(_keys(group, base) for base in bases))

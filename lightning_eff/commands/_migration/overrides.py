@@ -1,0 +1,86 @@
+"""Write values of other tools in the grammar of overrides."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE)
+"""A text that needs no quotation marks and is read as no other value."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_PLACEHOLDER = re.compile(r"\{(value|text|whole|number|fraction|inverse)\}")
+
+
+def filled(template: str, value: Any, key: str = "") -> str:
+    """Return an override with a value in its placeholder, which shared.yaml describes.
+
+    Raises:
+        ValueError: The value does not fit; the text says what is expected.
+
+    Example:
+        >>> filled("seed={whole}", "7"), filled("tags=[{text}]", 7), filled("data.paths=hf://{text}", "a b")
+        ('seed=7', 'tags=["7"]', 'data.paths="hf://a b"')
+        >>> filled("trainer.{key}={value}", [0, 1], "devices"), filled("x={inverse}", 4)
+        ('trainer.devices=[0,1]', 'x=0.25')
+    """
+    name, sign, text = template.partition("=")
+    name = name.replace("{key}", key)
+    match = _PLACEHOLDER.search(text)
+    kind, found = match[1] if match else "", number(value)
+    if kind == "text" and isinstance(value, Mapping | list):
+        raise ValueError("expected a text")
+    if kind == "number" and found is None:
+        raise ValueError("expected a number")
+    if kind == "fraction" and (found is None or not 0 <= found < 1):
+        raise ValueError("expected a fraction below 1")
+    if kind in ("whole", "inverse") and (found is None or found != int(found) or found < (kind == "inverse")):
+        raise ValueError("expected a whole number")
+    if kind == "text":
+        is_list = text.startswith("[")
+        return (
+            f"{name}={f'[{quoted(str(value))}]' if is_list else quoted(text.replace('{text}', str(value)))}"
+        )
+    if kind == "whole":
+        value = int(found or 0)
+    elif kind == "inverse":
+        value = 1 / (found or 1)
+    return f"{name}{sign}{_PLACEHOLDER.sub(lambda _: written(value), text)}"
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number that is written as a number or a text, or None."""
+    if isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
+        return None
+    found = float(str(value))  # infinite where a whole number is too large
+    return found if math.isfinite(found) else None
+
+
+def written(value: Any) -> str:
+    """Return a value in the grammar of overrides; a text that is a number becomes one.
+
+    Raises:
+        ValueError: Hydra or a terminal would take it for something else.
+
+    Example:
+        >>> written("5e-5"), written([0.9, None]), written(True), written({"r": 8}), written(["a b"])
+        ('5e-5', '[0.9,null]', 'true', '{r:8}', '["a b"]')
+    """
+    if isinstance(value, str) and number(value) is not None:
+        return value.strip()
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return value
+    dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    if "\\" in dumped or "${" in dumped or not dumped.isprintable():
+        raise ValueError("expected printable text without quotation marks, backslashes and ${")
+    dumped = re.sub(r'"(\w+)":', r"\1:", dumped)  # in Hydra's grammar a key is a word without quotation marks
+    if '":' in dumped:
+        raise ValueError("expected keys that are words")
+    return dumped
+
+
+def quoted(text: str) -> str:
+    """Return a text that stays a text, also if it is a number."""
+    return written(text) if number(text) is None else f'"{text}"'
