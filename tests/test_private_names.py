@@ -49,6 +49,10 @@ SOURCES = [
     (DEEPSPEED, "_init_deepspeed_distributed"),
     (DEEPSPEED, "self._format_batch_size_and_grad_accum_config()"),
     ("lightning.pytorch.strategies:ModelParallelStrategy.setup_environment", "self._data_parallel_size"),
+    (
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._requires_distributed_sampler",
+        "self.trainer._accelerator_connector.use_distributed_sampler",
+    ),
     (f"{FABRICS_FSDP2}.setup_environment", "self._data_parallel_size"),
     (f"{FABRICS_FSDP2}.setup_module", "self._parallelize_fn(module, self.device_mesh)"),
     (f"{FABRICS_DEEPSPEED}._setup_distributed", "self._format_config()"),

@@ -127,6 +127,9 @@ class FSDP2(ModelParallelStrategy):
         rules.enforce(self, module.trainer, module)
         self._data_parallel_size = self.num_nodes * self.num_processes  # read by Lightning 2.6's setup
         super().setup_environment()
+        if self.world_size == 1:
+            # Lightning's sampler for ranks draws another order than the loader's, and always shuffles.
+            module.trainer._accelerator_connector.use_distributed_sampler = False  # noqa: SLF001
         queue(module.trainer, module, Stage.SHARD, self._shard)
 
     def _shard(self, model: nn.Module) -> int:
