@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -126,10 +127,14 @@ class FSDP2(ModelParallelStrategy):
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
         self._data_parallel_size = self.num_nodes * self.num_processes  # read by Lightning 2.6's setup
-        super().setup_environment()
-        if self.world_size == 1:
-            # Lightning's sampler for ranks draws another order than the loader's, and always shuffles.
+        if self._data_parallel_size == 1:
+            # Lightning seeds ranks again, and draws samples by a sampler that always shuffles. One rank keeps
+            # its random state and its loader's order, so that offloading changes nothing in a run.
+            with isolate_rng(include_cuda=False):
+                super().setup_environment()
             module.trainer._accelerator_connector.use_distributed_sampler = False  # noqa: SLF001
+        else:
+            super().setup_environment()
         queue(module.trainer, module, Stage.SHARD, self._shard)
 
     def _shard(self, model: nn.Module) -> int:

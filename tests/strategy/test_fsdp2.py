@@ -59,7 +59,8 @@ class Watched(Deep):
 
 
 @pytest.fixture
-def on_host() -> Any:
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # as the command line sets it: strategies seed by it again
     yield lambda **options: FSDP2(cpu_offload=True, **options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
