@@ -41,7 +41,6 @@ PUBLIC = {
     "gemm": "lightning_eff.kernels.matmul",
     "linear_cross_entropy": "lightning_eff.kernels.cross_entropy",
     "linear_kl": "lightning_eff.kernels.cross_entropy",
-    "offload_frozen": "lightning_eff.callbacks.offload_frozen",
     "predict": "lightning_eff.planner.prediction",
     "predict_step": "lightning_eff.planner.prediction",
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",

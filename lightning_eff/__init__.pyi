@@ -12,8 +12,6 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation a
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing as GradientCheckpointing
 from lightning_eff.callbacks.gradient_checkpointing import recompute as recompute
 from lightning_eff.callbacks.micro_batch import MicroBatch as MicroBatch
-from lightning_eff.callbacks.offload_frozen import OffloadFrozen as OffloadFrozen
-from lightning_eff.callbacks.offload_frozen import offload_frozen as offload_frozen
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice as OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt

@@ -14,6 +14,7 @@ from lightning_eff.commands._migration.shared import (
     LORA_ON_BF16,
     NO_SCHEDULE,
     NUM_BATCHES,
+    OFFLOAD,
     OPTIMIZERS,
     SCHEDULES,
 )
@@ -173,7 +174,7 @@ TABLE = {
     "selective_checkpointing": switch(
         "+callbacks=gradient_checkpointing callbacks.gradient_checkpointing.policy=selective"
     ),
-    "layer_offloading": switch("+callbacks=offload_frozen", "frozen blocks only: beside adapters"),
+    "layer_offloading": switch(OFFLOAD, "trained weights and their optimizer state too"),
     "flash_attention": switch(f"{_ATTENTION}=flash_attention_2"),
     **each("sdp_attention", switch(f"{_ATTENTION}=sdpa")),
     "flex_attention": switch(f"{_ATTENTION}=flex_attention"),
