@@ -52,7 +52,6 @@ PUBLIC = {
     "tile_convs": "lightning_eff.callbacks.tiled_conv",
     "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
-    "to_channels_last": "lightning_eff.callbacks.channels_last",
     "to_float8": "lightning_eff.precision.float8",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }

@@ -169,14 +169,6 @@ class HasFacts(Protocol):
         ...
 
 
-@runtime_checkable
-class ComputesChildren(Protocol):
-    """Replaces the forward of a container, and computes children without calling them."""
-
-    tiled: Mapping[str, Any]
-    """Modules that it has computed so, by name."""
-
-
 _DEEPSPEED = ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
 _FSDP = ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
 NEEDS_MATRICES = tuple(
