@@ -41,7 +41,6 @@ PUBLIC = {
     "gemm": "lightning_eff.kernels.matmul",
     "linear_cross_entropy": "lightning_eff.kernels.cross_entropy",
     "linear_kl": "lightning_eff.kernels.cross_entropy",
-    "offload_frozen": "lightning_eff.callbacks.offload_frozen",
     "predict": "lightning_eff.planner.prediction",
     "predict_step": "lightning_eff.planner.prediction",
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
@@ -53,7 +52,6 @@ PUBLIC = {
     "tile_convs": "lightning_eff.callbacks.tiled_conv",
     "tile_loss": "lightning_eff.callbacks.tiled_loss",
     "tile_mlps": "lightning_eff.callbacks.tiled_mlp",
-    "to_channels_last": "lightning_eff.callbacks.channels_last",
     "to_float8": "lightning_eff.precision.float8",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }

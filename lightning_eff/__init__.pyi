@@ -2,7 +2,6 @@
 
 from lightning_eff.callbacks.attention import Attention as Attention
 from lightning_eff.callbacks.channels_last import ChannelsLast as ChannelsLast
-from lightning_eff.callbacks.channels_last import to_channels_last as to_channels_last
 from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
 from lightning_eff.callbacks.empty_cache import release as release
@@ -12,8 +11,6 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation a
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing as GradientCheckpointing
 from lightning_eff.callbacks.gradient_checkpointing import recompute as recompute
 from lightning_eff.callbacks.micro_batch import MicroBatch as MicroBatch
-from lightning_eff.callbacks.offload_frozen import OffloadFrozen as OffloadFrozen
-from lightning_eff.callbacks.offload_frozen import offload_frozen as offload_frozen
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice as OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt

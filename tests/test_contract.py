@@ -19,7 +19,6 @@ from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.offload_frozen import OffloadFrozen
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss
@@ -118,9 +117,6 @@ CASES = {
         num_steps=20,
     ),
     "peft_adapter": Case(lambda: PeftAdapter(options={"r": 4}), prepare=adapt_by_hand),
-    "offload_frozen": Case(
-        OffloadFrozen, prepare=adapt_by_hand, beside=lambda: [PeftAdapter(options={"r": 4})]
-    ),
     "efficiency_report": Case(EfficiencyReport),
     "progress": Case(lambda: Progress(every_n_seconds=0.001)),
     **{
@@ -153,8 +149,6 @@ pytestmark = pytest.mark.filterwarnings(
     # Batches that fit, as in the plain loop: what is left is what it does to a step.
     "ignore:callbacks/micro_batch with callbacks/torch_compile",
     "ignore:callbacks/triton_gemm with callbacks/torch_compile",
-    "ignore:OffloadFrozen had no effect.*on a CPU",
-    "ignore:OffloadFrozen. autocast casts:lightning_eff.core.errors.ConflictWarning",
 )
 
 
@@ -268,7 +262,7 @@ PAIRS = [
     and "32-true" not in one + other
     # One precision a run; and the adapters, without which they cannot be, are beside them already.
     and not (one.startswith(PRECISIONS) and other.startswith(PRECISIONS))
-    and not (other.startswith(("quantized_base", "offload_frozen")) and one.startswith("peft_adapter"))
+    and not (other.startswith("quantized_base") and one.startswith("peft_adapter"))
 ]
 
 
@@ -285,7 +279,6 @@ def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> De
 
 VARIANTS = {
     *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true"),
-    "offload_frozen",
 }
 """Another case of the technique meets the others in the tests that are not slow, or tests of its own do."""
 

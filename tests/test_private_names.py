@@ -36,11 +36,6 @@ SOURCES = [
     (AUTOMATIC, "_should_accumulate()"),
     ("lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric", "_forward_cache"),
     ("torch.nn.parallel:DistributedDataParallel", "require_forward_param_sync"),
-    ("torch.nn.parallel:DistributedDataParallel.__init__", "module._ddp_params_and_buffers_to_ignore"),
-    (
-        "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-        "param._ddp_ignored = True",
-    ),
     ("lightning.pytorch.strategies:DDPStrategy.setup", "_layer_sync"),
     ("torch.utils.data:dataloader", "random_(generator=loader.generator)"),
     ("torch.nn:Module._apply", "Couldn't swap"),  # the reason for ours
@@ -49,6 +44,10 @@ SOURCES = [
     (DEEPSPEED, "_init_deepspeed_distributed"),
     (DEEPSPEED, "self._format_batch_size_and_grad_accum_config()"),
     ("lightning.pytorch.strategies:ModelParallelStrategy.setup_environment", "self._data_parallel_size"),
+    (
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._requires_distributed_sampler",
+        "self.trainer._accelerator_connector.use_distributed_sampler",
+    ),
     (f"{FABRICS_FSDP2}.setup_environment", "self._data_parallel_size"),
     (f"{FABRICS_FSDP2}.setup_module", "self._parallelize_fn(module, self.device_mesh)"),
     (f"{FABRICS_DEEPSPEED}._setup_distributed", "self._format_config()"),
@@ -89,10 +88,6 @@ NAMES = {
     "torch._C:_autograd": "_top_saved_tensors_default_hooks",
     "torch.nn:Module": "_call_impl",
     "torch:autograd": "_get_sequence_nr",
-    "torch.autograd:Variable": "_execution_engine",
-    "torch.autograd:Variable._execution_engine": "queue_callback",
-    "torch.utils.checkpoint:_checkpoint_hook": "__init__",  # its hooks are known by their module
-    "torch.autograd:graph": "get_gradient_edge",
     "torch.autograd:forward_ad": "_current_level",
     "torch:Tensor": "_post_accumulate_grad_hooks _version _make_wrapper_subclass",
     "torch.library:Library": "_destroy",

@@ -44,7 +44,6 @@ from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.reach import largest_part
 from lightning_eff.core.technique import (
     MEMORY_BUDGET,
-    OFFLOADED_WEIGHTS,
     RECOMPUTE,
     TRANSFORM,
     Facts,
@@ -199,14 +198,10 @@ class TorchCompile(Managed):
             reason = "a recomputed block must be compiled itself, not as a part of something larger"
             remedy = "callbacks.torch_compile.target=blocks"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
-            reason = "an offloaded block must be compiled itself, not as a part of something larger"
-            excludes.append(Rule(name=OFFLOADED_WEIGHTS, reason=reason, remedies=(remedy,)))
         if self.mode in GRAPH_REPLAY_MODES:
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
             remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
-            reason = f"mode={self.mode} replays CUDA graphs, which need weights in one place on the device"
-            excludes.append(Rule(name=OFFLOADED_WEIGHTS, reason=reason, remedies=(remedy,)))
         provides = (TRANSFORM, MEMORY_BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
         return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
 

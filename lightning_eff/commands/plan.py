@@ -186,7 +186,7 @@ def _predict(
         content["longest"] = longest.as_dict()
     sections += [str(division)] if division.about else []
     if trainer.world_size in division.shares:
-        sections.append(division.verdict(trainer.world_size, memory.free_bytes, memory.name))
+        sections.append(division.verdict(trainer.world_size, memory))
     return sections, content, prediction.error
 
 

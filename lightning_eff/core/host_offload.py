@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -53,39 +53,33 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)
-        self._in_flight: deque[tuple[list[Tensor], list[int], Any]] = deque()
+        self._in_flight: deque[tuple[Tensor, int, Any]] = deque()
 
     def to_host(self, tensor: Tensor, host: Tensor) -> None:
         """Start to copy a tensor of the main stream, which its owner may free at once."""
-        self._start([tensor], [host], [tensor])
+        self._start(tensor, host, tensor)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
         """Start to copy a tensor back; return it with the event that the main stream must `wait` for."""
-        (back,), done = self.all_to_device([host])
-        return back, done
-
-    def all_to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Start to copy several tensors, which count as one copy with one event."""
         # Memory of the main stream, which may still be using what was there before.
-        backs = [torch.empty_like(host, device=self._device) for host in hosts]
-        return backs, self._start(hosts, backs, backs)
+        back = torch.empty_like(host, device=self._device)
+        return back, self._start(host, back, back)
 
     def wait(self, done: Any) -> None:
         """Let the main stream wait for a copy, and so for all that were started before it."""
         torch.cuda.current_stream(self._device).wait_event(done)
         while any(event is done for _, _, event in self._in_flight):
-            tensors, versions, _ = self._in_flight.popleft()
-            if [tensor._version for tensor in tensors] != versions:  # noqa: SLF001
+            tensor, version, _ = self._in_flight.popleft()
+            if tensor._version != version:  # noqa: SLF001
                 msg = "the input of an offloaded block was changed in place while it was copied to the host"
                 raise RuntimeError(msg)
 
-    def _start(self, sources: Sequence[Tensor], targets: Sequence[Tensor], on_device: list[Tensor]) -> Any:
+    def _start(self, source: Tensor, target: Tensor, on_device: Tensor) -> Any:
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         done = self._stream.record_event()
-        self._in_flight.append((on_device, [tensor._version for tensor in on_device], done))  # noqa: SLF001
+        self._in_flight.append((on_device, on_device._version, done))  # noqa: SLF001
         if len(self._in_flight) > MAX_IN_FLIGHT:
             self.wait(self._in_flight[0][2])
         return done
@@ -134,8 +128,6 @@ class HostOffload:
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
     """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
-    weight_observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every copy of a parameter that is made on the device, for the same."""
 
     moved_bytes: int = field(default=0, init=False)
     slab: PinnedSlab = field(default_factory=PinnedSlab, init=False)

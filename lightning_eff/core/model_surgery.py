@@ -46,11 +46,10 @@ class Stage(IntEnum):
     CAST_FROZEN = 3
     FLOAT8 = 4
     TILE = 5
-    OFFLOAD = 6
-    CHECKPOINT = 7
-    COMPILE = 8
-    SHARD = 9
-    MEMORY_FORMAT = 10
+    CHECKPOINT = 6
+    COMPILE = 7
+    SHARD = 8
+    MEMORY_FORMAT = 9
     """Strides of weights: last, since FSDP2 (torch 2.13) shards contiguous parameters only."""
 
 

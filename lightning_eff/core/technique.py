@@ -27,7 +27,6 @@ SCHEDULE = "a learning-rate schedule"
 """Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
 """Provided by techniques that replace or add parameters."""
-OFFLOADED_WEIGHTS = "offloaded weights"
 """Provided by techniques whose parameters are on the device only while their block computes."""
 QUANTIZED_WEIGHTS = "quantized weights"
 """Provided by techniques that replace weights by codes and scales."""
@@ -168,14 +167,6 @@ class HasFacts(Protocol):
     def facts(self) -> Facts:
         """Return what follows from the constructor's arguments alone."""
         ...
-
-
-@runtime_checkable
-class ComputesChildren(Protocol):
-    """Replaces the forward of a container, and computes children without calling them."""
-
-    tiled: Mapping[str, Any]
-    """Modules that it has computed so, by name."""
 
 
 _DEEPSPEED = ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")

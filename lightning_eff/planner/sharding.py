@@ -21,6 +21,7 @@ from lightning_eff.core.model_surgery import CastsFrozen, select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.technique import name_of
 from lightning_eff.core.text import human_bytes, text_table
+from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.fakes import Fakes
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.model_weights import ModelWeights
@@ -52,15 +53,22 @@ class ShardingTable:
         counted = UNCOUNTED if self.passing_bytes is None else PREDICTED
         return [*self.assumptions, *([counted] if self.shares else [])]
 
-    def verdict(self, devices: int, free_bytes: int, name: str) -> str:
-        """Return whether the run fits in the free bytes of each of `devices` devices of a name."""
-        needed = self.shares[devices].device + (self.passing_bytes or 0)
-        left = free_bytes - needed
-        fits = f"fits on {name}, {human_bytes(left)} left"
+    def verdict(self, devices: int, memory: DeviceMemory) -> str:
+        """Return whether the run fits in the free memory of each of `devices` devices."""
+        share = self.shares[devices]
+        needed = share.device + (self.passing_bytes or 0)
+        on_host = ""
+        if not memory.is_cuda:
+            needed += share.host  # a CPU's own memory is the host's
+        elif share.host:
+            on_host = f" and {human_bytes(share.host)} of host memory"
+        left = memory.free_bytes - needed
+        fits = f"fits on {memory.name}, {human_bytes(left)} left"
         if left < 0:
-            fits = f"does not fit on {name}, {human_bytes(-left)} short"
+            fits = f"does not fit on {memory.name}, {human_bytes(-left)} short"
         about = "about " if self.passing_bytes is not None else "(without activations) "
-        return f"each of {devices} devices needs {about}{human_bytes(needed)}: {fits}"
+        which = "the device needs" if devices == 1 else f"each of {devices} devices needs"
+        return f"{which} {about}{human_bytes(needed)}{on_host}: {fits}"
 
     def rows(self) -> list[dict[str, int]]:
         """Return the table in integer bytes, for JSON."""

@@ -103,8 +103,6 @@ class Recorder(LiveBytes):
         hooks.enter_context(self._tracker.follow(module))
         HostOffload.observers.append(self._mark_on_host)
         hooks.callback(HostOffload.observers.remove, self._mark_on_host)
-        HostOffload.weight_observers.append(self._mark_weight)
-        hooks.callback(HostOffload.weight_observers.remove, self._mark_weight)
         for optimizer in self._optimizers:
             if isinstance(optimizer, FreesGradients):
                 hook = optimizer.register_gradient_hook(lambda _, used: self._mark([used], GRADIENTS))
@@ -186,9 +184,6 @@ class Recorder(LiveBytes):
         index = self._storage_index(tensor)
         if index >= 0:
             self.on_host.add(index)
-
-    def _mark_weight(self, copy: Tensor) -> None:
-        self._mark([copy], PARAMETERS)
 
     def _mark_gradients_and_state(self) -> None:
         for name, parameter in self._module.named_parameters():

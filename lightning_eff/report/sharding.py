@@ -154,7 +154,7 @@ class FSDP2Memory(Sharding):
         """Implement `Sharding`."""
         again = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
         return [
-            f"a block is gathered for its forward pass {again}; the next one is prefetched; weights outside "
-            "of blocks stay gathered",
+            f"a block is gathered for its forward pass {again}; several devices prefetch the next one; "
+            "weights outside of blocks stay gathered",
             "tensors are sharded by rows: one with fewer rows than devices is sharded less",
         ]

@@ -11,11 +11,15 @@ the layout of a single device (checkpoint/full_state.py): one file, or, for mode
 folder to which each rank writes its own rows (checkpoint/sharded.py). Both are verified, and loaded by any
 strategy. The files to read before changing this one: strategy/__init__.py.
 
+With `cpu_offload` one device is enough: all but the weights of the block that computes is in host memory, as
+for LoRA on a frozen base that does not fit. The run is then the same as without the strategy.
+
 Saves: optimizer state, gradients and weights, divided by the number of devices or offloaded.
 Costs: 1.5 times the communication of DDP; a block's full weights at a time; in a window full gradients,
-    unless every micro-batch is reduced. A checkpoint in one file gathers one tensor after another, and every
-    rank reads all of it; a folder does neither. Ranks must run the same modules; they compare that, 16 bytes
-    per step (_shared/collectives.py).
+    unless every micro-batch is reduced. Offloaded weights are copied to the device twice per batch; one
+    device waits for each copy (torch 2.13), several prefetch. A checkpoint in one file gathers one tensor
+    after another, and every rank reads all of it; a folder does neither. Ranks must run the same modules;
+    they compare that, 16 bytes per step (_shared/collectives.py).
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters.
@@ -32,6 +36,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -126,7 +131,14 @@ class FSDP2(ModelParallelStrategy):
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
         self._data_parallel_size = self.num_nodes * self.num_processes  # read by Lightning 2.6's setup
-        super().setup_environment()
+        if self._data_parallel_size == 1:
+            # Lightning seeds ranks again, and draws samples by a sampler that always shuffles. One rank keeps
+            # its random state and its loader's order, so that offloading changes nothing in a run.
+            with isolate_rng(include_cuda=False):
+                super().setup_environment()
+            module.trainer._accelerator_connector.use_distributed_sampler = False  # noqa: SLF001
+        else:
+            super().setup_environment()
         queue(module.trainer, module, Stage.SHARD, self._shard)
 
     def _shard(self, model: nn.Module) -> int:

@@ -6,20 +6,24 @@ from typing import Any
 
 import pytest
 
+from lightning_eff.planner.device_memory import CONTEXT_BYTES, DeviceMemory
 from lightning_eff.planner.sharding import ShardingTable, micro_batches_per_step
 from lightning_eff.report.sharding import DeviceShare
 
-SHARES = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, host=1.6)}
+SHARES = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, host=1023.6)}
 
 
-def test_a_verdict_includes_activations_if_they_are_known() -> None:
+def test_a_verdict_includes_activations_if_they_are_known_and_a_cpu_has_the_host_s_memory() -> None:
+    cpu, gpu = (DeviceMemory("X", 4096 + free, is_cuda=bool(free)) for free in (0, CONTEXT_BYTES))
     table = ShardingTable("", SHARES, passing_bytes=2048)
-    assert table.verdict(4, 4096, "X") == "each of 4 devices needs about 3.0 KiB: fits on X, 1.0 KiB left"
-    assert table.verdict(1, 4096, "X").endswith(": does not fit on X, 2.0 KiB short")
+    needed = "each of 4 devices needs about"
+    assert table.verdict(4, gpu) == f"{needed} 3.0 KiB and 1.0 KiB of host memory: fits on X, 1.0 KiB left"
+    assert table.verdict(4, cpu) == f"{needed} 4.0 KiB: fits on X, 0 B left"
+    assert table.verdict(1, gpu) == "the device needs about 6.0 KiB: does not fit on X, 2.0 KiB short"
     unknown = ShardingTable("", SHARES)
-    assert unknown.verdict(4, 4096, "X").startswith("each of 4 devices needs (without activations) 1.0 KiB")
+    assert unknown.verdict(4, cpu).startswith("each of 4 devices needs (without activations) 2.0 KiB")
     assert "assumed: activations are not counted" in str(unknown)
-    assert unknown.rows()[1]["host_bytes"] == 2
+    assert unknown.rows()[1]["host_bytes"] == 1024
     assert " on any number of devices: activations 2.0 KiB\n" in str(table)
 
 

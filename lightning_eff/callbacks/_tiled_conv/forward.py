@@ -65,8 +65,6 @@ class TiledContainer:
         """Of the call that held back most, by the names of the first and the last child."""
         self.ends: dict[str, str] = {}
         """Why children ended a segment, by name."""
-        self.tiled: dict[str, nn.Module] = {}
-        """Children that were computed in tiles, by name."""
         self.max_pixels = 0
         self._cuts: dict[Any, tuple[int, tuple[int, ...]] | None] = {}
 
@@ -149,7 +147,6 @@ class TiledContainer:
     def _described(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> dict[str, Segment]:
         """Return what is said of a segment, by its name."""
         names = [name for name, _, _ in children]
-        self.tiled |= {name: child for name, child, _ in children}
         not_held = grid.chain.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
         name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
         return {name: Segment(len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held)}

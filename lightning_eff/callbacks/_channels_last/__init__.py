@@ -1,1 +1,0 @@
-"""Parts of callbacks/channels_last."""
