@@ -32,7 +32,7 @@ class Bare(Net):
 
 class Steps(Net):
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self(batch).square().mean(), batch_size=len(batch[0]))
+        super().validation_step(batch, batch_idx)
         self.log("score", float({2: 1.0, 4: 3.0, 6: 2.0}.get(self.global_step, 0.0)))
 
     def test_step(self, batch, batch_idx, dataloader_idx=0):

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from lightning_eff import run
 from lightning_eff.adapters import adapter_checkpoint
 from lightning_eff.checkpoint import stored_weights
-from lightning_eff.data.corpus.tokenization import TrainingTokenizer
 from lightning_eff.data.python_source import PythonSource
+from lightning_eff.data.text import Text
 from lightning_eff.models.gpt import GPT
 from tests.support.command_line import Command
 from tests.support.own_recipe import MODULE
@@ -159,9 +159,10 @@ def test_an_adapted_model_of_transformers_answers_by_its_template(
     assert "generate: `temperature`" in err, "as transformers says it"
 
 
-def test_a_chat_prompt_ends_where_the_answer_begins(tiny_llama: Path) -> None:
+def test_a_chat_prompt_ends_where_the_answer_begins(tiny_llama: Path, empty_folder: Path) -> None:
+    Path("note.txt").write_text("the cat")
     turns = [{"role": "user", "content": "the cat"}]
-    tokenizer = TrainingTokenizer(str(tiny_llama))
+    tokenizer = Text(paths=["note.txt"], tokenizer=str(tiny_llama)).training_tokenizer
     ids, is_target = tokenizer.encode_chat([*turns, {"role": "assistant", "content": "sat"}])
     assert tokenizer.encode_chat_prompt(turns) == ids[: is_target.index(True)]
     tokenizer._hub.chat_template = "{{ raise_exception('no user, please') }}"

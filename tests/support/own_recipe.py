@@ -19,6 +19,9 @@ class Net(pl.LightningModule):
         self.log("train_loss", loss)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self(batch).square().mean(), batch_size=len(batch[0]))
+
 class Data(pl.LightningDataModule):
     def rows(self):
         generator = torch.Generator().manual_seed(0)
