@@ -21,18 +21,13 @@ from lightning_eff.data.text import Text
 from lightning_eff.models.gpt import GPT
 from tests.support.command_line import Command
 from tests.support.own_recipe import MODULE
+from tests.support.trained_llama import train_llama
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",
     "ignore::lightning_eff.core.errors.SlowPathWarning",
     "ignore:Experiment logs directory",
 )
-LLAMA = [
-    "data.paths=[notes]", "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.limit_val_batches=1",
-    "trainer.num_sanity_val_steps=0", "data.batch_size=2", "data.context_length=16", "optimizer.lr=0.3",
-    "callbacks.gradient_accumulation.global_batch_size=2", "precision=fp32", "scheduler=none", "logger=none",
-    "+callbacks=peft_adapter",
-]  # fmt: skip
 ASKED = ["--prompt", "def f", "--max-new-tokens", "20"]
 
 
@@ -128,11 +123,7 @@ def test_the_standard_input_is_read_unless_it_is_a_terminal(
 def test_an_adapted_model_of_transformers_answers_by_its_template(
     tiny_llama: Path, command: Command, empty_folder: Path
 ) -> None:
-    Path("notes").mkdir()
-    for index in range(20):
-        Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)
-    command("train", "full_finetune", f"model.name={tiny_llama}", *LLAMA, code=0)
-    (folder,) = Path("outputs/full_finetune").iterdir()
+    folder = train_llama(command, tiny_llama, "+callbacks=peft_adapter")
     model: Any = run.model_again(yaml.safe_load((folder / run.RESOLVED).read_text()))
     adapter_checkpoint.load_adapter(model, stored_weights.checkpoint(folder / "checkpoints/step-2.ckpt"))
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_llama)
