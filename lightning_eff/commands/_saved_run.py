@@ -56,8 +56,8 @@ class SavedRun:
         found = {"checkpoint": str(self.checkpoint), "ckpt_path": self.which, "step": step, **names}
         return trainer, data, model, found
 
-    def run(self, trainer: pl.Trainer, model: Any, **options: Any) -> None:
-        """Call the Trainer's method without what Lightning repeats, and with short errors for its long ones.
+    def run(self, trainer: pl.Trainer, model: Any, **options: Any) -> Any:
+        """Call the Trainer's method, with short errors in place of Lightning's long ones.
 
         Raises:
             ConfigError: The checkpoint does not fit the model.
@@ -71,7 +71,7 @@ class SavedRun:
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")  # nothing is resumed
             warnings.simplefilter("ignore", NoEffectWarning)  # of techniques that only training needs
             try:
-                method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
+                return method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
             except MisconfigurationException as error:
                 text = f"{self.verb}: {error}"
                 raise UsageError(text) from error

@@ -88,21 +88,18 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     typed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if len(typed) > 1 or options.seed is not None or options.num_samples > 1:
         typed["do_sample"] = True
-    rows: list[list[int]] = []
+    drawing = {"seed": options.seed or 0, "num_samples": options.num_samples}
 
     def predict_step(batch: Any, batch_idx: int) -> list[list[int]]:  # noqa: ARG001 - Lightning's signature
         try:
-            rows[:] = continue_prompt(
-                model, ids, typed, seed=options.seed or 0, num_samples=options.num_samples
-            )
+            return continue_prompt(model, ids, typed, **drawing)
         except ValueError as error:
             text = f"generate: {error}"
             raise UsageError(text) from error
-        return rows  # Lightning warns about a step that returns nothing
 
     model.predict_step = predict_step
     loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
-    saved.run(trainer, model, dataloaders=loader, return_predictions=False)
+    (rows,) = saved.run(trainer, model, dataloaders=loader)
     end = getattr(getattr(data, "training_tokenizer", None), "eos_id", None)
     rows = [row[: row.index(end)] if end in row else row for row in rows]
     # Prompt and text are decoded as one, since a tokenizer may drop the space before a first word.
