@@ -10,30 +10,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import Command
+from tests.support.own_recipe import MODULE
 
 SCRIPT = Path(sys.executable).parent / "lightning-eff"
-MODEL = """
+MODEL = f"""
 import sys
-import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(pl.LightningModule):
-    def __init__(self, width: int = 2):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, width)
-
-    def training_step(self, batch, batch_idx):
-        if self.trainer.fit_loop.epoch_loop.global_step == 0 and sys.argv[0].endswith("lightning-eff"):
+{MODULE}
+class Checked(Net):
+    def on_train_start(self):
+        if sys.argv[0].endswith("lightning-eff"):
             assert "peft" not in sys.modules, "it takes seconds, and this run has no adapters"
-        return self.layer(batch[0]).square().mean()
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
 """
-OWN = ["model._target_=my_model.Net", "model.width=3", "data._target_=my_model.Data", "~monitors.text_sample"]
-OWN += ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=null"]
+OWN = ["model._target_=my_model.Checked", "model.width=3", "data._target_=my_model.Data"]
+OWN += [
+    "~monitors.text_sample",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+]
 
 
 def script(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -48,7 +42,7 @@ def test_a_model_of_the_current_folder_is_trained_planned_and_exported(
     """Trained by the script, which begins without the folder on its path; the rest in this process."""
     Path("my_model.py").write_text(MODEL)
     done = script("train", "baseline", *OWN, cwd=empty_folder)
-    assert done.stderr.startswith("model: my_model.Net has no context_length")
+    assert done.stderr.startswith("model: my_model.Checked has no context_length")
     assert "Finished 2 optimizer steps" in done.stdout
     _, out, err = command("plan", "baseline", *OWN, code=0)
     assert len(set(err.splitlines())) == 2, "but for a line on what Net has not, and one on Data"
@@ -62,16 +56,13 @@ ALL = ["plan", "baseline", "optimizer=adamw_8bit", "+callbacks=peft_adapter", "p
 ERROR = "error: optimizer=adamw_8bitt: no such option; did you mean 'adamw_8bit'?\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "printed", "error"),
     [
-        pytest.param(
-            [*ALL, "trainer.accelerator=cpu"], 0, "predicted peak of a step", "", marks=pytest.mark.slow
-        ),
-        pytest.param(["train", "baseline", "optimizer=adamw_8bitt"], 2, "", ERROR, marks=pytest.mark.slow),
-        pytest.param(
-            ["train", "lm", "--info", "searchpath"], 0, "Config search path", "", marks=pytest.mark.slow
-        ),
+        ([*ALL, "trainer.accelerator=cpu"], 0, "predicted peak of a step", ""),
+        (["train", "baseline", "optimizer=adamw_8bitt"], 2, "", ERROR),
+        (["train", "lm", "--info", "searchpath"], 0, "Config search path", ""),
     ],
 )
 def test_the_answer_is_all_that_is_printed(

@@ -80,6 +80,6 @@ A restarted job goes on from its newest checkpoint: the output root must be shar
   lightning-eff generate lm --prompt 'def '                the likeliest continuation
   lightning-eff generate lm --prompt 'def ' --temperature 0.8 --top-p 0.95 --num-samples 3
   lightning-eff generate qlora model.name=NAME data=chat --chat --prompt 'Who are you?'
-  lightning-eff generate outputs/lm/2026-11-21_10-00-00-000000 ckpt_path=best --prompt-file start.txt
+  lightning-eff generate outputs/lm/2026-11-21_10-00-00-000000 ckpt_path=best < start.txt
 """,
 }

@@ -18,7 +18,6 @@ from lightning_eff.commands._argument_types import at_least, size
 from lightning_eff.commands._dashed import as_overrides
 from lightning_eff.commands._examples import EXAMPLES
 from lightning_eff.commands._recipe_file import OF_RUNS, find_recipe
-from lightning_eff.commands._run_options import add_generate, add_report
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 
@@ -112,6 +111,25 @@ def _launch(add: Add) -> None:
     add("--claim", metavar="NAME", help=about)
 
 
+def _report(add: Add) -> None:
+    add("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
+
+
+def _generate(add: Add) -> None:
+    add("--prompt", metavar="TEXT", help="text to continue (the standard input); with --chat the user's turn")
+    add("--chat", action="store_true", help="by the chat template of the data's tokenizer")
+    add("--system", metavar="TEXT", help="with --chat: the system's turn")
+    add("--max-new-tokens", type=at_least(1), default=64, metavar="N", help="tokens to write (64)")
+    add(
+        "--temperature", type=float, metavar="T", help="divides the logits; this and the options below sample"
+    )
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    about = "draw from the likeliest tokens that together have this probability"
+    add("--top-p", type=float, metavar="P", help=about)
+    add("--num-samples", type=at_least(1), default=1, metavar="N", help="texts to draw (1)")
+    add("--seed", type=at_least(0), metavar="N", help="seed of what is drawn (0)")
+
+
 TAKES = {
     "launch": ON_CLUSTER,
     **dict.fromkeys(("train", "plan", "compare", "tune"), RECIPE),
@@ -121,7 +139,7 @@ TAKES = {
 """Words besides options; any other verb takes none."""
 OPTIONS = {
     "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "export": _export,
-    "launch": _launch, "migrate": _migrate, "doctor": _doctor, "report": add_report, "generate": add_generate,
+    "launch": _launch, "migrate": _migrate, "doctor": _doctor, "report": _report, "generate": _generate,
 }  # fmt: skip
 
 VERB_HABITS = {

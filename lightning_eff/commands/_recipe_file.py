@@ -58,17 +58,14 @@ def _missing(verb: str, word: str, file: Path) -> str:
     path = Path(word)
     found = [each.stem for each in (path if path.is_dir() else file.parent).glob(f"*{SUFFIX}")]
     if path.is_dir():
-        names = suggest_name("", found).replace("there are: ", "it has: ").replace("there are", "it has")
-        kind = f"a run's folder, which would have a {catalog.RESOLVED}, nor a recipe's file"
-        kind = f"neither {kind}" if verb in OF_RUNS else "not a recipe's file"
-        return f"{word} is a folder, {kind}; of recipes {names}"
+        a_run = (
+            f"neither a run's folder, which would have a {catalog.RESOLVED}, nor"
+            if verb in OF_RUNS
+            else "not"
+        )
+        return f"{word} is a folder, {a_run} a recipe's file; of recipes in it {suggest_name('', found)}"
     if path.suffix == ".yml" and path.is_file():
         return f"{word}: a recipe's file ends in {SUFFIX}\n  try: mv {word} {path.with_suffix(SUFFIX)}"
-    if not file.parent.is_dir():
-        return f"there is no file {file}: its folder {file.parent} does not exist"
-    shipped = [entry.name for entry in catalog.recipes()]
-    if file.parent == Path() and file.stem in shipped:
-        text = f"there is no file {file} here; the recipe that ships with the package has no suffix"
-        return f"{text}\n  try: lightning-eff {verb} {file.stem}"
-    where = "here" if file.parent == Path() else f"in {file.parent}"
-    return f"there is no file {file.name} {where}; of recipes {suggest_name(file.stem, found)}"
+    if file.parent == Path() and file.stem in [entry.name for entry in catalog.recipes()]:
+        return f"there is no file {file} here\n  try: lightning-eff {verb} {file.stem}"
+    return f"there is no file {file}; of recipes {suggest_name(file.stem, found)}"

@@ -1,4 +1,4 @@
-"""Find the runs that `report` is given, read their reports, and rebuild a page from what a run has left."""
+"""Find the runs that `report` is given, and read their reports and configs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RESOLVED
-from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
+from lightning_eff.core.errors import ConfigError, check_path, suggest_name
 
 LEDGER, ERROR_LOG = "efficiency.json", "error.log"
 OVERRIDES = ".hydra/overrides.yaml"
-SECTIONS: Mapping[str, type] = {
-    "title": str, "status": str, "reason": str, "num_steps": int, "measured": dict, "ledger": list,
-    "environment": dict,
-}  # fmt: skip
-"""What a report is shown from, and the type of each."""
-ROW = {"technique", "asked", "status", "did", "numbers"}
+SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "environment")
+"""What a report is shown from."""
 
 
 @dataclass(frozen=True)
@@ -117,21 +113,15 @@ def _content(file: Path, default: Any) -> Any:
 def _read_report(file: Path) -> Mapping[str, Any]:
     try:
         report: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        missing = [name for name in SECTIONS if name not in report]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:100]
         allowed = f"the report of a run; this file is damaged ({reason})"
         raise ConfigError(key="RUN", value=str(file), allowed=allowed) from error
-    found: Mapping[str, Any] = report if isinstance(report, dict) else {}
-    wrong = [name for name, kind in SECTIONS.items() if not isinstance(found.get(name), kind)]
-    if not wrong and not all(isinstance(row, dict) and row.keys() >= ROW for row in found["ledger"]):
-        wrong = ["rows of its ledger as they are now"]
-    if wrong:
-        environment = found.get("environment")
-        version = environment.get("lightning-eff") if isinstance(environment, dict) else None
-        by = f"version {version} of lightning-eff" if version else "another program or an early version"
-        allowed = f"a report that this version can show; {by} wrote it, without {', '.join(wrong)}"
+    if missing:
+        allowed = f"a report that this version can show; it has no {', '.join(missing)}"
         raise ConfigError(key="RUN", value=str(file), allowed=allowed)
-    return found
+    return report
 
 
 def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -144,25 +134,3 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
     if settings and "efficiency_report" not in (settings.get("monitors") or {}):
         return "no report", "its config has no monitors.efficiency_report"
     return "no report", "still running, or killed before it could write one"
-
-
-def rebuild_page(run: RunReport) -> tuple[Path, list[str]]:
-    """Write a run's page anew, in one step; return its path and what to say of it.
-
-    A page whose report was of another layout stays as it is.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
-    from lightning_eff.report.files import PAGE_FILE, write_page
-
-    try:
-        return write_page(run.folder, run.report), []
-    except (KeyError, TypeError, ValueError) as error:
-        version = run.report["environment"].get("lightning-eff")
-        reason = f"{type(error).__name__}: {error}"
-        note = f"{PAGE_FILE} stays as it is: version {version} wrote the report otherwise ({reason})"
-        return run.folder / PAGE_FILE, [note]
-    except OSError as error:
-        text = f"report: {run.folder / PAGE_FILE} was not written: {error.strerror or error}"
-        raise UsageError(text) from error

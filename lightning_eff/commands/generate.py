@@ -1,142 +1,126 @@
-"""Continue a prompt with a checkpoint of a language model, or answer it by a chat template."""
+"""Continue a prompt with a checkpoint of a language model, or answer it by a chat template.
+
+The prompt is the only batch of a `Trainer.predict` whose step generates, so that precision, adapters and
+quantization are those of the run. The compiler is left out: it would compile for each length of the text.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from contextlib import nullcontext, redirect_stdout
-from pathlib import Path
+from contextlib import redirect_stdout
+from typing import Any
 
-from lightning_eff.commands._generation import Asked, generate
-from lightning_eff.commands._rank import told_to_parent
 from lightning_eff.commands._saved_run import SavedRun, find_saved_run
-from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, check_path
+from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import Launch, num_ranks
-
-SAMPLE_LINE = "--- sample {} of {} ---\n"
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    launch = Launch.of()
-    with told_to_parent(launch):
-        asked = _asked(options)
-        saved = find_saved_run(options, launch)
-        ranks = num_ranks(saved.values["trainer"])
-        if ranks > 1:
-            allowed = "1: generate runs on one device"
-            raise ConfigError(
-                key="trainer.devices", value=ranks, allowed=allowed, remedies=["trainer.devices=1"]
-            )
-        _show(asked, saved, as_json=options.json)
+    prompt = _read_prompt(options)
+    saved = find_saved_run(options, Launch.of())
+    if num_ranks(saved.values["trainer"]) > 1:
+        text = "generate: it runs on one device\n  try: trainer.devices=1 strategy=auto"
+        raise UsageError(text)
+    with redirect_stdout(sys.stderr):  # what the model prints
+        found = _generate(saved, options, prompt)
+    if options.json:
+        print_json(found)
+        return EXIT_OK
+    sys.stderr.write(f"generate: {found['checkpoint']} (ckpt_path={saved.which}, step {found['step']})\n")
+    sys.stderr.writelines(f" note: {note}\n" for note in saved.notes)
+    for number, text in enumerate(found["texts"], 1):
+        if options.num_samples > 1:
+            sys.stdout.write(f"--- sample {number} of {options.num_samples} ---\n")
+        sys.stdout.write(f"{'' if options.chat else prompt}{text}\n")
     return EXIT_OK
 
 
-def _show(asked: Asked, saved: SavedRun, *, as_json: bool) -> None:
-    """Write what the model writes: one text token by token, several once all are there."""
-    out = sys.stdout
-
-    def write(text: str) -> None:
-        out.write(text)
-        out.flush()
-
-    streams = not as_json and asked.num_samples == 1
-    shown_prompt = "" if asked.is_chat else asked.prompt
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        found = generate(saved, asked, write if streams else None)
-    if as_json:
-        print_json(found)
-    elif streams:
-        write("\n")
-    else:
-        for number, text in enumerate(found["texts"], 1):
-            write(SAMPLE_LINE.format(number, asked.num_samples) + shown_prompt + text + "\n")
-    for note in found["notes"]:
-        sys.stderr.write(f" note: {note}\n")
-
-
-def _asked(options: argparse.Namespace) -> Asked:
-    """Check the verb's options, before anything is loaded.
+def _read_prompt(options: argparse.Namespace) -> str:
+    """Return the prompt: the option, or else the standard input without the line break at its end.
 
     Raises:
-        ConfigError: A value is out of range.
-        UsageError: Two options contradict each other, or there is no prompt.
+        UsageError: There is none, or it is not UTF-8.
     """
-    drawn = {
-        "--top-k": options.top_k, "--top-p": options.top_p, "--seed": options.seed,
-        "--num-samples": options.num_samples if options.num_samples != 1 else None,
-    }  # fmt: skip
-    sampling = [name for name, value in drawn.items() if value is not None]
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 1.0 if sampling else 0.0
-    for key, value, is_valid, allowed, remedy in (
-        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1", "64"),
-        ("--temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0", "0.8"),
-        ("--top-k", options.top_k, (options.top_k or 0) >= 1, "at least 1", "50"),
-        ("--top-p", options.top_p, 0 < (options.top_p or 0) <= 1, "above 0 and at most 1", "0.95"),
-        ("--num-samples", options.num_samples, options.num_samples >= 1, "at least 1", "1"),
-        ("--seed", options.seed, 0 <= (options.seed or 0) < 2**63, "0 to 2**63 - 1", "0"),
-    ):
-        if value is not None and not is_valid:
-            raise ConfigError(key, value, allowed=allowed, remedies=[f"{key} {remedy}"])
-    if temperature == 0 and sampling:
-        allowed = f"above 0 with {sampling[0]}: at 0 nothing is drawn"
-        raise ConfigError(
-            key="--temperature", value=temperature, allowed=allowed, remedies=["--temperature 0.8"]
-        )
-    if options.system is not None and not options.chat:
-        text = "generate: --system is a turn of a conversation\n  try: --chat"
-        raise UsageError(text)
-    return Asked(
-        prompt=_prompt(options),
-        is_chat=options.chat,
-        system=options.system,
-        max_new_tokens=options.max_new_tokens,
-        temperature=temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        num_samples=options.num_samples,
-        seed=options.seed or 0,
-    )
-
-
-def _prompt(options: argparse.Namespace) -> str:
-    """Return the prompt; of a file and of the standard input without the line break at the end."""
-    if options.prompt is not None and options.prompt_file is not None:
-        text = "generate: expected --prompt or --prompt-file, not both"
-        raise UsageError(text)
-    prompt, source = options.prompt, "--prompt"
-    if prompt is None:
-        source = options.prompt_file or "-"
-        if source == "-":
-            if sys.stdin is None or (options.prompt_file is None and sys.stdin.isatty()):
-                text = "generate: which prompt?\n  try: --prompt 'Once upon a time'"
-                raise UsageError(text)
-            source = "standard input"
-            try:
-                prompt = sys.stdin.read()
-            except UnicodeDecodeError:
-                prompt = "\udcff"
-        else:
-            check_path("--prompt-file", source)
-            try:
-                prompt = Path(source).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is not UTF-8"
-                raise ConfigError(
-                    key="--prompt-file", value=source, allowed=f"a text file ({reason})"
-                ) from error
-        prompt = prompt.removesuffix("\n")
+    prompt = options.prompt
     try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # Python has read other bytes as halves of characters
-        allowed = f"text in UTF-8; {source} has other bytes"
-        raise ConfigError(key="--prompt", value=prompt[:40], allowed=allowed) from error
-    if not prompt:
-        raise ConfigError(
-            key="--prompt", value=prompt, allowed=f"some text; {source} is empty", remedies=["--prompt 'The'"]
-        )
+        if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
+            prompt = sys.stdin.read().removesuffix("\n")
+        (prompt or "").encode()  # Python reads arguments that are not UTF-8 as halves of characters
+    except UnicodeError as error:
+        text = f"generate: the prompt is not UTF-8: {error}"
+        raise UsageError(text) from error
+    if not prompt or (options.system is not None and not options.chat):
+        text = "generate: --system needs --chat" if prompt else "generate: there is no prompt"
+        text += "\n  try: --chat" if prompt else "\n  try: --prompt 'Once upon a time'"
+        raise UsageError(text)
     return prompt
+
+
+def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict[str, Any]:
+    """Load a checkpoint and continue the prompt; return the texts, in plain types.
+
+    Raises:
+        ConfigError: The model is no language model, the prompt is too long, or the checkpoint does not fit.
+        UsageError: Template or model reject the prompt or an option.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
+
+    callbacks = {k: v for k, v in (saved.values.get("callbacks") or {}).items() if k != "torch_compile"}
+    one_batch = saved.values["trainer"] | {"limit_predict_batches": 1}
+    trainer, data, model, found = saved.build(callbacks=callbacks, monitors={}, trainer=one_batch)
+    if hasattr(model, "generate") and not hasattr(data, "tokenizer"):
+        data.prepare_data()  # a tokenizer that is trained on the text: both are in the cache
+        data.setup("predict")
+    check_language_model(model, data, user="generate")
+    ids = _chat_prompt(data, prompt, options.system) if options.chat else encode_prompt(data, prompt)
+    context = getattr(model, "context_length", len(ids))
+    if len(ids) > context:
+        key, allowed = "--prompt", f"at most {context}, the context of the model"
+        raise ConfigError(key, f"{len(ids)} tokens", allowed=allowed, remedies=["a shorter prompt"])
+    # What is not typed is up to the model: GPT takes the likeliest token, others have a generation config.
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    typed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if len(typed) > 1 or options.seed is not None or options.num_samples > 1:
+        typed["do_sample"] = True
+    drawing = {"seed": options.seed or 0, "num_samples": options.num_samples}
+
+    def predict_step(batch: Any, batch_idx: int) -> list[list[int]]:  # noqa: ARG001 - Lightning's signature
+        try:
+            return continue_prompt(model, ids, typed, **drawing)
+        except ValueError as error:
+            text = f"generate: {error}"
+            raise UsageError(text) from error
+
+    model.predict_step = predict_step
+    loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
+    (rows,) = saved.run(trainer, model, dataloaders=loader)
+    end = getattr(getattr(data, "training_tokenizer", None), "eos_id", None)
+    rows = [row[: row.index(end)] if end in row else row for row in rows]
+    # Prompt and text are decoded as one, since a tokenizer may drop the space before a first word.
+    start = len(data.tokenizer.decode(ids, skip_special_tokens=True))
+    texts = [data.tokenizer.decode([*ids, *row], skip_special_tokens=True)[start:] for row in rows]
+    return {**found, "notes": saved.notes, "prompt": prompt, **typed, "tokens": rows, "texts": texts}
+
+
+def _chat_prompt(data: Any, prompt: str, system: str | None) -> list[int]:
+    """Return the tokens of a conversation up to the answer, by the template of the data's tokenizer.
+
+    Raises:
+        UsageError: There is no template, or it rejects the conversation.
+    """
+    tokenizer = getattr(data, "training_tokenizer", None)
+    if tokenizer is None or not (tokenizer.has_own_template or data.field != "text"):
+        text = f"generate: the tokenizer of {type(data).__name__} has no chat template\n  try: without --chat"
+        raise UsageError(text)
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    try:
+        return tokenizer.encode_chat_prompt([*turns, {"role": "user", "content": prompt}])
+    except ValueError as error:
+        text = f"generate: {error}"
+        raise UsageError(text) from error

@@ -41,18 +41,21 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
     Raises:
         UsageError: It has none, or the page cannot be written.
     """
-    from lightning_eff.commands._run_reports import rebuild_page
+    from lightning_eff.report.files import write_page
     from lightning_eff.report.summary import report_text
 
     if not run.report:
         text = f"report: {run.folder} has no report: {run.status}, {run.reason}"
         raise UsageError(text)
-    page, notes = rebuild_page(run)
+    try:
+        page = write_page(run.folder, run.report)
+    except OSError as error:
+        text = f"report: the page in {run.folder} was not written: {error.strerror or error}"
+        raise UsageError(text) from error
     if as_json:
-        print_json({"run": str(run.folder), "page": str(page), "notes": notes, "report": dict(run.report)})
-        return
-    lines = [report_text(run.report), *(f" note: {note}" for note in notes), f" report: {page}"]
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_json({"run": str(run.folder), "page": str(page), "report": dict(run.report)})
+    else:
+        sys.stdout.write(f"{report_text(run.report)}\n report: {page}\n")
 
 
 def _show_several(runs: list[RunReport], *, as_json: bool) -> None:

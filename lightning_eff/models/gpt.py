@@ -9,15 +9,13 @@ channels, H = `num_heads`, D = C / H.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
-
-from lightning_eff.models._sampling import TEMPERATURE, draw
 
 IGNORED_TARGET = -100
 """A target with this value adds nothing to the loss; cross-entropy's own default."""
@@ -199,44 +197,59 @@ class GPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     @torch.no_grad()
-    def generate(
-        self,
-        tokens: Tensor,
-        *,
-        num_tokens: int,
-        generator: torch.Generator | None = None,
-        temperature: float = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        on_token: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """Append `num_tokens` sampled tokens to each row of `tokens`; with dropout, call `eval()` first.
+    def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
+        """Append tokens to each row of `tokens`; with dropout, call `eval()` first.
 
         Args:
             tokens: Prompts [B, T]; only the last `context_length` tokens are used.
-            num_tokens: Number of tokens to sample.
-            generator: Random generator on the CPU; None for the global one.
-            temperature: Divides the logits; 0 takes the likeliest token.
-            top_k: Draw from so many of the likeliest tokens; None for all.
-            top_p: Draw from the fewest of the likeliest tokens that together have this probability.
-            on_token: Called with each new token of all rows [B].
+            max_new_tokens: Number of tokens to append.
+            options: The arguments of `next_token`.
 
         Returns:
-            Integer tensor [B, T + num_tokens].
+            Integer tensor [B, T + max_new_tokens].
 
         Raises:
-            ValueError: The prompt is empty.
+            ValueError: The prompt is empty, or an option is out of range.
         """
         if tokens.shape[1] == 0:
             msg = "the prompt is empty: pass at least one token"
             raise ValueError(msg)
-        for _ in range(num_tokens):
+        for _ in range(max_new_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
-            sampled = draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-            if on_token is not None:
-                on_token(sampled[:, 0])
-            tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
+            tokens = torch.cat([tokens, next_token(logits, **options).to(tokens.device)], dim=1)
         return tokens
+
+
+def next_token(
+    logits: Tensor,
+    *,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+) -> Tensor:
+    """Return a token [B, 1] for each row of logits [B, vocab_size], by options that transformers has too.
+
+    Args:
+        logits: On the CPU, so that the same seed draws the same tokens on every device.
+        do_sample: Draw by the global random generator; otherwise the other options have no effect.
+        temperature: Divides the logits, before the others are applied; above 0.
+        top_k: Draw from this many of the likeliest tokens; None for all.
+        top_p: Draw from the fewest of these that together have at least this probability.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+    if not do_sample:
+        return logits.argmax(-1, keepdim=True)
+    if not (temperature > 0 and (top_k is None or top_k >= 1) and 0 < top_p <= 1):
+        msg = f"expected temperature={temperature} > 0, top_k={top_k} >= 1 and 0 < top_p={top_p} <= 1"
+        raise ValueError(msg)
+    logits, tokens = (logits / temperature).sort(descending=True)
+    probabilities = logits[:, :top_k].softmax(-1)
+    # A token goes if the likelier ones have enough together; the likeliest, which has none, always stays.
+    likelier = probabilities.cumsum(-1) - probabilities
+    return tokens.gather(-1, torch.multinomial(probabilities.masked_fill(likelier >= top_p, 0.0), 1))
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

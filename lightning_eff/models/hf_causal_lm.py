@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -29,8 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.models._hub import check_weights, load_failure_message, read_config
-from lightning_eff.models._hub_generate import Streamer, generation_options
-from lightning_eff.models.gpt import IGNORED_TARGET, TEMPERATURE, mean_cross_entropy
+from lightning_eff.models.gpt import IGNORED_TARGET, mean_cross_entropy
 
 log = logging.getLogger(__name__)
 
@@ -230,49 +228,10 @@ class HFCausalLM(pl.LightningModule):
         """Return plain AdamW, for training without a recipe, which has its own optimizer."""
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-5)
 
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of prompt and continuation that the model was made for; None if its config has no limit."""
-        return getattr(self._config.get_text_config(), "max_position_embeddings", None)
+    def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
+        """Append at most `max_new_tokens` to each row of `tokens` [B, T]; call `eval()` first.
 
-    def generate(
-        self,
-        tokens: Tensor,
-        *,
-        num_tokens: int,
-        generator: torch.Generator | None = None,
-        temperature: float = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_ids: Sequence[int] = (),
-        on_token: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """Append sampled tokens to each row of `tokens`, by transformers' `generate`; call `eval()` first.
-
-        Args:
-            tokens: Prompts [B, T], of one length.
-            num_tokens: Largest number of tokens to sample; fewer once all rows have ended.
-            generator: Its initial seed is that of what is drawn, as after `torch.manual_seed`; None for the
-                global generator.
-            temperature: Divides the logits; 0 takes the likeliest token.
-            top_k: Draw from so many of the likeliest tokens; None for all.
-            top_p: Draw from the fewest of the likeliest tokens that together have this probability.
-            stop_ids: Tokens that end a text, besides those of the model's own config; the first one follows
-                in a row that ends before others.
-            on_token: Called with each new token of all rows [B].
-
-        Returns:
-            Integer tensor [B, T + number of new tokens].
+        Transformers' `generate` does it, by these options and by those of the model's generation config.
         """
-        options = generation_options(
-            self.model, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids
-        )
-        options["streamer"] = None if on_token is None else Streamer(on_token)
-        is_seeded, devices = generator is not None, range(torch.cuda.device_count())
-        with torch.random.fork_rng(devices=devices, enabled=is_seeded):
-            if generator is not None:
-                torch.manual_seed(generator.initial_seed())
-            mask = torch.ones_like(tokens)
-            return self.model.generate(
-                input_ids=tokens, attention_mask=mask, max_new_tokens=num_tokens, **options
-            )
+        options |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": max_new_tokens}
+        return self.model.generate(input_ids=tokens, **options)

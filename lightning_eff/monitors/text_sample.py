@@ -1,8 +1,8 @@
 """Show after a language model's fit its losses, the unigram entropy, and a sample of generated text.
 
-Works with any module that has `generate(tokens, num_tokens=..., generator=...)` and any data module that
-has a `tokenizer` (Hugging Face `tokenizers`); a `unigram_entropy` of the data module is shown too. The
-module's mode and the global random state are restored. `lightning-eff generate` draws from a checkpoint.
+Works with any module that has `generate(tokens, *, max_new_tokens, do_sample, temperature)` and any data
+module that has a `tokenizer`; a `unigram_entropy` of the data module is shown too. The module's mode and the
+global random state are restored. `lightning-eff generate` draws from a checkpoint.
 
 Saves: nothing: it shows.
 Costs: one forward pass a token, once.
@@ -16,14 +16,15 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
+
+TEMPERATURE = 0.8
 
 
 class TextSample(RejectsTransformersTrainer, pl.Callback):
@@ -54,33 +55,26 @@ class TextSample(RejectsTransformersTrainer, pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reject a module or data that lack what a sample needs."""
-        data: Any = getattr(trainer, "datamodule", None)
-        if not hasattr(pl_module, "generate") or not hasattr(data, "tokenizer"):
-            names = f"{type(pl_module).__name__} on {type(data).__name__}"
-            raise ConfigError(
-                key="",
-                value=f"monitors.text_sample cannot run with {names}",
-                allowed="a module with generate() and a data module with a tokenizer",
-                remedies=["~monitors.text_sample"],
-            )
+        """Reject a module that generates no text, or data without a tokenizer."""
+        data = getattr(trainer, "datamodule", None)
+        remedies = ["~monitors.text_sample"]
+        check_language_model(pl_module, data, user="monitors.text_sample", remedies=remedies)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw on every rank, because each may hold a shard of the weights; rank 0 prints."""
         data: Any = getattr(trainer, "datamodule", None)
-        tokens = torch.tensor([data.tokenizer.encode(self.prompt).ids], device=pl_module.device)
-        generate: Any = pl_module.generate
+        prompt = encode_prompt(data, self.prompt)
+        options = {"max_new_tokens": self.num_tokens, "do_sample": True, "temperature": TEMPERATURE}
         modes = {child: child.training for child in pl_module.modules()}
         pl_module.eval()
         try:
             with trainer.precision_plugin.forward_context():
-                generator = torch.Generator().manual_seed(self.seed)
-                drawn = generate(tokens, num_tokens=self.num_tokens, generator=generator)
+                (drawn,) = continue_prompt(pl_module, prompt, options, seed=self.seed)
         finally:
             for child, training in modes.items():
                 child.training = training
-        self.text = data.tokenizer.decode(drawn[0].tolist())
+        self.text = data.tokenizer.decode([*prompt, *drawn])
         losses = {
             name.replace("_", " "): float(trainer.callback_metrics[name])
             for name in ("train_loss", "val_loss")

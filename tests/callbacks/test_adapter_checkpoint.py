@@ -90,24 +90,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "end.ckpt"
 
 
-def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path, tmp_path: Path) -> None:
-    state = read(saved)["state_dict"]
-    model = make()
-    adapt(model, **LORA)
+def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path) -> None:
+    def keys(**keywords: Any) -> tuple[set[str], Any]:
+        model = make()
+        adapt(model, **(LORA | keywords))
+        checkpoint: dict[str, Any] = {"state_dict": model.state_dict()}
+        adapter_state.strip_base(model, checkpoint, Fingerprint())
+        return set(checkpoint["state_dict"]), model
+
+    found, model = keys()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert set(state) == trained | {name for name, _ in model.named_buffers()}
+    assert set(read(saved)["state_dict"]) == found == trained | {name for name, _ in model.named_buffers()}
     assert len(trained) == 10
-    fit(make(), tmp_path, save_base=True)
-    whole = read(tmp_path / "end.ckpt")
-    assert set(whole["state_dict"]) == set(model.state_dict())
-    assert whole[CHECKPOINT_KEY]["base"] is None
-    fit(make(), tmp_path / "head", modules_to_save=["second"], target_modules=["first"])
-    keys = set(read(tmp_path / "head" / "end.ckpt")["state_dict"])
-    assert {k for k in keys if k.startswith("second")} == {
-        f"second.modules_to_save.default.{part}" for part in ("weight", "bias")
-    }
-    fit(make(), tmp_path / "bias", options={"r": 4, "bias": "lora_only"})
-    assert "first.base_layer.bias" in read(tmp_path / "bias" / "end.ckpt")["state_dict"]
+    head = keys(modules_to_save=["second"], target_modules=["first"])[0]
+    copied = {f"second.modules_to_save.default.{part}" for part in ("weight", "bias")}
+    assert {key for key in head if key.startswith("second")} == copied
+    assert "first.base_layer.bias" in keys(options={"r": 4, "bias": "lora_only"})[0]
 
 
 @pytest.mark.parametrize(
@@ -143,34 +141,38 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Any]], object]:
     return lambda c: c["state_dict"].update({name: tensor})
 
 
+FIRST, SECOND = "first.lora_A.default.weight", "second.lora_B.default.weight"
 DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (renamed, r"missing: 'first.lora_A.default.weight', .* and 2 more; unexpected: 'first.lora_X"),
-    (
-        put("first.lora_A.default.weight", torch.empty(0)),
-        "it holds empty tensors: 'first.lora_A.default.weight'",
-    ),
-    (without, "missing: 'first.lora_A.default.weight'$"),
-    (
-        put("second.lora_B.default.weight", torch.zeros(3, 2)),
-        r"of another shape: 'second.lora_B.default.weight \(3, 2\) for \(3, 4\)'",
-    ),
-    (lambda c: c.update(state_dict=3), "it holds no weights of a module"),
-    (lambda c: c["state_dict"].update({"\x1b[2J": torch.ones(1)}), r"unexpected: '\\x1b\[2J'"),
-    (lambda c: c[CHECKPOINT_KEY].update(base={"tensors": {"a": 1}}), "without the fingerprint of its base"),
-    (lambda c: c[CHECKPOINT_KEY]["base"]["tensors"].popitem(), "an adapter for another base"),
+    (renamed, rf"missing: '{FIRST}', .* and 2 more; unexpected: 'first.lora_X"),
+    (put(FIRST, torch.empty(0)), f"empty tensors: '{FIRST}'"),
+    (without, f"missing: '{FIRST}'$"),
+    (put(SECOND, torch.zeros(3, 2)), rf"another shape: '{SECOND} \(3, 2\) for \(3, 4\)'"),
+    (lambda c: c.update(state_dict=3), "no weights of a module"),
+    (put("\x1b[2J", torch.ones(1)), r"unexpected: '\\x1b\[2J'"),
+    (lambda c: c[CHECKPOINT_KEY].update(base={"tensors": {"a": 1}}), "fingerprint"),
+    (lambda c: c[CHECKPOINT_KEY]["base"]["tensors"].popitem(), "another base"),
     (lambda c: c.pop(CHECKPOINT_KEY), "missing: 'first.base_layer.weight'"),
+]
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"options": {"r": 2}}, r"options.r '4', and this run has '2'\n  try: .PeftAdapter\(options=\{'r': 4\}"),
+    ({"method": "ia3", "options": None}, r"'LORA', and this run has 'IA3'\n  try: .PeftAdapter\(method=.lor"),
+    ({"target_modules": ["first"]}, "unexpected: 'second.lora_A.default.weight', .* and 5 more"),
+    ({"modules_to_save": ["second"]}, "missing: 'second.modules_to_save.default.weight'"),
 ]
 
 
-@pytest.mark.parametrize(("edit", "text"), DAMAGE)
-def test_wrong_adapters_are_refused_by_name_before_anything_is_assigned(
-    edit: Callable[[dict[str, Any]], object], text: str, saved: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("edit", "keywords", "text"),
+    [*((edit, {}, text) for edit, text in DAMAGE), *((dict, other, text) for other, text in OTHERS)],
+)
+def test_a_wrong_adapter_method_or_rank_is_rejected_before_anything_is_assigned(
+    edit: Callable[[dict[str, Any]], object], keywords: dict[str, Any], text: str, saved: Path, tmp_path: Path
 ) -> None:
-    refused(make(), edited(saved, tmp_path / "edited.ckpt", edit), text)
+    rejected(make(), edited(saved, tmp_path / "edited.ckpt", edit), text, **keywords)
 
 
-def refused(model: pl.LightningModule, path: Path, text: str, **keywords: Any) -> None:
-    """Every way to load it is refused, and leaves the model with its base and fresh adapters."""
+def rejected(model: pl.LightningModule, path: Path, text: str, **keywords: Any) -> None:
+    """Every way to load it raises, and leaves the model with its base and fresh adapters."""
     technique, base = PeftAdapter(**(LORA | keywords)), copy.deepcopy(model.state_dict())
     for run in ("fit", "validate"):
         trainer = make_trainer(callbacks=[technique], plugins=[Durable()], max_steps=6)
@@ -182,25 +184,12 @@ def refused(model: pl.LightningModule, path: Path, text: str, **keywords: Any) -
         assert not any(value.any() for name, value in state.items() if "lora_B" in name)
 
 
-def test_another_base_is_refused_and_its_tensors_are_named(saved: Path) -> None:
-    refused(make(seed=5), saved, r"for another base: 'blocks.0.linear.bias', .* and 7 more of 18 frozen")
+def test_another_base_is_rejected_and_its_tensors_are_named(saved: Path) -> None:
+    rejected(make(seed=5), saved, r"for another base: 'blocks.0.linear.bias', .* and 7 more of 18 frozen")
     one = make()
     with torch.no_grad():
         one.blocks[1].linear.weight[3, 3] += 1e-6
-    refused(one, saved, "for another base: 'blocks.1.linear.weight' of 18 frozen tensors differ")
-
-
-OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"options": {"r": 2}}, r"options.r '4', and this run has '2'\n  try: .PeftAdapter\(options=\{'r': 4\}"),
-    ({"method": "ia3", "options": None}, r"'LORA', and this run has 'IA3'\n  try: .PeftAdapter\(method=.lor"),
-    ({"target_modules": ["first"]}, "unexpected: 'second.lora_A.default.weight', .* and 5 more"),
-    ({"modules_to_save": ["second"]}, "missing: 'second.modules_to_save.default.weight'"),
-]
-
-
-@pytest.mark.parametrize(("other", "text"), OTHERS)
-def test_another_method_or_rank_is_refused(other: dict[str, Any], text: str, saved: Path) -> None:
-    refused(make(), saved, text, **other)
+    rejected(one, saved, "for another base: 'blocks.1.linear.weight' of 18 frozen tensors differ")
 
 
 def test_weights_alone_hold_the_adapter_and_load_with_another_dropout(saved: Path, tmp_path: Path) -> None:
@@ -225,18 +214,20 @@ def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
     loose.strict_loading = again.strict_loading = False
     path = edited(saved, tmp_path / "a.ckpt", lambda c: c["state_dict"].pop("norm.running_mean"))
     fit(loose, steps=6, resume=path)
-    refused(again, edited(saved, tmp_path / "b.ckpt", without), "missing: 'first.lora_A.default.weight'")
+    rejected(again, edited(saved, tmp_path / "b.ckpt", without), "missing: 'first.lora_A.default.weight'")
 
 
-def test_whole_checkpoints_load_too_and_what_is_missing_is_told(tmp_path: Path) -> None:
-    first = make()
+def test_whole_checkpoints_load_too_and_what_is_missing_is_named(tmp_path: Path) -> None:
+    first, other = make(), make(seed=5)
     fit(first, tmp_path, save_base=True)
-    other = make(seed=5)
+    whole = read(tmp_path / "end.ckpt")
+    assert set(whole["state_dict"]) == set(first.state_dict())
+    assert whole[CHECKPOINT_KEY]["base"] is None
     fit(other, tmp_path / "next", steps=5, resume=tmp_path / "end.ckpt")
     assert torch.equal(other.first.base_layer.weight, first.first.base_layer.weight)
     assert read(tmp_path / "next" / "end.ckpt")[CHECKPOINT_KEY]["base"] is not None
     fit(make(), steps=6, resume=tmp_path / "next" / "end.ckpt")
-    refused(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), "missing: 'first.lora_A")
+    rejected(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), f"missing: '{FIRST}'")
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
@@ -254,7 +245,7 @@ def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path)
     assert model.losses == plain.losses[8:]
     assert torch.equal(model.first.base_layer.weight, trained.first.weight)
     fit(make(), steps=6, resume=tmp_path / "end.ckpt", base_checkpoint=str(path))
-    refused(make(), tmp_path / "end.ckpt", "for another base")
+    rejected(make(), tmp_path / "end.ckpt", "for another base")
     if kind == "ckpt":
         elsewhere = tmp_path / "v1.5" / "run" / "checkpoints" / "a.ckpt"
         elsewhere.parent.mkdir(parents=True)
@@ -262,10 +253,10 @@ def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path)
             named.write_bytes(path.read_bytes())
             folder = tmp_path / named.relative_to(tmp_path).parts[0]
             assert stored_weights.load_base(make(2), folder, key="") == len(trained.state_dict())
-        refused(make(), path, r"no adapter, only the model\n  try: base_checkpoint=PATH")
+        rejected(make(), path, r"no adapter, only the model\n  try: base_checkpoint=PATH")
 
 
-def test_two_values_for_one_tensor_are_refused() -> None:
+def test_two_values_for_one_tensor_are_rejected() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model["head"].weight = model["embedding"].weight
@@ -276,7 +267,9 @@ def test_two_values_for_one_tensor_are_refused() -> None:
     assert adapter_state.load_base_weights(model, dict.fromkeys(state, before + 1)) == 2
 
 
-def test_a_base_that_does_not_fit_is_refused_before_anything_is_assigned(saved: Path, tmp_path: Path) -> None:
+def test_a_base_that_does_not_fit_is_rejected_before_anything_is_assigned(
+    saved: Path, tmp_path: Path
+) -> None:
     train(Net(), max_steps=1, plugins=[Durable()]).save_checkpoint(tmp_path / "net.ckpt")
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "net.ckpt").read_bytes()[:-9])
     (tmp_path / "no.safetensors").write_bytes(b"12345678{}")
@@ -371,13 +364,12 @@ def test_hooks_of_the_module_itself_are_called_too(tmp_path: Path) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.seen = checkpoint["mine"]
 
-    fit(make(kind=Own), tmp_path)
     again = make(kind=Own)
+    fit(make(kind=Own), tmp_path)
     fit(again, steps=6, resume=tmp_path / "end.ckpt")
     assert again.seen == 7
     twin = copy.deepcopy(again)
     assert twin.on_save_checkpoint.__self__.module is twin
-    (tmp_path / "next").mkdir()
     fit(again, tmp_path / "next", steps=7)
     assert again.on_save_checkpoint.__self__.num_saved == 1, "one keeper, however many runs"
     old, new = (read(folder / "end.ckpt")["state_dict"] for folder in (tmp_path, tmp_path / "next"))

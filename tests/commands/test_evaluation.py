@@ -1,4 +1,4 @@
-"""`validate`, `test` and `predict`: which checkpoint, its values to the bit, and what is refused."""
+"""`validate`, `test` and `predict`: which checkpoint, its values to the bit, and what is rejected."""
 
 from __future__ import annotations
 
@@ -10,69 +10,36 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_eff.commands._predictions import gather
 from lightning_eff.config.evaluated import find_evaluated
 from lightning_eff.core.errors import ConfigError
 from tests.support.command_line import Command
+from tests.support.own_recipe import MODULE, RECIPE
 from tests.support.sharded import save_sharded
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",
     "ignore:Experiment logs directory",
-    "ignore:predict returned None",
     "ignore:Total length of",
+    "ignore:The val_check_interval",
 )
 MINE = """
-import lightning.pytorch as pl, torch
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+class Bare(Net):
+    forward = None
 
-class Net(pl.LightningModule):
-    def __init__(self, width: int = 2):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.5), nn.ReLU(), nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch[0]).square().mean()
-
-    def _log(self, stage, batch):
-        self.log(f"{stage}_loss", self.layers(batch[0]).square().mean(), batch_size=len(batch[0]))
-
+class Steps(Net):
     def validation_step(self, batch, batch_idx):
-        self._log("val", batch)
+        super().validation_step(batch, batch_idx)
         self.log("score", float({2: 1.0, 4: 3.0, 6: 2.0}.get(self.global_step, 0.0)))
 
-    def test_step(self, batch, batch_idx):
-        self._log("test", batch)
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("test_loss", self.layers(batch[0]).square().mean(), batch_size=len(batch[0]))
 
     def predict_step(self, batch, batch_idx):
-        return {"y": self.layers(batch[0]), "batch": [f"{batch_idx}"]}
-
-class Bare(pl.LightningModule):
-    def __init__(self, width: int = 2):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.5), nn.ReLU(), nn.Linear(width, 1))
-
-    training_step = Net.training_step
-
-class Silent(Net):
-    def test_step(self, batch, batch_idx):
-        pass
-
-    def predict_step(self, batch, batch_idx):
-        pass
-
-class Data(pl.LightningDataModule):
-    def rows(self):
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(torch.randn(21, 8, generator=generator)), batch_size=4)
-
-    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = rows
+        return {"y": self(batch), "batch": batch_idx}
 
 class Stream(IterableDataset):
     def __iter__(self):
@@ -86,38 +53,17 @@ class Empty(Data):
     def test_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(0, 8)), batch_size=4)
 
-class NetOfTwo(Net):
-    def test_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("test_size", float(len(batch)), batch_size=len(batch))
-
 class TrainData(pl.LightningDataModule):
     train_dataloader = Data.rows
 """
-RECIPE = """
-defaults:
-  - run
-  - trainer: default
-  - optimizer: adamw
-  - scheduler: none
-  - precision: fp32
-  - strategy: auto
-  - checkpoint_io: durable
-  - logger: csv
-  - monitors: [efficiency_report, model_checkpoint]
-  - callbacks: [empty_cache, exact_resume]
-  - _self_
-model: {_target_: my_evaluated.Net, width: 3}
-data: {_target_: my_evaluated.Data}
-optimizer: {lr: 0.1}
-trainer: {max_steps: 6, val_check_interval: 2, accelerator: cpu}
-"""
-SCORE = ["monitors.model_checkpoint.monitor=score", "monitors.model_checkpoint.mode=max"]
+OWN = ["model._target_=my_own.Steps", "optimizer.lr=0.1", "trainer.val_check_interval=2", "logger=csv"]
+OWN += ["monitors=[efficiency_report,model_checkpoint]", "callbacks=[empty_cache,exact_resume]"]
 
 
 @pytest.fixture
 def train(empty_folder: Path, command: Command) -> Callable[..., Path]:
-    """Return a function that trains `mine.yaml` and returns the run's folder."""
-    Path("my_evaluated.py").write_text(MINE)
+    """Return a function that trains a recipe and returns the run's folder."""
+    Path("my_own.py").write_text(MODULE + MINE)
     Path("mine.yaml").write_text(RECIPE)
 
     def call(*words: str, recipe: str = "mine.yaml") -> Path:
@@ -142,7 +88,7 @@ def files(run: Path) -> dict[str, bytes]:
 def test_values_are_those_of_the_training_to_the_bit_and_the_run_stays(
     train: Callable[..., Path], command: Command
 ) -> None:
-    run = train("ckpt_path=auto")
+    run = train(*OWN, "ckpt_path=auto")
     before = files(run)
     state = torch.load(run / "checkpoints/step-6.ckpt", weights_only=True)["state_dict"]
     net = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -150,50 +96,43 @@ def test_values_are_those_of_the_training_to_the_bit_and_the_run_stays(
     rows = torch.randn(21, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = torch.cat([net(batch) for batch in rows.split(4)])
-    for word in ("mine.yaml", str(run)):
-        found = json.loads(command("validate", word, "--json", code=0)[1])
+    for words in (["mine.yaml", *OWN], [str(run)]):
+        found = json.loads(command("validate", *words, "--json", code=0)[1])
         assert found["metrics"]["val_loss"] == logged(run, "val_loss")[-1]
         assert (found["step"], found["num_batches"], found["ckpt_path"]) == (6, 6, "last")
-        out = command("test", word, code=0)[1]
-        lines = [f"test: {run}/checkpoints/step-6.ckpt (ckpt_path=last, step 6)", " Net on 6 batches of Data"]
-        assert out.splitlines()[:2] == lines
-        assert f" test_loss  {float(expected.square().mean()):.5f}"[:-1] in out
-        out = command("predict", word, code=0)[1]
-        assert "predictions: {y: float32 [21, 1], batch: list of 6}" in out
+        assert found["notes"] == []
+        lines = command("test", *words, code=0)[1].splitlines()
+        assert lines[:2] == [
+            f"test: {run}/checkpoints/step-6.ckpt (ckpt_path=last, step 6)",
+            " Steps on 6 batches of Data",
+        ]
+        assert lines[2].startswith(f" test_loss  {float(expected.square().mean()):.5f}"[:-1])
+        assert f"{run}/predictions/step-6.pt" in command("predict", *words, code=0)[1]
     assert before.items() <= files(run).items(), "what the run wrote is as it was"
     (new,) = files(run).keys() - before.keys()
     saved = torch.load(new, weights_only=True)
-    assert torch.equal(saved["predictions"]["y"], expected)
-    assert saved["predictions"]["batch"] == list("012345")
-    assert saved["indices"] == list(range(21))
+    assert torch.equal(torch.cat([batch["y"] for batch in saved["predictions"]]), expected)
+    assert [batch["batch"] for batch in saved["predictions"]] == list(range(6))
+    assert [index for batch in saved["indices"] for index in batch] == list(range(21))
     assert len(list(Path("outputs/mine").iterdir())) == 1
-    assert not Path("outputs/resolved").exists()
 
 
 def test_best_is_what_the_monitored_metric_says(train: Callable[..., Path], command: Command) -> None:
-    run = train(*SCORE)
+    run = train(*OWN, "monitors.model_checkpoint.monitor=score", "monitors.model_checkpoint.mode=max")
     assert [p.name for p in sorted(run.glob("checkpoints/*"))] == ["step-4.ckpt", "step-6.ckpt"]
-    for words in (
-        ["mine.yaml", "ckpt_path=best"],
-        [str(run), "ckpt_path=best"],
-        [str(run), "ckpt_path=step-4.ckpt"],
-    ):
-        found = json.loads(command("validate", *words, "--json", code=0)[1])
+    for which in ("best", "step-4.ckpt"):
+        found = json.loads(command("validate", str(run), f"ckpt_path={which}", "--json", code=0)[1])
         assert found["checkpoint"].endswith("/step-4.ckpt")
         assert found["metrics"]["val_loss"] == logged(run, "val_loss")[1] != logged(run, "val_loss")[2]
     Path("outputs").rename("moved")
     assert find_evaluated("best", Path("moved/mine"), remedy="").name == "step-4.ckpt", "the run was moved"
-    (best,) = Path("moved").rglob("step-4.ckpt")
-    best.unlink()
-    with pytest.raises(ConfigError, match=r"is in its folder; it was .*/step-4.ckpt, which is not beside"):
-        find_evaluated("best", Path("moved/mine"), remedy="")
 
 
 def test_text_in_a_checkpoint_is_no_path(tmp_path: Path) -> None:
-    """The best one's name is looked up beside the newest, and only if it was saved there."""
+    """The best one's name is looked up in the folder of the newest, and only if it was saved there."""
     folder = tmp_path / "run/checkpoints"
     folder.mkdir(parents=True)
-    state = {"monitor": "loss", "best_model_path": "/old/checkpoints/a.ckpt", "dirpath": "/new/checkpoints"}
+    state = {"monitor": "loss", "best_model_path": "/old/checkpoints/a.ckpt", "dirpath": "/old/checkpoints"}
     torch.save({}, folder / "a.ckpt")
     os.utime(folder / "a.ckpt", (0, 0))
 
@@ -201,48 +140,46 @@ def test_text_in_a_checkpoint_is_no_path(tmp_path: Path) -> None:
         torch.save({"callbacks": {"ModelCheckpoint": state | changes}}, folder / "z.ckpt")
         return find_evaluated("best", tmp_path, remedy="")
 
-    with pytest.raises(ConfigError, match=r"it was /old/checkpoints/a.ckpt, which is not beside"):
-        best()
-    assert best(dirpath="/old/checkpoints") == folder / "a.ckpt"
-    with pytest.raises(ConfigError, match=r"z.ckpt names none"):
-        best(best_model_path="")
+    assert best() == folder / "a.ckpt"
+    for changes in ({"dirpath": "/new/checkpoints"}, {"best_model_path": ""}):
+        with pytest.raises(ConfigError, match="ckpt_path='best'"):
+            best(**changes)
     (folder / "a.ckpt").unlink()
-    with pytest.raises(ConfigError, match="which is not beside"):
-        best(dirpath="/old/checkpoints")
+    with pytest.raises(ConfigError, match="ckpt_path='best'"):
+        best()
 
 
-def test_what_cannot_be_evaluated_is_said_with_a_remedy(train: Callable[..., Path], command: Command) -> None:
-    err = command("validate", "mine.yaml", code=2)[2]
-    assert "there is none under outputs/mine" in err
+def test_what_cannot_be_evaluated_is_an_error_with_a_remedy(
+    train: Callable[..., Path], command: Command
+) -> None:
+    err = command("validate", "mine.yaml", *OWN, code=2)[2]
     assert "try: lightning-eff train mine.yaml" in err
-    run = train()
-    target = "model._target_=my_evaluated"
-    for words, texts in [
-        (["validate", "ckpt_path=best"], ["monitors.model_checkpoint.monitor was null", "=val_loss when"]),
-        (["validate", "ckpt_path=no.ckpt"], ["ckpt_path='no.ckpt': expected an existing checkpoint"]),
-        (["test", f"{target}.Bare"], ["test: Bare has no test_step", "try: def test_step"]),
-        (["predict", f"{target}.Bare"], ["predict: Bare has no predict_step"]),
-        (["test", "data._target_=my_evaluated.TrainData"], ["TrainData has no test_dataloader"]),
-        (["predict", f"{target}.Silent"], ["Silent.predict_step returns nothing"]),
-        (["validate", "trainer.limit_val_batches=0"], ["nothing was evaluated: trainer.limit_val_batches=0"]),
-        (["test", "model.width=5"], ["size mismatch for layers.0.weight", f"try: lightning-eff test {run}"]),
-        (["test", "data._target_=my_evaluated.Empty"], ["evaluated: Empty.test_dataloader has no batches"]),
-        (["test", "launch=ray"], ["launch='ray': expected none", "try: launch=none"]),
+    run = train(*OWN)
+    target = "model._target_=my_own"
+    for verb, word, *texts in [
+        ("validate", "ckpt_path=best", "monitors.model_checkpoint.monitor", "=val_loss when"),
+        ("validate", "ckpt_path=no.ckpt", "ckpt_path='no.ckpt': expected an existing checkpoint"),
+        ("test", f"{target}.Net", "test: ", "`test_step()`"),
+        ("predict", f"{target}.Bare", "predict: ", "`forward`"),
+        ("test", "data._target_=my_own.TrainData", "test: ", "`test_dataloader`"),
+        ("validate", "trainer.limit_val_batches=0", "nothing was evaluated", "trainer.limit_val_batches=0"),
+        ("test", "data._target_=my_own.Empty", "nothing was evaluated"),
+        ("test", "model.width=5", "size mismatch for layers.0.weight", f"try: lightning-eff test {run}"),
+        ("test", "launch=ray", "launch='ray': expected none", "try: launch=none"),
     ]:
-        err = command(words[0], "mine.yaml", *words[1:], code=2)[2]
+        err = command(verb, "mine.yaml", *OWN, word, code=2)[2]
         for text in texts:
-            assert text in err, words
-    assert "no metrics: test_step logs none" in command("test", "mine.yaml", f"{target}.Silent", code=0)[1]
+            assert text in err, word
     out = command("validate", str(run), "trainer.limit_val_batches=2", code=0)[1]
-    assert "note: 2 of 6 batches: trainer.limit_val_batches=2; trainer.limit_val_batches=1.0 takes all" in out
-    two = [f"{target}.NetOfTwo", "data._target_=my_evaluated.Streams", "--json"]
-    found = json.loads(command("test", str(run), *two, code=0)[1])
-    assert (found["num_batches"], found["metrics"]["test_size/dataloader_idx_1"]) == (5, 5.0)
+    assert "Steps on 2 batches" in out
+    assert "note: at most 2 of the batches" in out
+    words = ["test", str(run), "data._target_=my_own.Streams", "--json"]
+    found = json.loads(command(*words, code=0)[1])
+    assert found["num_batches"] == 5
+    assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= found["metrics"].keys()
     moved = shutil.move(run, Path("elsewhere"))
-    err = command("validate", str(moved), code=2)[2]
-    assert "try: lightning-eff validate RECIPE ckpt_path=elsewhere/checkpoints/NAME.ckpt" in err
-    err = command("validate", "outputs/mine", code=2)[2]
-    assert "outputs/mine is a folder, neither a run's folder" in err
+    assert command("validate", str(moved), "--json", code=0)[1]
+    assert "outputs/mine is a folder" in command("validate", "outputs/mine", code=2)[2]
 
 
 def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
@@ -264,35 +201,21 @@ def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
         found = json.loads(command("validate", *word, "--json", code=0)[1])
         assert found["metrics"]["val_loss"] == pytest.approx(value, abs=1e-6)
         assert (found["checkpoint"], found["model"]) == (str(path), "GPT")
-    assert "on 1 device, so that each sample counts once; trainer.devices=2" in found["notes"][0]
-    err = command("validate", "lm", *tiny, f"ckpt_path={next(Path('outputs/lora').rglob('*.ckpt'))}", code=1)[
-        2
-    ]
-    assert "it holds an adapter, and this run has none" in err
-
-
-def test_batches_of_any_structure_are_joined() -> None:
-    ones, two = torch.ones(2, 3), torch.zeros(1, 3)
-    assert torch.equal(gather([ones, two]), torch.cat([ones, two]))
-    first, second = gather([(ones, ["a", "b"]), (two, ["c"])])
-    assert first.shape == (3, 3)
-    assert second == ["a", "b", "c"]
-    uneven: Any = [torch.ones(2, 3), torch.ones(2, 4)]
-    assert gather(uneven) == uneven
-    assert gather([torch.tensor(1.0), torch.tensor(2.0)]) == [1.0, 2.0]
+    assert "on 1 device" in found["notes"][0]
+    adapter = next(Path("outputs/lora").rglob("*.ckpt"))
+    err = command("validate", "lm", *tiny, f"ckpt_path={adapter}", code=1)[2]
+    assert "try: +callbacks=peft_adapter" in err
 
 
 @pytest.mark.slow
 def test_two_ranks_write_a_file_each_and_every_sample_once(train: Callable[..., Path]) -> None:
     """In processes of their own, as started by the command; the limit is typed, so it is two."""
-    run = train()
-    words = ["predict", str(run), "trainer.devices=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_eff", *words], capture_output=True, text=True, check=False
-    )
+    run = train(*OWN)
+    words = [sys.executable, "-m", "lightning_eff", "predict", str(run), "trainer.devices=2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("each other rank has its own file") == 1
+    assert done.stdout.count("predictions of rank 0: ") == 1
     parts = [torch.load(path, weights_only=True) for path in sorted(run.glob("predictions/*-of-2.pt"))]
     assert len(parts) == 2
-    assert sorted(parts[0]["indices"] + parts[1]["indices"]) == list(range(21))
-    assert sum(len(part["predictions"]["y"]) for part in parts) == 21
+    assert sorted(i for part in parts for batch in part["indices"] for i in batch) == list(range(21))
+    assert sum(len(batch["y"]) for part in parts for batch in part["predictions"]) == 21

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lightning_eff.models.gpt import GPT, IGNORED_TARGET, Attention, rotate
+from lightning_eff.models.gpt import GPT, IGNORED_TARGET, Attention, next_token, rotate
 from tests.support.models import fit
 
 SIZES = {"vocab_size": 37, "context_length": 12, "d_model": 16, "num_layers": 2, "num_heads": 2}
@@ -105,36 +106,54 @@ def test_ignored_targets_add_nothing_to_the_loss() -> None:
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_generator_decides_what_is_drawn_and_the_global_one_is_left_alone() -> None:
-    model, prompt = make_gpt(), draw_tokens(2, 4)
-    state = torch.get_rng_state()
-    first, same, other = (
-        model.generate(prompt, num_tokens=20, generator=torch.Generator().manual_seed(s)) for s in (5, 5, 6)
-    )
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
-    assert torch.equal(torch.get_rng_state(), state)
-    model.generate(prompt, num_tokens=1)
-    assert not torch.equal(torch.get_rng_state(), state), "without a generator the global one is used"
-
-
 def test_what_is_drawn_follows_the_logits_of_the_last_context() -> None:
     model, tokens, graphs = loud_gpt(), draw_tokens(2, 11), set[bool]()
     hook = model.register_forward_hook(lambda module, args, logits: graphs.add(logits.requires_grad))
-    seen: list[torch.Tensor] = []
-    outs = [
-        model.generate(tokens, num_tokens=6, temperature=0.0, on_token=seen.append),
-        model.generate(tokens, num_tokens=6, temperature=1e-6),
-        model.generate(tokens, num_tokens=6, temperature=5.0, top_k=1),
-        model.generate(tokens, num_tokens=6, temperature=5.0, top_p=1e-9),
-    ]
+    options: list[dict[str, Any]] = [{"temperature": 1e-6}, {"top_k": 1}, {"top_p": 1e-9}]
+    outs = [model.generate(tokens, max_new_tokens=6)]
+    outs += [model.generate(tokens, max_new_tokens=6, do_sample=True, **each) for each in options]
     hook.remove()
     assert graphs == {False}
     for _ in range(6):
         tokens = torch.cat([tokens, model(tokens[:, -12:])[:, -1].argmax(-1, keepdim=True)], 1)
     for out in outs:
         assert torch.equal(out, tokens)
-    assert torch.equal(torch.stack(seen, 1), tokens[:, -6:])
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 0.49}, [0]),
+        ({"top_p": 0.6}, [0, 1]),
+        ({"top_k": 2, "top_p": 0.6}, [0]),  # 0.5 of 0.75
+        ({"top_p": 0.6, "temperature": 0.25}, [0]),  # 0.5**4 is 95 % of the fourth powers
+        ({"top_p": 0.6, "temperature": 4.0}, [0, 1, 2]),  # fourth roots: 32, 25, 22 and 21 % for 10 %
+    ],
+)
+def test_only_the_likeliest_tokens_are_drawn_as_in_transformers(
+    options: dict[str, Any], kept: list[int]
+) -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    probabilities = logits
+    warpers = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
+    for name, warper in warpers.items():
+        if name in options:
+            probabilities = warper(options[name])(torch.zeros(1, 1, dtype=torch.long), probabilities)
+    probabilities = probabilities.softmax(-1)[0]
+    assert probabilities.nonzero().flatten().tolist() == kept
+    counts = next_token(logits.expand(20_000, -1), do_sample=True, **options).flatten().bincount(minlength=4)
+    for count, probability in zip(counts.tolist(), probabilities.tolist(), strict=True):
+        # Five standard deviations; without one of the options some count is at least 15 away.
+        assert abs(count - 20_000 * probability) <= 5 * math.sqrt(20_000 * probability * (1 - probability))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_options_out_of_range_are_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
+        next_token(torch.zeros(1, 4), do_sample=True, **options)
 
 
 def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:
@@ -155,4 +174,4 @@ def test_a_sequence_longer_than_the_context_and_an_empty_prompt_are_refused() ->
     with pytest.raises(ValueError, match="13 tokens are longer than context_length=12"):
         make_gpt()(draw_tokens(1, 13))
     with pytest.raises(ValueError, match="empty"):
-        make_gpt().generate(draw_tokens(1, 0), num_tokens=1)
+        make_gpt().generate(draw_tokens(1, 0), max_new_tokens=1)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_eff.core.text_generation import continue_prompt
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.support.models import fit
@@ -256,3 +257,23 @@ def test_the_share_of_padding_is_a_metric(tiny_llama: Path, tmp_path: Path) -> N
     data = Text(paths=str(tmp_path), context_length=16, val_fraction=0.0, cache_dir=str(tmp_path / "cache"))
     trainer = fit(HFCausalLM(name=str(tiny_llama)), loader=data, max_steps=1)
     assert trainer.callback_metrics["padding_fraction"] == pytest.approx(3 / 16)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "temperature": 3.0, "top_k": 9, "top_p": 0.8, "eos_token_id": 5}]
+)
+def test_text_is_that_of_transformers_and_the_random_state_is_restored(
+    options: dict[str, Any], tiny_llama: Path
+) -> None:
+    model, prompt = make(tiny_llama).eval(), [5, 6, 7, 8]
+    rows = torch.tensor([prompt]).expand(3, -1)
+    torch.manual_seed(7)
+    mask = torch.ones_like(rows)
+    expected = model.model.generate(rows, attention_mask=mask, max_new_tokens=12, **options)[:, 4:].tolist()
+    state = torch.get_rng_state()
+    for _ in range(2):
+        assert (
+            continue_prompt(model, prompt, {"max_new_tokens": 12, **options}, seed=7, num_samples=3)
+            == expected
+        )
+    assert torch.equal(torch.get_rng_state(), state)

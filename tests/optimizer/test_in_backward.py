@@ -111,7 +111,7 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     ("keywords", "found"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-        ({"gradient_clip_val": 1.0}, r"\(InBackward, max_parameter_norm=1.0\) and Trainer\(gradient_clip_va"),
+        ({"gradient_clip_val": 1.0}, "max_parameter_norm=1.0"),
         ({"plugins": [AutoPrecision(precision="16-mixed")]}, "a gradient scaler"),
         ({"strategy": "ddp", "devices": 2}, "2 devices"),
         ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),

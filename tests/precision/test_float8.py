@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchao.float8 import convert_to_float8_training
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -26,7 +25,6 @@ from lightning_eff.core import rules
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.machine import gpu_facts
 from lightning_eff.kernels import devices
-from lightning_eff.models.gpt import GPT
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
@@ -120,6 +118,7 @@ def test_inference_mode_computes_the_same_under_autocast(recipe: str) -> None:
         expected = layer(x)
         with torch.inference_mode():
             assert torch.equal(layer(x), expected)
+    assert (expected.dtype, layer(x).dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_layers_that_lose_by_arithmetic_stay() -> None:
@@ -157,15 +156,6 @@ def test_values_and_gradients_are_torchaos_to_the_bit(recipe: str, dtype: torch.
     exact = nn.functional.linear(x.double(), *(p.double() for p in ours.parameters()))
     error = (results[0][0].double() - exact).norm() / exact.norm()
     assert 0.01 < error < 0.06  # 3 bits of mantissa; a wrong scale is 1 and more
-
-
-def test_autocast_is_that_of_the_inputs_device() -> None:
-    layer = nn.Linear(32, 32)
-    convert(layer, recipe_config("rowwise", emulate=True))
-    x = torch.randn(4, 32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-    assert layer(x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -353,28 +343,22 @@ def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
-def test_gradients_that_are_not_finite_are_counted_and_warned_of(deep: Callable[..., Deep]) -> None:
-    model, plugin = deep(), Float8(emulate=True)
+def test_gradients_that_are_not_finite_are_counted_and_unseen_ones_not_called_finite() -> None:
+    """An optimizer in the backward pass frees them before; sparse ones are looked into."""
+    model, plugin = Deep(), Float8(emulate=True)
     step = model.training_step
 
     def explode(batch: Any, batch_idx: int) -> Tensor:
-        loss = step(batch, batch_idx)
-        return loss * float("inf") if batch_idx == 1 else loss
+        return step(batch, batch_idx) * (float("inf") if batch_idx == 1 else 1.0)
 
     model.training_step = explode  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.warns(SlowPathWarning, match=r"NaN or infinity in \d+ gradients of step 2, first "):
         train(model, plugin, max_steps=2)
     overflows = plugin.outcome().numbers["overflows"]
     assert overflows["second.weight"] == 1
-    assert plugin.outcome().did.endswith(
-        f"{sum(overflows.values())} gradients with NaN or infinity in the first 2 steps"
-    )
-
-
-def test_gradients_that_cannot_be_seen_are_not_called_finite() -> None:
-    """An optimizer in the backward pass frees them before; sparse ones are looked into."""
-    plugin, in_backward = Float8(emulate=True), functools.partial(InBackward, lr=0.01)
-    train(Deep(), plugin, OptimizerChoice(optimizer=in_backward), max_steps=1)
+    assert f"{sum(overflows.values())} gradients with NaN or infinity" in plugin.outcome().did
+    in_backward = OptimizerChoice(optimizer=functools.partial(InBackward, lr=0.01))
+    train(Deep(), plugin, in_backward, max_steps=1)
     assert plugin.outcome().did.endswith("; gradients not checked for NaN and infinity")
     table = nn.Embedding(3, 2, sparse=True)
     (table(torch.tensor([1, 1])) * torch.tensor([1.0, float("nan")])).sum().backward()
@@ -391,7 +375,6 @@ def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None
     assert {why for name, why in layers.items() if "lora_" in name} == {"an adapter"}
     assert sum(why.startswith("float8") for why in layers.values()) == 3
     assert plugin.outcome().numbers["overflows"] == {}
-    assert len(set(model.losses)) == 3
     assert type(model.blocks[0].linear.base_layer) is nn.Linear
 
 
@@ -415,26 +398,6 @@ def test_saved_in_float8_and_resumed_in_bf16_is_bit_equal(deep: Callable[..., De
     assert all(itertools.starmap(torch.equal, zip(resumed.parameters(), model.parameters(), strict=True)))
     _, on = run(AutoPrecision(precision="bf16-mixed"), 5, path)
     assert len(on.losses) == 2
-
-
-def test_fifty_steps_of_a_gpt_are_near_bf16s() -> None:
-    """T3: the loss is at most 1 % off; products with a scale lost are off by several times that."""
-    curves = []
-    for plugin in (AutoPrecision(precision="bf16-mixed"), Float8(emulate=True)):
-        torch.manual_seed(0)
-        model = GPT(vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
-        sgd = OptimizerChoice(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-        tokens = torch.arange(8 * 17).reshape(8, 17) ** 2 % 61
-        loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=8)
-        losses: list[float] = []
-        keep: Any = lambda _, __, out, *___, losses=losses: losses.append(float(out["loss"]))  # noqa: E731
-        record = LambdaCallback(on_train_batch_end=keep)
-        train(model, plugin, sgd, record, loader=loader, max_steps=50)
-        curves.append(losses)
-    bf16, float8 = (torch.tensor(losses) for losses in curves)
-    assert bf16[-1] < 0.8 * bf16[0]
-    assert not torch.equal(bf16, float8)
-    torch.testing.assert_close(float8, bf16, rtol=0.01, atol=0.0)
 
 
 def halves(trainer: Any) -> DataLoader[Any]:

