@@ -19,7 +19,7 @@ from lightning_eff import run
 from lightning_eff.adapters import adapter_checkpoint
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.commands._generation import INCOMPLETE, _Text
-from lightning_eff.data.corpus.tokenization import TrainingTokenizer
+from lightning_eff.data._tokenizer import TrainingTokenizer
 from lightning_eff.data.python_source import PythonSource
 from lightning_eff.models.gpt import GPT
 from tests.support.command_line import Command

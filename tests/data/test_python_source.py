@@ -93,7 +93,7 @@ def test_a_text_or_setting_is_one_file_of_the_cache_and_written_once(
     make()
     assert len(files()) == 5
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(python_source, "write_whole")
+        patch.delattr(python_source, "save_whole")
         make(context_length=8, batch_size=2)  # windows are cut when read
         for name in ("test", "site-packages", "__pycache__"):
             (source / name).mkdir()
