@@ -97,7 +97,7 @@ class Text(pl.LightningDataModule):
         packing: True, False, "across" or "grouped", as described in the module's docstring.
         field: Column that holds the text or the conversation. A text file is one document.
         val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5; the same in every run.
-        cache_dir: Folder of the tokenized documents.
+        cache_dir: Folder of the tokenized documents, and of what `datasets` makes of local files.
 
     Raises:
         ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in
@@ -297,7 +297,6 @@ def open_sources(
         ModuleNotFoundError: datasets is not installed.
     """
     try:
-        import datasets
         from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
         msg = "data/text needs datasets: pip install 'lightning-eff[hf]'"
@@ -307,7 +306,7 @@ def open_sources(
     for kind, names in sources:
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         try:
-            rows = _open(datasets, kind, names, field, cache_dir)
+            rows = _open(kind, names, field, cache_dir)
         except unreadable as error:
             cause: BaseException = error
             while cause.__cause__ is not None:  # the first one knows what is wrong with the file
@@ -325,8 +324,10 @@ def open_sources(
     return opened
 
 
-def _open(datasets: Any, kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
+def _open(kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
     """Open a source; `datasets` reads data only, and runs no code of a dataset's repository."""
+    import datasets
+
     if kind == "pydoc":
         from pydoc_data.topics import topics
 
@@ -340,7 +341,7 @@ def _open(datasets: Any, kind: str, names: list[str], field: str, cache_dir: Pat
     if kind == "saved":
         saved = datasets.load_from_disk(names[0])
         if isinstance(saved, datasets.DatasetDict) and "train" not in saved:
-            msg = f"it has no split 'train'; there are: {', '.join(saved)}"
+            msg = f"it has no split 'train'; there are: {', '.join(map(str, saved))}"
             raise ValueError(msg)
         return saved["train"] if isinstance(saved, datasets.DatasetDict) else saved
     options: dict[str, Any] = {
