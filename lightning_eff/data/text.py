@@ -297,11 +297,11 @@ def open_sources(
         ModuleNotFoundError: datasets is not installed.
     """
     try:
-        from datasets.exceptions import DatasetsError
+        from datasets import exceptions
     except ModuleNotFoundError as error:
         msg = "data/text needs datasets: pip install 'lightning-eff[hf]'"
         raise ModuleNotFoundError(msg) from error
-    unreadable = (ValueError, OSError, KeyError, StopIteration, DatasetsError)
+    unreadable = (ValueError, OSError, KeyError, StopIteration, exceptions.DatasetsError)
     opened: list[tuple[str, Any]] = []
     for kind, names in sources:
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
