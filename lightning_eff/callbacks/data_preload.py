@@ -23,7 +23,6 @@ Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -31,9 +30,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader
-from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice
+from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice, choose_num_workers
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
 from lightning_eff.core.machine import num_cores
@@ -88,13 +86,13 @@ class DataPreload(Managed):
 
     def _reset(self) -> None:
         self._loaders: list[PrefetchLoader] = []
-        self._choices: list[WorkerChoice | None] = []
-        """How the workers of each loader were chosen; None for a loader that is left as it is."""
+        self._choices: list[WorkerChoice] = []
+        """How the workers of each loader were chosen."""
         self._nums_workers: list[int] = []
-        self._measured: dict[Any, WorkerChoice | None] = {}
+        self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
-        self._transfer_hook = self._not_measured = ""
+        self._transfer_hook = ""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -119,9 +117,10 @@ class DataPreload(Managed):
         self._epoch = trainer.current_epoch
         device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
-        num_workers = getattr(loader, "num_workers", 0) if choice is None else choice.num_workers
-        tuned = None
-        if choice is not None:
+        num_workers, tuned = choice.num_workers, None
+        if num_workers is None:
+            num_workers = getattr(loader, "num_workers", 0)
+        else:
             tuned = copy.copy(loader)  # over the same dataset and sampler; the user's own stays as it is
             is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
             is_kept = (self.persistent_workers or loader.persistent_workers) and num_workers > 0
@@ -150,31 +149,19 @@ class DataPreload(Managed):
         self._nums_workers.append(num_workers)
         return prepared
 
-    def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice | None:
-        """Return how many workers to use; None to leave the loader as it is."""
+    def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            self._not_measured = "its dataset has no indices"
-            return None
+            return WorkerChoice(None, {}, "its dataset has no indices")
         if dataloaders.is_stateful(loader):
-            self._not_measured = "a stateful loader's position depends on its workers"
-            return None
+            return WorkerChoice(None, {}, "a stateful loader's position depends on its workers")
         if isinstance(self.num_workers, int):
-            self._not_measured = "set by num_workers"
-            return WorkerChoice(self.num_workers, {})
+            return WorkerChoice(self.num_workers, {}, "set by num_workers")
         key = (type(loader.dataset), loader.batch_size)  # alike loaders, and those of later epochs, once
-        if key in self._measured:
-            return self._measured[key]
-        measured: WorkerChoice | None = None
-        self._not_measured = "its dataset has no indices"
-        most, budget_s = num_cores(getattr(trainer, "num_devices", 1)), self.max_measure_s
-        try:
-            measured = worker_trials.choose_num_workers(loader, max_workers=most, budget_s=budget_s)
-            self._not_measured = measured.reason if measured is not None else self._not_measured
-        except worker_trials.SAMPLE_ERRORS as error:
-            self._not_measured = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
-        own = loader.num_workers if measured is None else measured.num_workers
-        decided = int(trainer.strategy.broadcast(own))  # every rank takes part; rank 0 decides
-        self._measured[key] = None if measured is None else replace(measured, num_workers=decided)
+        if key not in self._measured:
+            most = num_cores(getattr(trainer, "num_devices", 1))
+            measured = choose_num_workers(loader, max_workers=most, budget_s=self.max_measure_s)
+            # Every rank takes part; rank 0 decides.
+            self._measured[key] = trainer.strategy.broadcast(measured)
         return self._measured[key]
 
     @override
@@ -198,12 +185,12 @@ class DataPreload(Managed):
         texts: list[str] = []
         for loader, count, choice in zip(self._loaders, self._nums_workers, self._choices, strict=True):
             text = "1 worker" if count == 1 else f"{count} workers"
-            if choice is not None and choice.seconds_per_batch:
+            if choice.seconds_per_batch:
                 tried = [f"{s * 1e3:.2f} ms with {n}" for n, s in choice.seconds_per_batch.items()]
                 text += f" (a batch takes {', '.join(tried)})"
                 text += f", no more: {choice.reason}" if choice.reason else ""
             else:
-                text += f", not measured: {self._not_measured}"
+                text += f", not measured: {choice.reason}"
             text += "; batches on the GPU ahead of use" if loader.num_ahead else ""
             texts.append(text)
         parts = list(dict.fromkeys(texts))
@@ -211,6 +198,6 @@ class DataPreload(Managed):
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
         numbers = {
             "num_workers": self._nums_workers,
-            "seconds_per_batch": [choice.seconds_per_batch if choice else {} for choice in self._choices],
+            "seconds_per_batch": [choice.seconds_per_batch for choice in self._choices],
         }
         return Outcome(did="; ".join(parts), effective=any(self._nums_workers), numbers=numbers)

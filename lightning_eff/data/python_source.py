@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
-
-from lightning_eff.data.corpus.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ class PythonSource(pl.LightningDataModule):
         ValueError: A number is outside its range.
         FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
     """
-
-    _kind = "python_source"
 
     def __init__(
         self,
@@ -115,10 +112,7 @@ class PythonSource(pl.LightningDataModule):
         train, val = (cached[split].bincount(minlength=size).double() for split in ("train", "val"))
         # One is added to each training frequency, so that no token has probability 0.
         cached["unigram_entropy"] = float(-(val * ((train + 1) / (train + 1).sum()).log()).sum() / val.sum())
-        with write_whole(file) as sink:
-            content = io.BytesIO()  # to a file, `torch.save` would hide the system's error, as of a full disk
-            torch.save(cached, content)
-            sink.write(content.getbuffer())
+        save_whole(cached, file)
 
     @override
     def setup(self, stage: str) -> None:
@@ -155,7 +149,7 @@ class PythonSource(pl.LightningDataModule):
         digest = hashlib.sha256(f"{FORMAT} {self.vocab_size} {self.val_fraction}".encode())
         for name, text in texts.items():
             digest.update(f"{name} {len(text)} {text}".encode())
-        return Path(self.cache_dir) / f"{self._kind}-{digest.hexdigest()[:16]}.pt"
+        return Path(self.cache_dir) / f"python_source-{digest.hexdigest()[:16]}.pt"
 
     def _make_tokenizer(self, texts: Sequence[str]) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE())
@@ -201,3 +195,20 @@ class PythonSource(pl.LightningDataModule):
             persistent_workers=self.num_workers > 0,
             drop_last=shuffle and len(windows) >= self.batch_size,
         )
+
+
+def save_whole(content: Mapping[str, Any], file: Path) -> None:
+    """Write a file of the cache, which is whole or not there: after an error nothing is left.
+
+    Whoever writes the same file at the same time does no harm: its content follows from its name.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as sink:
+            buffer = io.BytesIO()  # `torch.save` to a file hides the system's error, as of a full disk
+            torch.save(content, buffer)
+            sink.write(buffer.getbuffer())
+        Path(scratch).replace(file)
+    finally:
+        Path(scratch).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Text of your own for a causal language model: files, JSON, Parquet, Hugging Face datasets; conversations.
+"""Text of your own for a causal language model, and conversations, read by Hugging Face `datasets`.
 
 A batch is a dictionary of integer tensors as models of transformers take them: `input_ids` and `labels`
 [B, T], with `position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each
@@ -13,85 +13,115 @@ padding, and in everything that the assistant does not say in a conversation.
   are cut into pieces, conversations are cut off.
 - `across`: one stream of all documents, cut into rows; attention and targets cross boundaries, as in most
   pre-training. Nothing is dropped, and only the last row is padded.
-- `grouped`: one document a row, as many rows of similar length a batch as fit `batch_size * context_length`
-  tokens with their padding. Longer documents are cut off. Such a batch counts as one sample where a loader's
-  batch size is asked for.
+- `grouped`: one document a row, rows of similar length in a batch (transformers' `LengthGroupedSampler`);
+  longer ones are cut off.
 - `false`: one document a row, padded to the longest of its batch and masked; longer ones are cut off.
 
-Truncated and dropped text and the share of padding are logged. The validation documents are the same in
-every run, the order of rows depends on the run's seed (`seed_everything`) and the epoch; with
-`callbacks/exact_resume` a run resumes in the middle of an epoch too.
+Truncated and dropped text and the share of padding are logged. A conversation is a list of `{role, content}`;
+with `field=messages` also a row of ShareGPT (`conversations`) or Alpaca (`instruction`, `input`, `output`).
 
 Documents are tokenized once, in `prepare_data`, into a file under `cache_dir` that is read through a memory
-map. With `cache_dir=None` they are streamed: read, tokenized and packed in chunks of 200 while they are
-trained on, without a length; of the first 2,000 documents `val_fraction` validates. A stream that resumes
-reads from its beginning.
+map. Rows are then ranges of one array of tokens: any row can be read by its index, so a run resumes in the
+middle of an epoch by the indices alone (`callbacks/exact_resume`).
 """
 
 from __future__ import annotations
 
 import functools
+import glob
+import hashlib
 import itertools
 import logging
-import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader, DistributedSampler
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_eff.data.corpus.documents import find_sources
-from lightning_eff.data.corpus.packing import GroupedBatches, Pieces, TokenRows, collate_padded
-from lightning_eff.data.corpus.tokenization import TrainingTokenizer
-from lightning_eff.data.corpus.tokenized import RowStream, tokenize, tokenize_once
+from lightning_eff.data._packing import Documents, Packing, Pieces, Rows, collate_padded
+from lightning_eff.data._tokenizer import TrainingTokenizer, Turns
+from lightning_eff.data.python_source import save_whole
 
 log = logging.getLogger(__name__)
 _log = rank_zero_only(log.log)
+
+PYDOC = "pydoc"
+"""A path that stands for the topics of `help()`, English prose that every Python has."""
+HUB = re.compile(
+    r"hf://datasets/(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<subset>[^:]*))?(:(?P<split>.+))?"
+)
+BUILDERS = {
+    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+"""The builder of `datasets` for a suffix; a file of another one that is named is read as text."""
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+FORMAT = 1
+"""Version of the cached file; increase it with every change."""
+CHUNK = 200
+"""Documents that are tokenized at once."""
+
+
+class DataError(ValueError):
+    """The data cannot be used as the settings say; the process exits as for any wrong setting."""
+
+    exit_code = 2
 
 
 class Text(pl.LightningDataModule):
     """Documents as rows of tokens with labels.
 
     Args:
-        paths: Files, folders or patterns with `*`; a folder that `save_to_disk` of datasets wrote;
-            `hf://datasets/owner/name` for the training split of a dataset on the hub, then perhaps
-            `@revision`, `:subset` and `:split`; `pydoc` for the English prose of Python's own help.
+        paths: Files, folders or patterns with `*`, of text, JSON, JSON Lines, CSV or Parquet; a folder that
+            `save_to_disk` of datasets wrote; `hf://datasets/owner/name` for the training split of a dataset
+            on the hub, then perhaps `@revision`, `:subset` and `:split`; `pydoc` for the English prose of
+            Python's own help.
         tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
         context_length: Longest row in tokens.
         batch_size: Rows per batch of the loader, per rank.
         packing: True, False, "across" or "grouped", as described in the module's docstring.
-        field: Key of a row that holds the text, or a conversation: a list of `{role, content}`. For
-            `messages` a row may be ShareGPT's (`conversations`) or Alpaca's (`instruction`, `output`) too.
-        val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5.
-        cache_dir: Folder of the tokenized documents; None streams.
+        field: Column that holds the text or the conversation. A text file is one document.
+        val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5; the same in every run.
+        cache_dir: Folder of the tokenized documents, and of what `datasets` makes of local files.
 
     Raises:
         ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in
-            `prepare_data`, a file is invalid; the message names file and row.
+            `prepare_data`, a file cannot be read or a row has no text.
         FileNotFoundError: A path matches no file.
         ModuleNotFoundError: transformers or datasets is not installed.
 
     Example:
-        >>> data = Text(context_length=64, batch_size=2, cache_dir=None)
-        >>> data.setup("fit")
-        >>> {name: tuple(value.shape) for name, value in next(iter(data.train_dataloader())).items()}
-        {'input_ids': (2, 64), 'labels': (2, 64), 'position_ids': (2, 64)}
+        >>> Text(context_length=1)
+        Traceback (most recent call last):
+        ValueError: context_length=1 must be at least 2
     """
 
     def __init__(
         self,
         *,
-        paths: str | Sequence[str] = "pydoc",
+        paths: str | Sequence[str] = PYDOC,
         tokenizer: str | None = None,
         context_length: int = 256,
         batch_size: int = 8,
         packing: bool | Literal["across", "grouped"] = True,
         field: str = "text",
         val_fraction: float = 0.05,
-        cache_dir: str | None = "outputs/cache",
+        cache_dir: str = "outputs/cache",
     ) -> None:
         super().__init__()
         packings = (True, False, "across", "grouped")
@@ -101,7 +131,6 @@ class Text(pl.LightningDataModule):
             ("batch_size", batch_size, batch_size >= 1, "be at least 1"),
             ("val_fraction", val_fraction, 0.0 <= val_fraction <= 0.5, "lie between 0 and 0.5"),
             ("packing", repr(packing), packing in packings, "be true, false, across or grouped"),
-            ("cache_dir", cache_dir, cache_dir or packing != "grouped", "be a folder with packing=grouped"),
         ):
             if not is_valid:
                 msg = f"{key}={value} must {allowed}"
@@ -109,7 +138,7 @@ class Text(pl.LightningDataModule):
         self.sources = find_sources([paths] if isinstance(paths, str) else paths)
         self.context_length = context_length
         self.batch_size = batch_size
-        self.packing: Any = packing
+        self.packing: Packing = packing
         self.field = field
         self.val_fraction = val_fraction
         self.cache_dir = cache_dir
@@ -119,101 +148,309 @@ class Text(pl.LightningDataModule):
         """Rows that a model's embedding needs."""
         self.padding_fraction: float | None = None
         """Fraction of the training positions that hold no token, after `setup`; None where it is unknown."""
-        self._rows: dict[str, TokenRows | GroupedBatches] = {}
+        self._rows: dict[str, Rows] = {}
 
     @override
     def prepare_data(self) -> None:
         """Tokenize all documents, unless the cache has them."""
-        if self.cache_dir is not None:
-            tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
+        self._tokenized()
+
+    def _tokenized(self) -> Documents:
+        opened = open_sources(self.sources, self.field, Path(self.cache_dir))
+        prints = " ".join(rows._fingerprint for _, rows in opened)  # noqa: SLF001 - datasets has no public one
+        facts = f"{FORMAT} {self.field} {self.training_tokenizer.digest()} {prints}"
+        file = Path(self.cache_dir) / f"text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
+        if not file.is_file():
+            documents = read_documents(opened, self.field)
+            save_whole(tokenize(documents, self.training_tokenizer), file)
+        return Documents(**torch.load(file, mmap=True, weights_only=True))
 
     @override
     def setup(self, stage: str) -> None:
         """Split and pack the documents, alike in every run and on every rank."""
-        if self._rows or self.cache_dir is None:
+        if self._rows:
             return
-        documents = tokenize_once(self.sources, self.field, self.training_tokenizer, Path(self.cache_dir))
+        documents = self._tokenized()
         pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
-        self._log_losses(pieces)
-        splits = pieces.split(self.val_fraction)
-        if not len(splits["train"]):
+        self._log_losses(documents, pieces)
+        # Documents are split, not pieces: none is on both sides.
+        kept = np.unique(pieces.pieces[:, 0])
+        num_val = max(1, round(self.val_fraction * len(kept))) if self.val_fraction else 0
+        if num_val == len(kept):
             msg = (
                 f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
-                "  try: val_fraction=0, or one file a document"
+                "  try: data.val_fraction=0, or one file a document"
             )
-            raise ValueError(msg)
-        for split, selected in splits.items():
-            rows: Any = pieces.rows(selected, self.training_tokenizer.pad_id)
-            if self.packing == "grouped":
-                rows = GroupedBatches(rows, max_tokens=self.batch_size * self.context_length)
-            self._rows[split] = rows
-            share = f"{rows.padding_fraction:.1%} padding" if self.packing else "padded by the batch"
-            kind = "batches" if self.packing == "grouped" else "rows"
-            _log(logging.INFO, "%s: %d %s, %s", split, len(rows), kind, share)
-        self.padding_fraction = self._rows["train"].padding_fraction if self.packing else None
+            raise DataError(msg)
+        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0)).numpy()
+        is_val = np.isin(pieces.pieces[:, 0], kept[order[:num_val]])
+        pad_id = self.training_tokenizer.pad_id
+        self._rows["train"] = pieces.rows(pieces.pieces[~is_val], pad_id)
+        if num_val:
+            self._rows["val"] = pieces.rows(pieces.pieces[is_val], pad_id)
+        is_packed = self.packing in (True, "across")
+        for split, rows in self._rows.items():
+            share = f"{rows.padding_fraction:.1%} padding" if is_packed else "padded by the batch"
+            _log(logging.INFO, "%s: %d rows, %s", split, len(rows), share)
+        self.padding_fraction = self._rows["train"].padding_fraction if is_packed else None
 
-    def _log_losses(self, pieces: Pieces) -> None:
-        """Tell what is skipped and cut.
+    def _log_losses(self, documents: Documents, pieces: Pieces) -> None:
+        """Report skipped and cut documents.
 
         Raises:
-            ValueError: No document has a target.
+            DataError: No document has a target.
         """
-        num_documents, skipped = len(pieces.documents), pieces.without_target
-        if len(skipped):
-            first = pieces.documents["location"][int(skipped[0])].as_py()
-            if len(skipped) == num_documents:
-                msg = (
-                    f"no document has a target in its first {self.context_length} tokens, see {first}:"
-                    " they are empty, or their answers begin after context_length"
-                )
-                raise ValueError(msg)
-            text = "%d of %d documents have no target and are skipped, the first is %s"
-            _log(logging.WARNING, text, len(skipped), num_documents, first)
+        num_documents, num_skipped = len(documents.ends), pieces.num_skipped
+        if num_skipped == num_documents:
+            msg = (
+                f"no document has a target in its first context_length={self.context_length} tokens:"
+                " they are empty, or the assistant's turns begin later"
+            )
+            raise DataError(msg)
+        if num_skipped:
+            _log(logging.WARNING, "%d of %d documents have no target: skipped", num_skipped, num_documents)
         if pieces.num_cut:
             text = "%d of %d documents are longer than context_length=%d and were cut; %d tokens are lost"
             level = logging.WARNING if pieces.num_lost_tokens else logging.INFO
             _log(level, text, pieces.num_cut, num_documents, self.context_length, pieces.num_lost_tokens)
 
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader("train")
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = self._rows["train"]
+        if self.packing != "grouped":
+            return self._loader(rows, shuffle=True)
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+
+        # All ranks draw the same order, of which Lightning gives each rank its share.
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        sampler = LengthGroupedSampler(self.batch_size, lengths=rows.lengths.tolist(), generator=generator)
+        return self._loader(rows, sampler=sampler)
 
     @override
-    def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        return self._loader("val") if self.val_fraction else []
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[DataLoader[dict[str, Tensor]]]:
+        return self._loader(self._rows["val"], shuffle=False) if self.val_fraction else []
 
-    def _loader(self, split: str) -> DataLoader[Any]:
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    def _loader(self, rows: Rows, **order: Any) -> DataLoader[dict[str, Tensor]]:
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
-        collate, batch_size = (None if self.packing else pad), self.batch_size
-        if self.cache_dir is None:
-            chunks, order = functools.partial(self._chunks, split), seed if split == "train" else None
-            stream = RowStream(chunks, self._rows_of_chunk, order, rank, world_size)
-            return DataLoader(stream, batch_size=batch_size, collate_fn=collate)
-        if self.packing == "grouped":
-            collate, batch_size = (lambda batches: pad(batches[0])), 1
-        # Neighbouring seeds give unrelated orders; the epoch is added to the seed.
-        seed *= 1_000_003
-        sampler = (
-            DistributedSampler(self._rows[split], world_size, rank, seed=seed) if split == "train" else None
+        collate = None if self.packing in (True, "across") else pad
+        # By name: Lightning changes `shuffle` or `sampler` when it makes the loader of one rank.
+        return DataLoader(rows, batch_size=self.batch_size, collate_fn=collate, **order)
+
+
+def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return what to read: `pydoc`, `hub` or `saved` with a name, or a builder of `datasets` with its files.
+
+    Each file is there once, whatever paths match it: read twice, a document might validate what it trained.
+
+    Raises:
+        FileNotFoundError: A path matches no file.
+
+    Example:
+        >>> find_sources(["pydoc", "hf://datasets/owner/name:en:test"])
+        [('pydoc', ['pydoc']), ('hub', ['hf://datasets/owner/name:en:test'])]
+        >>> find_sources(["nowhere.txt"])
+        Traceback (most recent call last):
+        FileNotFoundError: paths='nowhere.txt' matches no file, folder or pattern
+    """
+    sources: list[tuple[str, list[str]]] = []
+    seen: set[Path] = set()
+    for text in dict.fromkeys(paths):
+        path = Path(text).expanduser()
+        if text == PYDOC or HUB.fullmatch(text):
+            sources.append(("pydoc" if text == PYDOC else "hub", [text]))
+            continue
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            sources.append(("saved", [str(path)]))
+            continue
+        reason = "matches no file, folder or pattern"
+        if path.is_dir():
+            # Of JSON only lines: in folders *.json are often settings.
+            known = [suffix for suffix in BUILDERS if suffix != ".json"]
+            files = [file for file in path.rglob("*") if file.suffix.lower() in known]
+            reason = f"has no file that ends in {', '.join(known)}"
+        elif path.is_file():
+            files = [path]
+        else:
+            files = list(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - absolute ones too
+        files = sorted(file for file in files if file.is_file())
+        if not files:
+            msg = f"paths={text!r} {reason}"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not path.suffix:
+                msg += f"\n  try: hf://datasets/{text}, if it is a dataset on the hub"
+            raise FileNotFoundError(msg)
+        of_builder: dict[str, list[str]] = {}
+        for file in files:
+            if file.resolve() not in seen:
+                seen.add(file.resolve())
+                of_builder.setdefault(BUILDERS.get(file.suffix.lower(), "text"), []).append(str(file))
+        sources += of_builder.items()
+    return sources
+
+
+def open_sources(
+    sources: Sequence[tuple[str, list[str]]], field: str, cache_dir: Path
+) -> list[tuple[str, Any]]:
+    """Return the sources as datasets of `datasets`, each with the name that messages call it by.
+
+    Raises:
+        DataError: One cannot be read, or has no column `field`.
+        ModuleNotFoundError: datasets is not installed.
+    """
+    try:
+        from datasets import exceptions
+    except ModuleNotFoundError as error:
+        msg = "data/text needs datasets: pip install 'lightning-eff[hf]'"
+        raise ModuleNotFoundError(msg) from error
+    unreadable = (ValueError, OSError, KeyError, StopIteration, exceptions.DatasetsError)
+    opened: list[tuple[str, Any]] = []
+    for kind, names in sources:
+        name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        try:
+            rows = _open(kind, names, field, cache_dir)
+        except unreadable as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # the first one knows what is wrong with the file
+                cause = cause.__cause__
+            reason = next(iter(str(cause).strip().splitlines()), "it has no rows")
+            msg = f"data.paths={name!r} cannot be read: {reason}"
+            raise DataError(msg) from error
+        columns: list[str] = rows.column_names
+        if field not in columns and not (field == "messages" and _is_conversation(columns)):
+            msg = f"data.field={field!r} is no column of {name}; there are: {', '.join(columns)}"
+            remedies = ["data=chat"] if _is_conversation(columns) else []
+            remedies += [f"data.field={column}" for column in columns]
+            raise DataError("\n".join([msg, *(f"  try: {remedy}" for remedy in remedies[:3])]))
+        opened.append((name, rows))
+    return opened
+
+
+def _open(kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
+    """Open a source; `datasets` reads data only, and runs no code of a dataset's repository."""
+    import datasets
+
+    if kind == "pydoc":
+        from pydoc_data.topics import topics
+
+        return datasets.Dataset.from_dict({field: [text for _, text in sorted(topics.items())]})
+    if kind == "hub":
+        part: Any = HUB.fullmatch(names[0])
+        subset = [part["subset"]] if part["subset"] else []
+        return datasets.load_dataset(
+            part["name"], *subset, revision=part["revision"], split=part["split"] or "train"
         )
-        return DataLoader(self._rows[split], batch_size=batch_size, sampler=sampler, collate_fn=collate)
+    if kind == "saved":
+        saved = datasets.load_from_disk(names[0])
+        if isinstance(saved, datasets.DatasetDict) and "train" not in saved:
+            msg = f"it has no split 'train'; there are: {', '.join(map(str, saved))}"
+            raise ValueError(msg)
+        return saved["train"] if isinstance(saved, datasets.DatasetDict) else saved
+    options: dict[str, Any] = {
+        "data_files": names,
+        "split": "train",
+        "cache_dir": str(cache_dir / "datasets"),
+    }
+    if kind == "text":
+        # Without the byte order mark of some editors; a file is one document.
+        options |= {"sample_by": "document", "encoding": "utf-8-sig"}
+        rows = datasets.load_dataset(kind, **options)
+        return rows.rename_column("text", field) if field != "text" else rows
+    return datasets.load_dataset(kind, **options)
 
-    def _chunks(self, split: str, worker: int, num_workers: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield a worker's chunks of a split; in each of the first ten the first documents validate."""
-        turns: dict[str, int] = {"first": worker, "every": num_workers}
-        chunks = tokenize(self.sources, self.field, self.training_tokenizer, **turns)
-        for number, chunk in zip(itertools.count(worker, num_workers), chunks, strict=False):
-            num_val = 0
-            if self.val_fraction and number < 10:
-                num_val = max(1, round(self.val_fraction * len(chunk)))
-            elif split == "val":
-                return
-            part = chunk.slice(0, num_val) if split == "val" else chunk.slice(num_val)
-            if len(part):
-                yield part
 
-    def _rows_of_chunk(self, documents: Any) -> TokenRows:
-        pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
-        return pieces.rows(pieces.pieces, self.training_tokenizer.pad_id)
+def _is_conversation(columns: Sequence[str]) -> bool:
+    """Return whether rows have the columns of `messages`, ShareGPT or Alpaca."""
+    return "messages" in columns or "conversations" in columns or {"instruction", "output"} <= {*columns}
+
+
+def read_documents(opened: Sequence[tuple[str, Any]], field: str) -> Iterator[tuple[str | Turns, str]]:
+    """Yield each document, a text or a conversation, and where it is from.
+
+    Raises:
+        DataError: A row has neither.
+    """
+    for name, rows in opened:
+        for number, row in enumerate(rows, start=1):
+            location = f"{name}, row {number}"
+            content: Any = row.get(field)
+            if content is None and field == "messages":
+                content = _conversation(row, location)
+            strings: list[Any] = [content]
+            if isinstance(content, list) and all(isinstance(turn, dict) for turn in content):
+                # Other keys of a turn are not trained on.
+                content = [{key: turn.get(key) for key in ("role", "content")} for turn in content]
+                strings = [text for turn in content for text in turn.values()]
+            if not all(isinstance(text, str) for text in strings):
+                value = repr(row.get(field))[:60]
+                msg = f"{location}: {field!r} is neither a text nor a list of {{role, content}}: {value}"
+                raise DataError(msg)
+            document: Any = content
+            yield document, location
+
+
+def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]] | None:
+    r"""Return the turns of a row of ShareGPT or Alpaca; None if it is of neither.
+
+    Example:
+        >>> _conversation({"instruction": "Add.", "input": "1 2", "output": "3"}, "a.json, row 1")[0]
+        {'role': 'user', 'content': 'Add.\n\n1 2'}
+    """
+    turns: list[dict[str, Any]] = []
+    if row.get("system"):
+        turns.append({"role": "system", "content": row["system"]})
+    if row.get("instruction") is not None and row.get("output") is not None:
+        asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
+        pairs = [*(row.get("history") or []), (asked, row["output"])]
+        for question, answer in pairs:
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return turns
+    if row.get("conversations") is None:
+        return None
+    for turn in row["conversations"]:
+        role = SHAREGPT_ROLES.get(turn.get("from"))
+        if role is None:
+            known = ", ".join(SHAREGPT_ROLES)
+            msg = f"{location}: a turn is from {turn.get('from')!r}: expected one of {known}"
+            raise DataError(msg)
+        if role == "system":  # the conversation's own prompt stands for the row's
+            turns.clear()
+        turns.append({"role": role, "content": turn.get("value")})
+    return turns
+
+
+def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTokenizer) -> dict[str, Tensor]:
+    """Return the fields of `Documents`.
+
+    Raises:
+        DataError: There is no document, or a conversation without an answer; the message names its row.
+    """
+    tokens: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.bool_]] = []
+    is_chat: list[bool] = []
+    for chunk in iter(lambda: list(itertools.islice(documents, CHUNK)), []):
+        of_texts = iter(tokenizer.encode_texts([text for text, _ in chunk if isinstance(text, str)]))
+        for content, location in chunk:
+            if isinstance(content, str):
+                ids = next(of_texts)
+                is_target = [True] * len(ids)
+            else:
+                try:
+                    ids, is_target = tokenizer.encode_chat(content)
+                except ValueError as error:
+                    msg = f"{location}: {error}"
+                    raise DataError(msg) from error
+            tokens.append(np.asarray(ids, dtype=np.int32))
+            masks.append(np.asarray(is_target, dtype=bool))
+            is_chat.append(not isinstance(content, str))
+    if not tokens:
+        msg = "data.paths: there is no document"
+        raise DataError(msg)
+    # Behind a document a target is assumed, so that there is one.
+    first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
+    arrays = {
+        "tokens": np.concatenate(tokens),
+        "is_target": np.concatenate(masks),
+        "ends": np.cumsum([len(ids) for ids in tokens]),
+        "first_target": np.asarray(first_target),
+        "is_chat": np.asarray(is_chat),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -42,9 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed from", "ignore:Your `IterableDataset` has"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 on torch 2.13
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs save nothing
-    pytest.mark.filterwarnings(
-        "ignore:You're resuming from a checkpoint that ended before"
-    ),  # stock Lightning
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),  # stock Lightning
 ]
 NUM_SAMPLES = 12
 
@@ -53,11 +51,8 @@ class Samples(Dataset[Tensor]):
     """Samples that know their index; they draw from all generators if asked to."""
 
     def __init__(self, length: int = NUM_SAMPLES, *, draws: bool = False) -> None:
-        self.length, self.draws, self.loaded = (
-            length,
-            draws,
-            torch.zeros(1, dtype=torch.int64).share_memory_(),
-        )
+        self.length, self.draws = length, draws
+        self.loaded = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
         return self.length
@@ -176,15 +171,16 @@ def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywor
     model = Dropping(asks_for_steps=keywords.pop("asks_for_steps", False))
     validation = keywords.pop("validation", None)
     is_saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    settings = {
-        "enable_checkpointing": is_saving,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 3,
-        "max_steps": -1,
-    }
+    settings = {"enable_checkpointing": is_saving, "num_sanity_val_steps": 0}
+    settings |= {"max_epochs": 3, "max_steps": -1}
     trainer = make_trainer(callbacks=list(callbacks), **(settings | keywords))
     trainer.fit(model, loader, validation, ckpt_path=ckpt)
     return model
+
+
+def assert_continues(resumed: Dropping, whole: Dropping, step: int) -> None:
+    assert resumed.seen == whole.seen[step:]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
 def save_in(folder: Path) -> ModelCheckpoint:
@@ -286,11 +282,9 @@ def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        *(("plain", 2), ("generator", 8), ("list of loaders that draw", 6), ("stream", 8)),
-        *(pytest.param("plain", first, marks=pytest.mark.slow) for first in (6, 8)),
-        *(pytest.param("generator", first, marks=pytest.mark.slow) for first in (2, 6)),
-        *(pytest.param("list of loaders that draw", first, marks=pytest.mark.slow) for first in (2, 8)),
-        *(pytest.param("stream", first, marks=pytest.mark.slow) for first in (2, 6)),
+        pytest.param(name, first, marks=[] if first == quick else [pytest.mark.slow])
+        for name, quick in {"plain": 2, "generator": 8, "list of loaders that draw": 6, "stream": 8}.items()
+        for first in (2, 6, 8)
     ],
 )
 def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> None:
@@ -300,9 +294,7 @@ def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> 
     second = checkpoints(tmp_path / "second")
     assert len(second) == 18 - first
     for step, path in enumerate(second, start=first + 1):
-        resumed = fit(make(), ExactResume(), ckpt=path)
-        assert whole.seen[step:] == resumed.seen
-        assert torch.equal(whole.layer.weight, resumed.layer.weight)
+        assert_continues(fit(make(), ExactResume(), ckpt=path), whole, step)
 
 
 @pytest.mark.parametrize("first", [4, 6])
@@ -315,21 +307,25 @@ def test_a_run_that_fails_before_its_first_batch_saves_the_position_that_it_was_
     with pytest.raises(ZeroDivisionError):
         fit(shuffled(), ExactResume(), saver, LambdaCallback(on_train_start=lambda *_: 1 // 0), ckpt=path)
     resumed = fit(shuffled(), ExactResume(), ckpt=tmp_path / "failed" / "failed.ckpt")
-    assert whole.seen[first:] == resumed.seen
-    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+    assert_continues(resumed, whole, first)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (functools.partial(shuffled, shuffle=None, sampler=Late()), "the sampler draws random numbers"),
-        (
-            lambda: LateLoader(Samples(), batch_size=2, shuffle=True),
-            "the loader begins a pass with",
+        (lambda: LateLoader(Samples(), batch_size=2, shuffle=True), "the loader begins a pass with"),
+        (lambda: DataLoader(Stream(draws=True), batch_size=2), "samples without indices draw random numbers"),
+        pytest.param(
+            functools.partial(shuffled, num_workers=1, persistent_workers=True),
+            "persistent workers do not keep",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_what_cannot_be_repeated_is_said(make: Callable[[], Any], said: str, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_repeated_is_not_called_exact(
+    make: Callable[[], Any], said: str, tmp_path: Path
+) -> None:
     fit(make(), ExactResume(), save_in(tmp_path), max_epochs=1)
     resume = ExactResume()
     fit(make(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
@@ -365,9 +361,7 @@ def test_a_state_of_a_loader_before_its_first_batch() -> None:
 def test_one_resume_point_with_workers(tmp_path: Path) -> None:
     make, _ = CASES["workers that draw"]
     whole = fit(make(), ExactResume(), save_in(tmp_path), max_epochs=2)
-    resumed = fit(make(), ExactResume(), ckpt=tmp_path / "step=8.ckpt", max_epochs=2)
-    assert whole.seen[8:] == resumed.seen
-    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+    assert_continues(fit(make(), ExactResume(), ckpt=tmp_path / "step=8.ckpt", max_epochs=2), whole, 8)
 
 
 @pytest.mark.parametrize(
@@ -386,68 +380,40 @@ def test_stock_lightning_repeats_an_epoch_in_silence_and_we_do_not(tmp_path: Pat
     at_end = tmp_path / "stock" / "step=6.ckpt"
     stock = fit(shuffled(), ckpt=at_end)
     assert stock.seen[:6] == whole.seen[:6] != whole.seen[6:12]  # epoch 0's order again
-    whole = fit(shuffled(), ExactResume(), save_in(tmp_path / "ours"))
-    ours = fit(shuffled(), ExactResume(), ckpt=tmp_path / "ours" / "step=6.ckpt")
-    assert ours.seen == whole.seen[6:]
-
-
-def test_the_run_of_a_checkpoint_of_stock_lightning_says_that_it_is_not_exact(tmp_path: Path) -> None:
-    fit(shuffled(), save_in(tmp_path), max_epochs=1)
     resume = ExactResume()
-    fit(shuffled(), resume, ckpt=tmp_path / "step=2.ckpt")
-    assert "resumed at step 2: not exact: the checkpoint has neither" in resume.outcome().did
+    fit(shuffled(), resume, ckpt=at_end)
+    assert "not exact: the checkpoint has neither" in resume.outcome().did
     assert not resume.outcome().effective
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_skipped_batches_are_not_loaded(num_workers: int, tmp_path: Path) -> None:
-    fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
-    data, resume = Samples(), ExactResume(workers="fast")
-    loader = shuffled(data, num_workers=num_workers)
-    fit(loader, resume, ckpt=tmp_path / "step=4.ckpt", max_epochs=1)
-    assert int(data.loaded) == 4
-    said = "augmentation in workers differs until the epoch's end" in resume.outcome().did
-    assert said == (num_workers > 0)
+@pytest.mark.parametrize(("workers", "num_workers"), [("fast", 0), ("fast", 2), ("replay", 1)])
+def test_batches_are_loaded_again_only_where_workers_replay(
+    workers: Any, num_workers: int, tmp_path: Path
+) -> None:
+    fit(shuffled(num_workers=num_workers), ExactResume(), save_in(tmp_path), max_epochs=1)
+    data, resume = Samples(), ExactResume(workers=workers)
+    fit(shuffled(data, num_workers=num_workers), resume, ckpt=tmp_path / "step=4.ckpt", max_epochs=1)
+    assert int(data.loaded) == (NUM_SAMPLES if workers == "replay" else 4)
+    did = resume.outcome().did
+    assert ("loaded 4 batches again" in did) == (workers == "replay")
+    assert ("not exact: augmentation in workers" in did) == (workers == "fast" and num_workers > 0)
 
 
-def test_loaders_that_are_made_anew_each_epoch_are_exact_in_mid_epoch_alone(tmp_path: Path) -> None:
+def test_loaders_that_are_made_again_each_epoch_are_exact_only_within_it(tmp_path: Path) -> None:
     keywords = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     whole = fit(shuffled(), ExactResume(), save_in(tmp_path), **keywords)
     resume = ExactResume()
     assert fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", **keywords).seen == whole.seen[8:]
     assert "order and random states as saved" in resume.outcome().did
     fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", **keywords)
-    assert "not exact: loaders that are made anew for an epoch draw another order" in resume.outcome().did
-
-
-def test_batches_of_workers_that_are_loaded_again_are_counted(tmp_path: Path) -> None:
-    fit(shuffled(num_workers=1), ExactResume(), save_in(tmp_path), max_epochs=1)
-    resume = ExactResume()
-    fit(
-        shuffled(num_workers=1),
-        resume,
-        ckpt=tmp_path / "step=4.ckpt",
-        max_epochs=1,
-        enable_checkpointing=False,
-    )
-    assert "order and random states as saved; loaded 4 batches again in" in resume.outcome().did
-
-
-def test_a_stream_that_draws_while_it_is_read_is_not_called_exact(tmp_path: Path) -> None:
-    def loader() -> DataLoader[Tensor]:
-        return DataLoader(Stream(draws=True), batch_size=2)
-
-    fit(loader(), ExactResume(), save_in(tmp_path), max_epochs=1)
-    resume = ExactResume()
-    fit(loader(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
-    assert "not exact: samples without indices draw random numbers in this process" in resume.outcome().did
+    assert "not exact: loaders that are made anew" in resume.outcome().did
 
 
 @pytest.mark.parametrize("make", [lambda: shuffled(Samples(14)), functools.partial(shuffled, batch_size=3)])
 def test_changed_data_is_refused_in_the_middle_of_an_epoch(make: Callable[[], Any], tmp_path: Path) -> None:
     fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
     middle = tmp_path / "step=4.ckpt"
-    with pytest.raises(ConfigError, match=r"expected (12|2) samples.* and not (14|3)\n.*changed_data"):
+    with pytest.raises(ConfigError, match="changed_data"):
         fit(make(), ExactResume(), ckpt=middle)
     assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle).seen
     assert fit(make(), ExactResume(), ckpt=tmp_path / "step=6.ckpt").seen
@@ -516,49 +482,41 @@ def test_all_generators_come_back_and_so_does_the_second_number_of_a_pair() -> N
     assert draw() == first
 
 
+def passes(loader: Any, count: int) -> list[list[float]]:
+    return numbers(itertools.chain.from_iterable(loader for _ in range(count)))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [0, 1, 5, 6])
-def test_a_loader_of_a_loop_of_ones_own(num_workers: int, num_batches: int) -> None:
-    def run(loader: Any, epochs: int) -> list[list[float]]:
-        return [[*batch[:, 0].tolist(), float(torch.rand(()))] for _ in range(epochs) for batch in loader]
-
+def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
     torch.manual_seed(0)
     loader = resumable(shuffled(num_workers=num_workers))
     iterator = iter(loader)
-    for _ in range(num_batches):
-        next(iterator)
-        torch.rand(())
+    numbers(itertools.islice(iterator, num_batches))
     state = loader.state_dict()
-    rest = [[*batch[:, 0].tolist(), float(torch.rand(()))] for batch in iterator] + run(loader, 1)
+    rest = numbers(iterator) + numbers(loader)
     torch.manual_seed(1)
     other = resumable(shuffled(num_workers=num_workers))
     other.load_state_dict(state)
-    assert run(other, 2) == rest
+    assert passes(other, 2) == rest
 
 
 @pytest.mark.parametrize("num_batches", [2, 6, 8])
 def test_a_loader_under_fabric(num_batches: int) -> None:
-    def begin() -> Any:
+    def begin(seed: int) -> Any:
+        torch.manual_seed(seed)
         return resumable(fabric.setup_dataloaders(shuffled(num_workers=0)))
 
-    def run(loader: Any) -> list[list[float]]:
-        passes = (loader for _ in range(3))
-        return [[*batch[:, 0].tolist(), float(torch.rand(()))] for each in passes for batch in each]
-
     fabric = Fabric(accelerator="cpu", devices=1)
-    torch.manual_seed(0)
-    whole = run(begin())
-    torch.manual_seed(0)
-    loader, saved = begin(), {}
+    whole = passes(begin(0), 3)
+    loader, saved = begin(0), {}
     for number, batch in enumerate(itertools.chain.from_iterable(loader for _ in range(3)), start=1):
-        assert [*batch[:, 0].tolist(), float(torch.rand(()))] == whole[number - 1]
+        assert numbers([batch]) == [whole[number - 1]]
         if number == num_batches:
             saved = loader.state_dict()
-    torch.manual_seed(1)
-    other = begin()
+    other = begin(1)
     other.load_state_dict(saved)
-    rest = run(other)
-    assert rest[: len(whole) - num_batches] == whole[num_batches:]
+    assert passes(other, 3)[: len(whole) - num_batches] == whole[num_batches:]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -602,7 +560,7 @@ def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> N
     loader = other.wrap(other.observe(shuffled()))
     other.resume([one, one])
     assert len(list(loader)) == 5
-    assert "ranks do not share one order: samples of this epoch may be seen again" in other.inexact
+    assert any("ranks do not share one order" in reason for reason in other.inexact)
 
 
 def test_a_checkpoint_of_validation_has_the_states_from_before_it(tmp_path: Path) -> None:
@@ -616,8 +574,7 @@ def test_a_checkpoint_of_validation_has_the_states_from_before_it(tmp_path: Path
     for step in (2, 4, 6, 8, 10):
         ckpt = tmp_path / f"step={step}.ckpt"
         resumed = fit(shuffled(), ExactResume(), validation=VALIDATION(), ckpt=ckpt, **keywords)
-        assert resumed.seen == whole.seen[step:]
-        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+        assert_continues(resumed, whole, step)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -633,9 +590,7 @@ def test_a_run_that_is_stopped_saves_its_position(error: type[BaseException], tm
         fit(shuffled(), ExactResume(), saving, Stops(), max_epochs=2)
     (path,) = tmp_path.glob("*.ckpt")
     resume = ExactResume()
-    resumed = fit(shuffled(), resume, ckpt=path, max_epochs=2)
-    assert resumed.seen == whole.seen[4:]
-    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert_continues(fit(shuffled(), resume, ckpt=path, max_epochs=2), whole, 4)
     assert "order and random states as saved" in resume.outcome().did
 
 
@@ -665,27 +620,12 @@ def test_a_save_that_cannot_be_repeated_says_so(
     assert f"not exact: {said}" in resume.outcome().did
 
 
-@pytest.mark.slow
-def test_persistent_workers_are_exact_in_the_first_epoch_and_never_called_so(tmp_path: Path) -> None:
-    """Those of a new process draw a seed where the old ones drew none."""
-
-    def loader() -> DataLoader[Tensor]:
-        return shuffled(num_workers=1, persistent_workers=True)
-
-    whole, resume = fit(loader(), ExactResume(), save_in(tmp_path), max_epochs=2), ExactResume()
-    resumed = fit(loader(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
-    assert resumed.seen == whole.seen[3:6]
-    assert "not exact: persistent workers do not keep their random states" in resume.outcome().did
-    fit(loader(), resume, ckpt=tmp_path / "step=6.ckpt", max_epochs=2)
-    assert "not exact: persistent workers" in resume.outcome().did
-
-
 def test_a_damaged_position_is_an_error_of_the_checkpoint() -> None:
     run = ResumableRun()
     run.wrap(run.observe(shuffled()))
     packed = position.pack(run.position())
     for damaged in (packed[:20], packed[:4], torch.zeros(64, dtype=torch.uint8)):
-        with pytest.raises(CheckpointError, match="position in the data is damaged"):
+        with pytest.raises(CheckpointError, match="damaged"):
             position.unpack(damaged)
 
 

@@ -18,9 +18,6 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from lightning_eff.data.corpus.documents import SourceDocument, Turns
-from lightning_eff.data.corpus.extra import import_extra
-
 END_OF_BYTES = "<|end|>"
 """The end token, 256, after the 256 bytes."""
 DEFAULT_TEMPLATE = (
@@ -31,6 +28,8 @@ DEFAULT_TEMPLATE = (
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
 
+Turns = list[dict[str, str]]
+"""A conversation: `role` and `content` of each turn."""
 Tokens = tuple[list[int], list[bool]]
 """Tokens, and whether each is a target if there is a token before it."""
 
@@ -44,7 +43,11 @@ class TrainingTokenizer:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        transformers = import_extra("transformers")
+        try:
+            import transformers
+        except ModuleNotFoundError as error:
+            msg = "data/text needs transformers: pip install 'lightning-eff[hf]'"
+            raise ModuleNotFoundError(msg) from error
         if name is None:
             tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_BYTES: 256}
             of_bytes = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
@@ -86,42 +89,26 @@ class TrainingTokenizer:
         facts = [self.tokenizer.to_str(), str(self._hub.chat_template), str(self._hub.special_tokens_map)]
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
-    def encode(self, documents: Sequence[SourceDocument]) -> list[Tokens]:
-        """Return the tokens of each document: texts with an end token, conversations by the template."""
-        texts = [content for content, _ in documents if isinstance(content, str)]
-        encodings = iter(self.tokenizer.encode_batch(texts))  # in parallel
-        encoded: list[Tokens] = []
-        for content, location in documents:
-            if isinstance(content, str):
-                ids = next(encodings).ids
-                if self.eos_id is not None and ids and ids[-1] != self.eos_id:
-                    ids = [*ids, self.eos_id]
-                encoded.append((ids, [True] * len(ids)))
-                continue
-            try:
-                encoded.append(self.encode_chat(content))
-            except ValueError as error:
-                msg = f"{location}: {error}"
-                raise ValueError(msg) from error
-        return encoded
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, with an end token."""
+        encoded = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]  # in parallel
+        if self.eos_id is None:
+            return encoded
+        return [[*ids, self.eos_id] if ids and ids[-1] != self.eos_id else ids for ids in encoded]
 
     def encode_chat(self, turns: Turns) -> Tokens:
-        """Return the tokens of a conversation; what the assistant says are the targets."""
-        from jinja2 import TemplateError
+        """Return the tokens of a conversation; what the assistant says are the targets.
 
+        Raises:
+            ValueError: The assistant says nothing, or the template rejects the conversation.
+        """
         if not any(turn["role"] == ASSISTANT and turn["content"] for turn in turns):
             roles = sorted({turn["role"] for turn in turns})
             msg = f"no turn of the role {ASSISTANT!r} has content, so there is no target; roles: {roles}"
             raise ValueError(msg)
-        try:
-            if not MARKED.search(str(self._hub.chat_template)):
-                return self._encode_by_prefix(turns)
-            made = self._hub.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
-        except TemplateError as error:
-            msg = f"the tokenizer's chat template rejects it: {error}"
-            raise ValueError(msg) from error
-        finally:  # templates write special tokens by their names
-            self.tokenizer.encode_special_tokens = True
+        if not MARKED.search(str(self._hub.chat_template)):
+            return self._encode_by_prefix(turns)
+        made = self._apply(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(made["input_ids"]), [bool(mask) for mask in made["assistant_masks"]]
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -135,19 +122,11 @@ class TrainingTokenizer:
         Raises:
             ValueError: The template rejects it.
         """
-        from jinja2 import TemplateError
-
-        try:
-            made = self._hub.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            msg = f"the tokenizer's chat template rejects it: {error}"
-            raise ValueError(msg) from error
-        finally:
-            self.tokenizer.encode_special_tokens = True
+        made = self._apply(turns, tokenize=True, add_generation_prompt=True, return_dict=True)
         return list(made["input_ids"])
 
     def _encode_by_prefix(self, turns: Turns) -> Tokens:
-        render = functools.partial(self._hub.apply_chat_template, tokenize=False)
+        render = functools.partial(self._apply, tokenize=False)
         full: str = render(turns, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []  # answers, as ranges of characters in `full`
         for index, turn in enumerate(turns):
@@ -161,6 +140,19 @@ class TrainingTokenizer:
                     )
                     raise ValueError(msg)
                 spans.append((len(before), len(after)))
-        self.tokenizer.encode_special_tokens = False
+        self.tokenizer.encode_special_tokens = False  # templates write special tokens by their names
         made = self.tokenizer.encode(full, add_special_tokens=False)
+        self.tokenizer.encode_special_tokens = True
         return made.ids, [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
+
+    def _apply(self, turns: Turns, **options: Any) -> Any:
+        """Apply the chat template; an error of its own is a ValueError."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._hub.apply_chat_template(turns, **options)
+        except TemplateError as error:
+            msg = f"the tokenizer's chat template rejects it: {error}"
+            raise ValueError(msg) from error
+        finally:
+            self.tokenizer.encode_special_tokens = True  # transformers has switched it off for the template

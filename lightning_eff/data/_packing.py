@@ -1,0 +1,176 @@
+"""Tokenized documents, and rows of them with labels.
+
+A row is a list of ranges of one array of tokens: a document, several uncut ones, or a section of the stream
+of all documents. Only these ranges are in memory; the tokens are read through a memory map when a row is.
+
+Labels follow Hugging Face's convention: the label of a position is the token at that position, and the model
+compares it with its output one position before.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+IGNORED_TARGET = -100
+"""A label with this value adds nothing to the loss."""
+Packing = bool | Literal["across", "grouped"]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """N tokens of D documents, one after another."""
+
+    tokens: Tensor
+    """[N] int32."""
+    is_target: Tensor
+    """[N] bool: whether the model is to predict the token."""
+    ends: Tensor
+    """[D] int64: where each document ends in `tokens`."""
+    first_target: Tensor
+    """[D] int64: the first target with a token before it, counted from the document's start; its length or
+    more if there is none."""
+    is_chat: Tensor
+    """[D] bool."""
+
+
+class Pieces:
+    """Documents cut into pieces that fit a row, without the documents that have no target."""
+
+    def __init__(self, documents: Documents, *, context_length: int, packing: Packing) -> None:
+        self.documents = documents
+        self.context_length = context_length
+        self.packing: Packing = packing
+        ends = documents.ends.numpy()
+        lengths = np.diff(ends, prepend=0)
+        step = max(1, int(lengths.max())) if packing == "across" else context_length
+        # Of a conversation only the first piece is kept: others would lack the questions.
+        counts = np.where(documents.is_chat.numpy() | (packing is not True), 1, -(-lengths // step))
+        document = np.repeat(np.arange(len(lengths)), counts)
+        start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
+        stop = np.minimum(start + step, lengths[document])
+        # The first token of a piece has no token before it.
+        first_target = documents.first_target.numpy()[document]
+        has_target = np.where(start > 0, stop - start > 1, first_target < stop)
+        begin = (ends - lengths)[document]
+        self.pieces: Integers = np.stack([document, begin + start, begin + stop], axis=1)[has_target]
+        """[P, 3]: document of each piece, and its range of `documents.tokens`."""
+        self.num_cut = int((lengths > step).sum())
+        self.num_lost_tokens = int(np.maximum(lengths - counts * step, 0).sum())
+        self.num_skipped = len(lengths) - len(np.unique(self.pieces[:, 0]))
+
+    def rows(self, pieces: Integers, pad_id: int) -> Rows:
+        """Return rows of some of the pieces; `pad_id` fills them."""
+        ranges = pieces[:, 1:]
+        lengths = ranges[:, 1] - ranges[:, 0]
+        firsts = np.arange(len(ranges))
+        if self.packing == "across":
+            # The stream is cut where a document or a row ends.
+            ends = np.cumsum(lengths)
+            row_starts = np.arange(0, ends[-1], self.context_length)
+            edges = np.union1d(row_starts, ends)
+            piece = np.searchsorted(ends, edges[:-1], side="right")
+            offset = (ranges[:, 1] - ends)[piece]
+            ranges = np.stack([edges[:-1] + offset, edges[1:] + offset], axis=1)
+            firsts = np.searchsorted(edges, row_starts)
+        elif self.packing is True:
+            bins = best_fit_bins(lengths.tolist(), self.context_length)
+            ranges = ranges[[index for each in bins for index in each]]
+            firsts = np.cumsum([0, *(len(each) for each in bins[:-1])])
+        return Rows(self, ranges, firsts, pad_id)
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows as integer tensors by name: `ranges` of tokens in order, and the `firsts` of them, one a row."""
+
+    def __init__(self, source: Pieces, ranges: Integers, firsts: Integers, pad_id: int) -> None:
+        self.source = source
+        self.ranges = ranges
+        self.bounds = np.append(firsts, len(ranges))
+        self.pad_id = pad_id
+        tokens = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
+        self.lengths: Integers = np.diff(tokens[self.bounds])
+        """Tokens of each row."""
+        self.padding_fraction = 1.0 - float(self.lengths.sum()) / (len(self) * source.context_length)
+        """Fraction of the positions of packed rows that hold no token."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            msg = f"row {index} of {len(self)}"
+            raise IndexError(msg)
+        documents, packing = self.source.documents, self.source.packing
+        ranges = self.ranges[self.bounds[index] : self.bounds[index + 1]].tolist()
+        ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()
+        is_target = torch.cat([documents.is_target[start:stop] for start, stop in ranges])
+        lengths = torch.tensor([stop - start for start, stop in ranges])
+        # The first token of a document has no token before it; in a stream, that of a row.
+        starts = lengths.cumsum(0) - lengths
+        is_target[starts if packing is True else 0] = False
+        row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}
+        room = self.source.context_length - len(ids) if packing in (True, "across") else 0
+        if packing is True:  # positions begin at 0 with each document, and with the padding
+            positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
+            row["position_ids"] = torch.cat([positions, torch.arange(room)])
+        for name, value in (("input_ids", self.pad_id), ("labels", IGNORED_TARGET)):
+            row[name] = torch.nn.functional.pad(row[name], (0, room), value=value)
+        return row
+
+
+def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
+    """Return a batch as long as its longest document, padded on the right and masked there.
+
+    Example:
+        >>> samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, 2])}]
+        >>> collate_padded(samples, 0)["labels"]
+        tensor([[-100,    2]])
+    """
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return {
+        "input_ids": pad([sample["input_ids"] for sample in samples], padding_value=pad_id),
+        "labels": pad([sample["labels"] for sample in samples], padding_value=IGNORED_TARGET),
+        "attention_mask": pad([torch.ones_like(sample["input_ids"]) for sample in samples]),
+    }
+
+
+def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the indices of the items in each bin: longest first, each into the fullest bin with room for it.
+
+    Example:
+        >>> best_fit_bins([2, 5, 3, 1], 6)
+        [[1], [2, 0, 3]]
+    """
+    bins: list[list[int]] = []
+    bins_by_room: dict[int, list[int]] = {}  # bins with this many tokens left
+    rooms: list[int] = []  # the keys of bins_by_room, sorted
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        position = bisect.bisect_left(rooms, lengths[index])
+        if position == len(rooms):
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        else:
+            room = rooms[position]
+            chosen = bins_by_room[room].pop()
+            if not bins_by_room[room]:
+                del bins_by_room[room], rooms[position]
+        bins[chosen].append(index)
+        room -= lengths[index]
+        if room not in bins_by_room:
+            bins_by_room[room] = []
+            bisect.insort(rooms, room)
+        bins_by_room[room].append(chosen)
+    return bins
