@@ -36,8 +36,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from lightning_eff.callbacks._attention.isolation import refuse_joined_documents
-from lightning_eff.callbacks._attention.packed import NAME, PackedAttention, switched, why_not_varlen
+from lightning_eff.callbacks._packed_attention import (
+    NAME,
+    PackedAttention,
+    reject_joined_documents,
+    switched,
+    why_not_varlen,
+)
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.attention_backends import (
     ASK_FOR_SDPA,
@@ -169,7 +174,7 @@ class Attention(Managed):
             self._pack(model, dtype, is_compiled=is_compiled(pl_module))
             # The compiler would trace the hook.
             for part in [] if is_compiled(pl_module) else _called_by_users(model):
-                hook = part.register_forward_hook(refuse_joined_documents, with_kwargs=True)
+                hook = part.register_forward_hook(reject_joined_documents, with_kwargs=True)
                 self.cleanup.callback(hook.remove)
         # The compiler would trace the check, and compile again without it.
         self._is_checked = not is_compiled(pl_module)
