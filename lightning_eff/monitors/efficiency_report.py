@@ -46,10 +46,9 @@ from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import files, summary
-from lightning_eff.report.history import Validation
+from lightning_eff.report.history import Losses, Validation
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
-from lightning_eff.report.losses import Losses
 from lightning_eff.report.meter import Meter
 from lightning_eff.report.page import notebook_frame
 

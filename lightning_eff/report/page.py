@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.core.text import human_bytes
+from lightning_eff.report.history import Point
 from lightning_eff.report.html import (
     BASELINE_COLOR,
     NUM_COLORS,
     Chart,
-    Point,
     Series,
     byte_unit,
     histogram,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
-from lightning_eff.report.html import Series, histogram, line_chart, scatter_chart, stacked_chart
+from lightning_eff.report.html import histogram, scatter_chart, stacked_chart
 from lightning_eff.report.recording import CATEGORIES
 from tests.support.reports import MEMORY, TIMELINE, Reader, make_page
 
@@ -89,17 +89,6 @@ def test_without_anything_to_show_there_is_no_chart() -> None:
     )
     assert "svg" not in Reader(text).tags
     assert "Memory at the peak" not in text
-
-
-def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
-    times = [(index, 0.1) for index in range(10_007)]
-    times[7_654] = (7_654, 0.5)
-    drawn = points(line_chart("a", "b", [Series("c", times)], "batch", "ms", lowest=0.0).svg)
-    assert 120 <= len(drawn) <= 240
-    top = min(y for _, y in drawn)
-    ((x, _),) = (point for point in drawn if point[1] == top)
-    right = max(x for x, _ in drawn)
-    assert x == pytest.approx(right * 7_654 / 10_006, abs=0.5)
 
 
 def test_areas_are_stacked() -> None:
