@@ -347,11 +347,20 @@ def test_a_model_that_does_not_pack_is_left_as_it_was() -> None:
 
 
 LEFT = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
-CALL: dict[str, Any] = {
-    "input_ids": torch.zeros_like(PACKED),
-    "position_ids": PACKED,
-    "use_cache": False,
-}
+CALL: dict[str, Any] = {"input_ids": torch.zeros_like(PACKED), "position_ids": PACKED, "use_cache": False}
+
+
+class Packed(Net):
+    """Calls a model of transformers, or the one without its head, on packed rows."""
+
+    def __init__(self, model: Any, *, is_inner: bool = False, **changes: Any) -> None:
+        super().__init__()
+        self.model, self.is_inner, self.call = model, is_inner, CALL | changes
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        called = self.model.model if self.is_inner else self.model
+        return called(**self.call)[0].mean()
 
 
 @pytest.mark.parametrize(
@@ -359,6 +368,7 @@ CALL: dict[str, Any] = {
     [
         ({}, ""),
         ({"use_cache": None}, r"a cache(.|\n)*model\.config\.use_cache = False"),
+        ({"use_cache": None, "is_inner": True}, "a cache"),
         ({"attention_mask": torch.ones(2, 10, dtype=torch.long)}, "an attention_mask"),
         ({"attention_mask": torch.ones(2, 1, 10, 10).bool().tril()}, ""),
         ({"use_cache": True, "position_ids": torch.arange(10)[None]}, ""),
@@ -366,23 +376,11 @@ CALL: dict[str, Any] = {
         ({"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).where(LEFT.bool(), 1)}, ""),
     ],
 )
-@pytest.mark.parametrize("is_inner", [False, True])
-def test_documents_that_transformers_would_join_are_rejected(
-    changes: dict[str, Any], rejected: str, is_inner: bool
-) -> None:
+def test_documents_that_transformers_would_join_are_rejected(changes: dict[str, Any], rejected: str) -> None:
     model = hf_model("Llama")
-
-    class Packed(Net):
-        @override
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            called = self.model.model if is_inner else self.model
-            return called(**CALL | changes)[0].mean()
-
-    net = Packed()
-    net.model = model
     trainer = pl.Trainer(callbacks=[Attention(backend="flash")], **QUIET)
     with pytest.raises(ConflictError, match=rejected) if rejected else nullcontext():
-        trainer.fit(net)
+        trainer.fit(Packed(model, **changes))
     assert not model._forward_hooks
     assert not model.model._forward_hooks
 
@@ -399,14 +397,7 @@ def test_what_the_kernel_lacks_is_rejected_with_the_remedy() -> None:
 def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
     model = hf_model("Llama")
     reason = why_not_varlen(model, torch.device("cpu"), torch.bfloat16)
-
-    class Packed(Net):
-        @override
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return model(**CALL).logits.mean()
-
-    net = Packed()
-    net.model = model
+    net = Packed(model)
     with pytest.warns(NoEffectWarning, match=f"dense mask: {reason}"):
         pl.Trainer(callbacks=[Attention()], **QUIET).fit(net)
     for packing in ("varlen", "flex"):

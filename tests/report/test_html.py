@@ -25,15 +25,6 @@ def points(svg: str) -> list[tuple[float, float]]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def test_html_in_values_is_escaped_everywhere() -> None:
-    harmless, hostile = Reader(make_page()), Reader(make_page(HOSTILE))
-    assert hostile.tags == harmless.tags
-    assert hostile.attributes == harmless.attributes
-    assert HOSTILE not in make_page(HOSTILE)
-    # Title, heading, verdict, four cells (one with key and value), environment, command, config.
-    assert "".join(hostile.text).count(HOSTILE) == 2 + 1 + 5 + 2 + 1 + 1
-
-
 def everything(word: str) -> dict[str, Any]:
     """Return the keys of a report that make charts, tables and sections, with a word for each text."""
     line = [[1, 4.0], [2, 3.0]]
@@ -57,8 +48,8 @@ def test_hostile_names_are_escaped_in_every_chart_table_and_section() -> None:
     assert hostile.tags == harmless.tags
     assert {name for name, _ in hostile.attributes} == {name for name, _ in harmless.attributes}
     assert HOSTILE not in pages[1]
+    assert "".join(hostile.text).count(HOSTILE) > 20, "it is there, as text"
     assert harmless.tags.count("figure") == 9
-    assert max(map(len, pages)) < 50_000
     dots = scatter_chart("a", "b", {HOSTILE: (1.0, 1.0), "x": (2.0, 0.5)}, "x", HOSTILE, HOSTILE).svg
     assert {*Reader(dots).tags} == {"svg", "g", "rect", "text", "line", "circle"}
 
