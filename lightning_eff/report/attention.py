@@ -147,7 +147,7 @@ class AttentionWatch:
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Look at an operation that `__torch_dispatch__` got, with its result; an error ends the looking."""
         self._is_done = self._is_done or in_backward()
-        # The compiler runs a graph's operations once while it traces them.
+        # Under DDP the calls that the compiler makes while it traces come here too.
         if self._is_done or TracingContext.try_get() is not None:
             return
         try:

@@ -138,6 +138,14 @@ def test_nothing_lives_longer_for_being_looked_at() -> None:
     assert (row.score_bytes, row.reason) == (0, "math was selected")
 
 
+def test_scores_of_the_shape_of_queries_are_counted_once() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+    (row,) = rows_of(lambda: attend(attend(torch.randn(2, 8, 8, requires_grad=True))))
+    assert (row.backend, row.calls) == ("softmax", 2)
+
+
 def test_what_is_no_attention_is_left_out() -> None:
     x = torch.randn(4, 8, 16, requires_grad=True)
     assert rows_of(lambda: (x @ torch.randn(4, 16, 8)).softmax(-1)) == [], "a classifier of tokens"
