@@ -179,7 +179,7 @@ class PackedAttention:
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
-            raise _refusal(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
+            raise _rejection(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
         return self._compute(query, key, value, documents, scale=scaling, window_size=window), None
 
     def _compute(
@@ -207,13 +207,13 @@ class PackedAttention:
         A mask is compared once for a kind of layer, and again where a document is longer: a window shows in
         none that fits into it.
         """
-        refused = [name for name in NOT_COMPUTED if given.get(name) is not None]
-        if refused:
-            raise _refusal(module, ", ".join(refused))
+        rejected = [name for name in NOT_COMPUTED if given.get(name) is not None]
+        if rejected:
+            raise _rejection(module, ", ".join(rejected))
         kind = type(module), window
         if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
-                raise _refusal(module, "a mask of its own", "use_cache=False in the model's call")
+                raise _rejection(module, "a mask of its own", "use_cache=False in the model's call")
             self._checked[kind] = documents.longest
 
 
@@ -242,7 +242,7 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def _refusal(module: nn.Module, what: str, *remedies: str) -> ConflictError:
+def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
     text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
     tries = [f"\n  try: {each}" for each in (*remedies, "callbacks.attention.packing=dense")]
     return ConflictError(text + "".join(tries))

@@ -97,14 +97,14 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     def check(
         query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
     ) -> Tensor:
-        if query.is_nested:  # which has rules of its own
+        if query.is_nested:  # which has other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
         choice = choose(call, capability, enabled=switched_on())
         if names and choice.backend not in names:
             allowed = choose(call, capability, enabled=(*names, "math"))
             if allowed.backend not in names:
-                reasons = "; ".join(f"{key} refuses it ({why})" for key, why in allowed.refused.items())
+                reasons = "; ".join(f"{key} rejects it ({why})" for key, why in allowed.refused.items())
                 text = (
                     f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}\n"
                     f"  try: {remedy(call, allowed) or 'a backend of another name'}\n"
@@ -194,7 +194,7 @@ class Attention(Managed):
     ) -> None:
         if self._names and NO_KERNEL in str(exception):
             names = ", ".join(self._names)
-            exception.add_note(f"attention may be computed by {names} alone, and no call was refused before")
+            exception.add_note(f"attention may be computed by {names} alone, and no call was rejected before")
             exception.add_note(f"  try: dropout 0.0 and no mask in this call\n  try: {NO_BACKEND}")
         super().on_exception(trainer, pl_module, exception)
 

@@ -23,7 +23,7 @@ from lightning_eff.report.history import Point, thinned
 WIDTH, HEIGHT = 480, 240
 """Of a chart, in units of its view box: a column of the page, in which 14 units are a readable letter."""
 LABEL_WIDTH, LABEL_HEIGHT, NAME_LENGTH = 200, 17, 24
-"""Of the names beside a scatter's dots, in the same units, and the characters of a name."""
+"""Of the names next to a scatter's dots, in the same units, and the characters of a name."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NUM_COLORS = 7
 BASELINE_COLOR = 1
@@ -133,7 +133,7 @@ def stacked_chart(
 def scatter_chart(
     title: str, caption: str, points: Mapping[str, Point], baseline: str, x_name: str, y_name: str
 ) -> Chart:
-    """Return a dot for each name, with the names beside the chart and a line from each to its dot."""
+    """Return a dot for each name, with the names next to the chart and a line from each to its dot."""
     chart = leather.Chart()
     for add_scale, values in zip(
         (chart.add_x_scale, chart.add_y_scale), zip(*points.values(), strict=True), strict=True
@@ -181,7 +181,7 @@ class _Path(leather.Line):
 
 
 class _NamedDots(leather.Dots):
-    """Dots whose names stand beside the chart, one below the other."""
+    """Dots whose names stand next to the chart, one below the other."""
 
     def __init__(self, names: Sequence[str], baseline: str) -> None:
         # The baseline's is larger: others are often in front of it.
@@ -229,7 +229,7 @@ def _inline(chart: leather.Chart, height: int, *, top: int = 14, right: int = 0)
         chart: With axes and series.
         height: Of the chart with its margins, which are mostly cut off.
         top: Where the view begins.
-        right: Width of what stands beside the chart.
+        right: Width of what stands next to the chart.
     """
     drawn = svg.stringify(chart.to_svg_group(WIDTH, height))
     return f'<svg viewBox="16 {top} {WIDTH + right - 12} {height - 16 - top}">{drawn}</svg>'

@@ -1,4 +1,4 @@
-"""Show an efficiency report as one HTML page: a verdict, figures, charts the baseline's beside, tables."""
+"""Show an efficiency report as one HTML page: a verdict, figures, charts with the baseline's, tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def report_page(report: Mapping[str, Any], config: str = "") -> str:
 
 
 def notebook_frame(report: Mapping[str, Any]) -> str:
-    """Return the page as an element of a notebook, in a frame of its own so that its style stays there."""
+    """Return the page as an element of a notebook, in a frame, so that its style stays there."""
     page = html.escape(report_page(report))
     return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: 45rem; border: 0"></iframe>'
 
