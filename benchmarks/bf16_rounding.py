@@ -67,7 +67,6 @@ def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -
         "of_float32": validation / base["metrics"]["val_loss"],
         "training_loss": training,
         "training_of_float32": training / last(base["losses"]),
-        "unmoved": report["unmoved"].get("fraction"),
         "state_bytes": report["measured"]["optimizer_state_bytes"],
         "peak_bytes": report["measured"]["peak_bytes"],
         "curve": [round(loss, 5) for _, loss in report["losses"]],
@@ -78,12 +77,11 @@ def table(content: dict[str, Any]) -> str:
     """Return a row for each run, and its training loss as means over some steps each."""
     rows = content["rows"]
     head = ["run", "seed", "validation loss", "of float32", f"training, last {LAST}", "of float32"]
-    head += ["unmoved", "state MiB", "peak MiB"]
+    head += ["state MiB", "peak MiB"]
     cells = [
         [
             row["run"], str(row["seed"]), f"{row['validation_loss']:.4f}", f"{row['of_float32']:.4f}",
             f"{row['training_loss']:.4f}", f"{row['training_of_float32']:.4f}",
-            "-" if row["unmoved"] is None else f"{row['unmoved']:.3f}",
             f"{row['state_bytes'] / 2**20:.2f}", f"{row['peak_bytes'] / 2**20:.1f}",
         ]
         for row in rows

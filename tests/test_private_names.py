@@ -98,7 +98,6 @@ NAMES = {
     "_scaled_dot_product_flash_attention_for_cpu_backward _amp_foreach_non_finite_check_and_unscale_",
     "torch._dynamo:config": "recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit",
     "torch._dynamo:exc": "BackendCompilerFailed",
-    "torch._dynamo.output_graph:OutputGraph": "call_user_compiler",
     "torch._dynamo.callback:CallbackTrigger": "DYNAMO",
     "torch._dynamo.callback:callback_handler": "start_callbacks end_callbacks",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",

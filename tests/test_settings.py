@@ -69,7 +69,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (
         PeftAdapter,
         {"target_modules": None},
-        "target_modules=None: expected all-linear, all-conv, or names of layers",
+        "target_modules=None: expected all-linear, or names of layers",
     ),
     (PeftAdapter, {"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
     (PeftAdapter, {"method": "xlora"}, "needs PEFT's own wrapper or training loop"),

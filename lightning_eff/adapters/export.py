@@ -21,7 +21,6 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from lightning_eff.adapters.convolutions import why_not_merged
 from lightning_eff.adapters.inject import (
     ADAPTER_NAME,
     TUNER,
@@ -36,6 +35,7 @@ from lightning_eff.adapters.module_tree import outermost, plain_name, tied_param
 from lightning_eff.adapters.quantized import is_quantized
 from lightning_eff.adapters.targets import exact_targets
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.reach import CONVOLUTIONS
 
 IN_PEFT_MODEL = "base_model.model."
 """Prefix of a model's names in PEFT's wrapper, and so in its files."""
@@ -86,9 +86,15 @@ def merge_adapters(model: nn.Module) -> list[str]:
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
     for name, layer in adapted_layers(model).items():
-        reason = why_not_merged(getattr(layer, "base_layer", layer), method)
+        base = getattr(layer, "base_layer", layer)
+        reason = ""
+        if isinstance(base, CONVOLUTIONS) and method == "lora" and base.groups > 1:
+            reason = f"groups={base.groups}"
+        elif isinstance(base, nn.Conv3d) and method in ("lora", "hira") and base.kernel_size[:2] == (1, 1):
+            # PEFT 0.21 merges it as a Conv2d with a kernel of 1.
+            reason = f"kernel_size={base.kernel_size}"
         if reason:
-            allowed = f"layers that PEFT can merge: {name} is {reason}"
+            allowed = f"layers that PEFT can merge: {name} is a {type(base).__name__} with {reason}"
             raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)

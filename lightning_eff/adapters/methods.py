@@ -18,7 +18,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from lightning_eff.core.arguments import check_value
 from lightning_eff.core.errors import ConfigError, suggest_name
 
-ALL_LINEAR, ALL_CONV = "all-linear", "all-conv"
+ALL_LINEAR = "all-linear"
 Targets = str | Collection[str] | None
 
 CONFIGS = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -110,9 +110,7 @@ def make_config(
         allowed = f"one of PEFT's methods; {suggest_name(method, method_names())}"
         raise ConfigError(key="method", value=method, allowed=UNSUPPORTED.get(method, allowed))
     if targets is None and "target_parameters" not in options:
-        raise ConfigError(
-            key="target_modules", value=None, allowed="all-linear, all-conv, or names of layers"
-        )
+        raise ConfigError(key="target_modules", value=None, allowed="all-linear, or names of layers")
     kind = CONFIGS[method]
     _check_options(kind, options)
     saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save

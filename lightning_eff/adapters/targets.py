@@ -1,13 +1,13 @@
 """The layers that get an adapter: resolve a config's targets in a model, and check them.
 
-PEFT ignores a name that matches no layer as long as another one does; here each name must match. The words
-`all-linear` and `all-conv` may stand beside names.
+PEFT ignores a name that matches no layer as long as another one does; here each name must match. The word
+`all-linear` may be one of several names.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,11 +19,21 @@ from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lightning_eff.adapters.convolutions import ADAPTED, check_convolution, why_not_adapted
-from lightning_eff.adapters.methods import ALL_CONV, ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
+from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import check_module_names, tied_parameters
-from lightning_eff.core.errors import ConfigError, ConflictWarning
-from lightning_eff.core.reach import CONVOLUTIONS, TRANSPOSED
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.reach import CONVOLUTIONS, MAX_NAMES, ends_of_names
+
+ADAPTED_CONVOLUTIONS: dict[str, tuple[type[nn.Module], ...]] = {
+    "lora": CONVOLUTIONS,
+    "hira": CONVOLUTIONS,
+    "loha": (nn.Conv1d, nn.Conv2d),
+    "lokr": (nn.Conv1d, nn.Conv2d),
+    "ia3": (nn.Conv2d, nn.Conv3d),
+    "hra": (nn.Conv2d,),
+    "oft": (nn.Conv2d,),
+}
+"""By method. Other methods adapt none; `ln_tuning` trains any layer in full."""
 
 
 def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module]:
@@ -35,7 +45,7 @@ def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module
     fields: Any = config
     modules = {name: module for name, module in model.named_modules() if name}
     check_module_names("modules_to_save", _names(config, "modules_to_save"), modules)
-    _replace_words(model, config, modules)
+    _replace_all_linear(model, config, modules)
     check_module_names("target_modules", _names(config, "target_modules"), modules)
     check_module_names("options.exclude_modules", _names(config, "exclude_modules"), modules)
     _reject_tied_copies(model, config, modules)
@@ -49,7 +59,7 @@ def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module
         if any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
             allowed = f"layers with a known size: {name} is lazy; run one batch through it in configure_model"
             raise ConfigError(key="target_modules", value=name, allowed=allowed)
-        check_convolution(name, layer, config)
+        _check_convolution(name, layer, config)
     return layers
 
 
@@ -74,45 +84,17 @@ def _names(config: PeftConfig, key: str) -> Collection[str]:
     return () if value is None or isinstance(value, str) else value
 
 
-def _replace_words(model: nn.Module, config: PeftConfig, modules: Mapping[str, nn.Module]) -> None:
-    """Replace `all-linear` and `all-conv` among a config's targets, in place, by names of layers."""
+def _replace_all_linear(model: nn.Module, config: PeftConfig, modules: Mapping[str, nn.Module]) -> None:
+    """Replace `all-linear` among a config's targets, in place, by names of layers."""
     fields: Any = config
     given = fields.target_modules
     asked: Collection[str] = [given] if isinstance(given, str) else given or ()
-    choices = {ALL_LINEAR: _all_linear, ALL_CONV: _all_conv}
-    if not any(word in asked for word in choices):
+    if ALL_LINEAR not in asked:
         return
-    ends = [name for name in asked if name not in choices]
+    ends = [name for name in asked if name != ALL_LINEAR]
     check_module_names("target_modules", ends, modules)
     names = {name for name in modules if any(f".{name}".endswith(f".{end}") for end in ends)}
-    for word, choose in choices.items():
-        names |= choose(model, config) if word in asked else set()
-    fields.target_modules = exact_targets(names, model)
-
-
-def _all_conv(model: nn.Module, config: PeftConfig) -> set[str]:
-    """Return all convolutions that the method can adapt; a warning names the others.
-
-    Warns:
-        ConflictWarning: Some cannot be adapted, and are not excluded by name.
-    """
-    method, excluded = name_of_method(config), _names(config, "exclude_modules")
-    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, CONVOLUTIONS)}
-    reasons = {name: why_not_adapted(layer, method, config) for name, layer in found.items()}
-    names = {name for name, reason in reasons.items() if not reason}
-    left_out = [name for name in found if name not in names]
-    left_out = [n for n in left_out if not any(f".{n}".endswith(f".{end}") for end in excluded)]
-    about = ", ".join(f"{name}: {reasons[name]}" for name in left_out[:4])
-    if not names:
-        is_transposed = any(isinstance(layer, TRANSPOSED) for layer in model.modules())
-        reason = f"{type(model).__name__} has no convolution{' but transposed ones' * is_transposed}"
-        reason += f" that {method} can adapt ({about})" if left_out else ""
-        raise ConfigError(key="target_modules", value=ALL_CONV, allowed=f"names of layers: {reason}")
-    if left_out:
-        count = f"{len(left_out)} of {len(found)} convolutions, which {method} cannot adapt"
-        text = f"PeftAdapter: all-conv leaves out {count} ({about}); exclude_modules in options silences this"
-        warnings.warn(text, ConflictWarning, stacklevel=2)
-    return names
+    fields.target_modules = exact_targets(names | _all_linear(model, config), model)
 
 
 def _all_linear(model: nn.Module, config: PeftConfig) -> set[str]:
@@ -132,11 +114,42 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> set[str]:
         reason = (
             f"{method} is not for linear layers" if names else f"{type(model).__name__} has no linear layer"
         )
-        has_others = method in ADAPTED and any(isinstance(m, CONVOLUTIONS) for m in model.modules())
-        remedies = [f"callbacks.peft_adapter.target_modules={ALL_CONV}"] * has_others
-        allowed = f"names of layers: {reason}"
+        allowed, remedies = f"names of layers: {reason}", list[str]()
+        convolutions = [name for name, layer in model.named_modules() if isinstance(layer, CONVOLUTIONS)]
+        if method in ADAPTED_CONVOLUTIONS and 0 < len(ends := ends_of_names(convolutions)) <= MAX_NAMES:
+            remedies = [f"callbacks.peft_adapter.target_modules=[{','.join(ends)}]"]
         raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed, remedies=remedies)
     return names
+
+
+def _check_convolution(name: str, layer: nn.Module, config: Any) -> None:
+    """Reject a targeted convolution that PEFT 0.21 adapts wrongly, in silence or with an error about shapes.
+
+    LoRA's own convolutions are neither dilated nor padded as the layer's (`padding_mode`), so that the
+    adapter sees other pixels; OFT turns the wrong axes of a kernel, and does not start from the unchanged
+    model.
+    """
+    method = name_of_method(config)
+    if not isinstance(layer, CONVOLUTIONS) or method == "ln_tuning":
+        return
+    is_point = math.prod(layer.kernel_size) == 1
+    is_dilated = not is_point and any(step > 1 for step in layer.dilation)
+    groups, rank = layer.groups, getattr(config, "r", 0)
+    wrong = {
+        "": not isinstance(layer, ADAPTED_CONVOLUTIONS.get(method, ())),
+        f" with padding_mode={layer.padding_mode!r}": method != "ia3" and layer.padding_mode != "zeros",
+        f" with dilation={layer.dilation}": method in ("lora", "hra", "oft") and is_dilated,
+        f" with padding={layer.padding!r}, no number": method == "hra" and isinstance(layer.padding, str),
+        f" with kernel_size={layer.kernel_size}, other than 1": method == "oft" and not is_point,
+        f" with groups={groups}": method in ("hira", "hra", "oft") and groups > 1,
+        f" with groups={groups}, which do not divide r={rank}": method == "lora" and rank % groups > 0,
+    }
+    reasons = [reason for reason, is_wrong in wrong.items() if is_wrong]
+    if reasons:
+        kind = type(layer).__name__
+        allowed = f"layers that PEFT's {method} adapts correctly: {name} is a {kind}{reasons[0]}"
+        remedies = [f"{name} in modules_to_save, to train it in full", "another method"]
+        raise ConfigError(key="target_modules", value=name, allowed=allowed, remedies=remedies)
 
 
 def _reject_tied_copies(model: nn.Module, config: PeftConfig, modules: Mapping[str, nn.Module]) -> None:

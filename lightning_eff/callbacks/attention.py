@@ -36,8 +36,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from lightning_eff.callbacks._attention.isolation import refuse_joined_documents
-from lightning_eff.callbacks._attention.packed import NAME, PackedAttention, switched, why_not_varlen
+from lightning_eff.callbacks._packed_attention import (
+    NAME,
+    PackedAttention,
+    reject_joined_documents,
+    switched,
+    why_not_varlen,
+)
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.attention_backends import (
     ASK_FOR_SDPA,
@@ -92,14 +97,14 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     def check(
         query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
     ) -> Tensor:
-        if query.is_nested:  # which has rules of its own
+        if query.is_nested:  # which has other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
         choice = choose(call, capability, enabled=switched_on())
         if names and choice.backend not in names:
             allowed = choose(call, capability, enabled=(*names, "math"))
             if allowed.backend not in names:
-                reasons = "; ".join(f"{key} refuses it ({why})" for key, why in allowed.refused.items())
+                reasons = "; ".join(f"{key} rejects it ({why})" for key, why in allowed.refused.items())
                 text = (
                     f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}\n"
                     f"  try: {remedy(call, allowed) or 'a backend of another name'}\n"
@@ -169,7 +174,7 @@ class Attention(Managed):
             self._pack(model, dtype, is_compiled=is_compiled(pl_module))
             # The compiler would trace the hook.
             for part in [] if is_compiled(pl_module) else _called_by_users(model):
-                hook = part.register_forward_hook(refuse_joined_documents, with_kwargs=True)
+                hook = part.register_forward_hook(reject_joined_documents, with_kwargs=True)
                 self.cleanup.callback(hook.remove)
         # The compiler would trace the check, and compile again without it.
         self._is_checked = not is_compiled(pl_module)
@@ -189,7 +194,7 @@ class Attention(Managed):
     ) -> None:
         if self._names and NO_KERNEL in str(exception):
             names = ", ".join(self._names)
-            exception.add_note(f"attention may be computed by {names} alone, and no call was refused before")
+            exception.add_note(f"attention may be computed by {names} alone, and no call was rejected before")
             exception.add_note(f"  try: dropout 0.0 and no mask in this call\n  try: {NO_BACKEND}")
         super().on_exception(trainer, pl_module, exception)
 

@@ -3,9 +3,9 @@
 Each targeted layer gets an adapter in place, and all other parameters are frozen. Every method here starts as
 the identity, so the first step sees the unchanged model. Trained parameters, and with them gradients,
 optimizer state and what data parallelism sends, shrink to about 1 % of the model. `all-linear` targets every
-linear layer, the head included unless it is a Hugging Face model's output embedding; `all-conv` every
-convolution, if it is asked for: LoRA, HiRA, LoHa, LoKr, IA3, HRA and OFT adapt some. Checkpoints hold what is
-trained, and a fingerprint of the base, by which another base is rejected.
+linear layer, the head included unless it is a Hugging Face model's output embedding. Convolutions are adapted
+by name; those that PEFT would adapt wrongly are rejected. Checkpoints hold what is trained, and a fingerprint
+of the base, by which another base is rejected.
 
 Why only methods that change layers: those of virtual tokens need PEFT's wrapper around one Hugging Face
 model, and AdaLoRA a loop that allocates ranks between gradients and step.
@@ -110,9 +110,8 @@ class PeftAdapter(Managed):
 
     Args:
         method: PEFT's name of it: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
-        target_modules: `all-linear`, `all-conv` (every convolution that the method can adapt), names of
-            layers or the ends of names, a list of all these, or a regular expression for full names; None
-            only with the option `target_parameters`.
+        target_modules: `all-linear`, names of layers or the ends of names, a list of these, or a regular
+            expression for full names; None only with the option `target_parameters`.
         modules_to_save: Names, or ends of names, of modules that are trained in full, for example a new head.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.

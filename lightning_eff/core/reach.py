@@ -13,7 +13,6 @@ from torch import nn
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FEW = 0.25
 """Fraction of the weight matrices below which a technique that was to reach all has missed the model."""
 MAX_NAMES = 12

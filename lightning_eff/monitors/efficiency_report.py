@@ -4,8 +4,7 @@ Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `
 other files. A run that fails writes them too, with the reason, and again when its last checkpoint is saved.
 All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
 where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
-compiled model is timed and not counted: its operations are not dispatched one by one. Of bfloat16 weights the
-fraction is shown that did not move in the first ten steps, with a warning above one half. In a notebook the
+compiled model is timed and not counted: its operations are not dispatched one by one. In a notebook the
 monitor itself shows the page. Out of memory on CUDA leaves `memory_snapshot.pickle`, every block of the
 allocator; `record_memory_history` adds who allocated it, which slows down every allocation of the run.
 
@@ -14,9 +13,8 @@ The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learn
 (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
 Saves: nothing: it measures.
-Costs: a few Python calls a batch; the first batches run slower while they are counted, and the first ten
-    steps of bfloat16 weights, of which up to 4096 values a tensor are read; with a logger, one pass over the
-    gradients in each step that is logged.
+Costs: a few Python calls a batch; the first batches run slower while they are counted; with a logger, one
+    pass over the gradients in each step that is logged.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
@@ -42,19 +40,17 @@ from lightning_eff.core import allocator, machine, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
-from lightning_eff.core.errors import ConflictWarning, NoEffectWarning, is_out_of_memory, suggest_name
+from lightning_eff.core.errors import NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.log_filters import IS_REPORT
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import files, summary
-from lightning_eff.report.history import Validation
+from lightning_eff.report.history import Losses, Validation
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
-from lightning_eff.report.losses import Losses
 from lightning_eff.report.meter import Meter
 from lightning_eff.report.page import notebook_frame
-from lightning_eff.report.unmoved import NUM_STEPS, Unmoved, UnmovedWeights
 
 
 class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
@@ -70,9 +66,6 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
 
     Raises:
         ConfigError: `num_warmup_batches` is negative, or `baseline` is no report.
-
-    Warns:
-        ConflictWarning: Most bfloat16 weights did not move, because rounding to nearest loses their updates.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[EfficiencyReport()], logger=False, accelerator="cpu")
@@ -102,8 +95,6 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
         self._baseline = files.read_baseline(baseline) if baseline else None
         self._logged: LoggedFigures | None = None
-        self._watch: UnmovedWeights | None = None
-        self._unmoved: Unmoved | None = None
         self._first_step, self._last_step, self._began_s = 0, 0, 0.0
         self._losses, self._validation = Losses(), Validation()
         self._folder = Path()
@@ -145,7 +136,6 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._logged = LoggedFigures(trainer, self.meter)
         if self.record_memory_history:
             allocator.record_history(self.meter.device, is_on=True)
-        self._watch, self._unmoved = UnmovedWeights(trainer.optimizers), None
 
     @override
     def on_train_batch_start(
@@ -171,23 +161,12 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self.meter.end_batch(batch, num_steps=step - self._first_step)
         if self._logged is not None:
             self._logged.end_batch(trainer)
-        if step - self._first_step >= NUM_STEPS:
-            self._count_unmoved(step - self._first_step)
         # Lightning's own loop divides a batch's loss by accumulate_grad_batches; ExactStep does not.
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         is_divided = pl_module.automatic_optimization and not isinstance(loop, ExactStep)
         divisor = trainer.accumulate_grad_batches if is_divided else 1
         self._losses.add(step if step > self._last_step else step + 1, outputs, divisor)
         self._last_step = step
-
-    def _count_unmoved(self, num_steps: int) -> None:
-        """Count once, and free what was kept for it."""
-        watch, self._watch = self._watch, None
-        if watch is None:
-            return
-        self._unmoved = watch.finish(num_steps)
-        if self._unmoved is not None and (text := self._unmoved.warning()):
-            warnings.warn(text, ConflictWarning, stacklevel=2)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -239,7 +218,6 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         meter.close()
         if self.record_memory_history:
             allocator.record_history(meter.device, is_on=False)
-        self._count_unmoved(trainer.global_step - self._first_step)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
         findings = {
@@ -258,7 +236,6 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
             "attention": [row.as_dict() for row in meter.probe.attention],
-            "unmoved": {} if self._unmoved is None else self._unmoved.as_dict(),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
             "command": machine.command_line(),

@@ -99,8 +99,6 @@ class AdamWBf16(Optimizer):
 
     elementwise = True
     """Each element is updated by itself, so strategies may flatten and cut parameters."""
-    rounds_stochastically = True
-    """Small updates are not lost: a weight that has not moved yet is likely to move later."""
     first_index = 0
     """Position of the first parameter; a wrapper that makes one optimizer a parameter sets it."""
 

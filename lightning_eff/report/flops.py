@@ -11,7 +11,7 @@ graph that is measured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
-from lightning_eff.report.attention_watch import AttentionWatch
+from lightning_eff.report.attention import AttentionWatch
 from lightning_eff.report.live_bytes import InfraMode
 from lightning_eff.report.module_tracker import ModuleTracker
 
@@ -29,6 +29,8 @@ class FlopCount(InfraMode):
 
     Args:
         capability: Compute capability of the device, times ten; 0 for a CPU.
+        is_compiled: Whether a part of the model is compiled: then only its fused attention is found, and
+            nothing is counted, since a compiled graph shows few of its operations.
 
     Example:
         >>> with FlopCount() as count:
@@ -37,22 +39,25 @@ class FlopCount(InfraMode):
         48
     """
 
-    def __init__(self, *, capability: int = 0) -> None:
+    def __init__(self, *, capability: int = 0, is_compiled: bool = False) -> None:
         super().__init__()
         self.flops = 0
+        self._is_compiled = is_compiled
         self._tracker = ModuleTracker()
         self.attention = AttentionWatch(lambda: self._tracker.path, capability=capability)
         """Looks at the same operations."""
 
     def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> AbstractContextManager[None]:
         """Observe the modules of a model during a batch, for the names of those with attention."""
-        return self._tracker.follow(module)
+        # The compiler would trace the hooks, and compile again without them.
+        return nullcontext() if self._is_compiled else self._tracker.follow(module)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.flops += flops_of(func, args, kwargs, out)
+        if not self._is_compiled:
+            self.flops += flops_of(func, args, kwargs, out)
         self.attention.see(func, args, kwargs, out)
         return out
 

@@ -1,20 +1,34 @@
-"""Values of a run by optimizer step, for the charts of its page; a long run keeps every second, fourth ..."""
+"""Values of a run by optimizer step, for the charts of its page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-NUM_POINTS = 250
-"""Maximum points of a series."""
+import torch
+from torch import Tensor
+
+NUM_POINTS = 240
+"""Maximum points of a series; a screen cannot resolve more."""
+NUM_LOSSES = 2048
+"""Maximum points of the training loss, which `compare` reads step by step."""
+NUM_PENDING = 128
+"""Losses that stay on their device before one transfer reads them all."""
+Point = tuple[float, float]
 
 
-@dataclass
-class _Kept:
-    points: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    stride: int = 1
-    count: int = 0
+def thinned(points: Sequence[Point], num_points: int = NUM_POINTS) -> list[Point]:
+    """Return at most `num_points` points: the mean of each stretch of equally many, at its last step.
+
+    Example:
+        >>> thinned([(1, 4.0), (2, 2.0), (3, 1.0)], 2)
+        [(2, 3.0), (3, 1.0)]
+    """
+    stretch = -(-len(points) // num_points) or 1
+    parts = [points[begin : begin + stretch] for begin in range(0, len(points), stretch)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 class History:
@@ -22,29 +36,24 @@ class History:
 
     Example:
         >>> history = History()
-        >>> for step in range(1, 1000):
-        ...     history.add("rate", step, 0.5)
-        >>> points = history.series()["rate"]
-        >>> points[:2], len(points)
-        ([(4, 0.5), (8, 0.5)], 249)
+        >>> history.add("rate", 1, 0.5)
+        >>> history.series()
+        {'rate': [(1, 0.5)]}
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        # Arrays: 16 bytes a step, whatever the length of the run.
+        self._values: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, name: str, step: int, value: float) -> None:
         """Add a value, later than the ones before."""
-        kept = self._kept.get(name) or self._kept.setdefault(name, _Kept())
-        kept.count += 1
-        if kept.count % kept.stride == 0:
-            kept.points.append((step, value))
-            if len(kept.points) > NUM_POINTS:
-                del kept.points[::2]
-                kept.stride *= 2
+        steps, values = self._values.setdefault(name, (array("q"), array("d")))
+        steps.append(step)
+        values.append(value)
 
-    def series(self) -> dict[str, list[tuple[int, float]]]:
+    def series(self) -> dict[str, list[Point]]:
         """Return the points of each series."""
-        return {name: list(kept.points) for name, kept in self._kept.items()}
+        return {name: thinned(list(zip(*pair, strict=True))) for name, pair in self._values.items()}
 
 
 class Validation(History):
@@ -65,3 +74,49 @@ class Validation(History):
         for name in metrics:
             if name in self._names:
                 self.add(name, step, float(metrics[name]))
+
+
+class Losses:
+    """Training loss by optimizer step: the mean over the step's batches, without waiting for the device.
+
+    Example:
+        >>> losses = Losses()
+        >>> for step, value in ((1, 3.0), (1, 1.0), (2, 1.5)):
+        ...     losses.add(step, {"loss": torch.tensor(value)})
+        >>> losses.curve()
+        [(1, 2.0), (2, 1.5)]
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._values = array("d")
+        self._pending: list[Tensor] = []
+
+    def add(self, step: int, outputs: Any, times: int = 1) -> None:
+        """Record the loss of one batch; outputs without a scalar loss are ignored.
+
+        Args:
+            step: Optimizer step that the batch belongs to, from 1.
+            outputs: As Lightning passes them to `on_train_batch_end`.
+            times: What the loss was divided by.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        self._steps.append(step)
+        self._pending.append(loss.detach().reshape(()).double() * times)
+        if len(self._pending) >= NUM_PENDING:
+            self._read_pending()
+
+    def curve(self) -> list[Point]:
+        """Return steps and losses; a point of a long run is the mean of several steps."""
+        self._read_pending()
+        pairs = zip(self._steps, self._values, strict=True)
+        by_step = [
+            (step, [loss for _, loss in batch]) for step, batch in groupby(pairs, lambda pair: pair[0])
+        ]
+        return thinned([(step, sum(losses) / len(losses)) for step, losses in by_step], NUM_LOSSES)
+
+    def _read_pending(self) -> None:
+        self._values.extend(torch.stack(self._pending).tolist() if self._pending else ())
+        self._pending.clear()

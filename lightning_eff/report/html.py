@@ -18,16 +18,15 @@ import leather
 from leather import svg
 from typing_extensions import override
 
+from lightning_eff.report.history import Point, thinned
+
 WIDTH, HEIGHT = 480, 240
 """Of a chart, in units of its view box: a column of the page, in which 14 units are a readable letter."""
 LABEL_WIDTH, LABEL_HEIGHT, NAME_LENGTH = 200, 17, 24
-"""Of the names beside a scatter's dots, in the same units, and the characters of a name."""
-MAX_POINTS = 240
-"""Points of a line; a screen cannot resolve more."""
+"""Of the names next to a scatter's dots, in the same units, and the characters of a name."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NUM_COLORS = 7
 BASELINE_COLOR = 1
-Point = tuple[float, float]
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("lightning_eff", "report"), autoescape=True, undefined=jinja2.StrictUndefined
 )
@@ -73,24 +72,6 @@ def render_page(report: Mapping[str, Any], raw: Mapping[str, Any], **sections: A
     return page.render(**sections, report=report, raw=json.dumps(raw, indent=1), num_colors=NUM_COLORS)
 
 
-def thin(points: Sequence[Point], num_points: int = MAX_POINTS) -> list[Point]:
-    """Return at most `num_points` points: of each stretch the lowest and the highest, in their order.
-
-    Example:
-        >>> thin([(0, 1.0), (1, 5.0), (2, 2.0), (3, 0.0), (4, 3.0)], 2)
-        [(1, 5.0), (3, 0.0)]
-    """
-    if len(points) <= num_points:
-        return list(points)
-    stretch = -(-2 * len(points) // num_points)
-    kept: list[Point] = []
-    for begin in range(0, len(points), stretch):
-        part = points[begin : begin + stretch]
-        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(ends)
-    return kept
-
-
 def line_chart(
     title: str,
     caption: str,
@@ -101,7 +82,7 @@ def line_chart(
     lowest: float | None = None,
 ) -> Chart:
     """Return lines of at least two points each, the first one in front, from `lowest` on if none is below."""
-    chart, drawn = leather.Chart(), [each._replace(points=thin(each.points)) for each in series]
+    chart, drawn = leather.Chart(), [each._replace(points=thinned(each.points)) for each in series]
     values = [y for each in drawn for _, y in each.points]
     bottom, top = min(values if lowest is None else [lowest, *values]), max(values)
     chart.add_y_scale(bottom, top if top > bottom else bottom + (abs(bottom) or 1.0))
@@ -152,7 +133,7 @@ def stacked_chart(
 def scatter_chart(
     title: str, caption: str, points: Mapping[str, Point], baseline: str, x_name: str, y_name: str
 ) -> Chart:
-    """Return a dot for each name, with the names beside the chart and a line from each to its dot."""
+    """Return a dot for each name, with the names next to the chart and a line from each to its dot."""
     chart = leather.Chart()
     for add_scale, values in zip(
         (chart.add_x_scale, chart.add_y_scale), zip(*points.values(), strict=True), strict=True
@@ -200,7 +181,7 @@ class _Path(leather.Line):
 
 
 class _NamedDots(leather.Dots):
-    """Dots whose names stand beside the chart, one below the other."""
+    """Dots whose names stand next to the chart, one below the other."""
 
     def __init__(self, names: Sequence[str], baseline: str) -> None:
         # The baseline's is larger: others are often in front of it.
@@ -248,7 +229,7 @@ def _inline(chart: leather.Chart, height: int, *, top: int = 14, right: int = 0)
         chart: With axes and series.
         height: Of the chart with its margins, which are mostly cut off.
         top: Where the view begins.
-        right: Width of what stands beside the chart.
+        right: Width of what stands next to the chart.
     """
     drawn = svg.stringify(chart.to_svg_group(WIDTH, height))
     return f'<svg viewBox="16 {top} {WIDTH + right - 12} {height - 16 - top}">{drawn}</svg>'

@@ -21,7 +21,6 @@ from lightning_eff.core import allocator
 from lightning_eff.core.errors import SlowPathWarning
 from lightning_eff.kernels import devices
 from lightning_eff.report.attention import AttentionRow, warning_of
-from lightning_eff.report.compiled_attention import CompiledAttention
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
@@ -36,7 +35,7 @@ class Probe:
         count: A recorder, for two full optimizer steps; any other counts in the first batch alone.
     """
 
-    def __init__(self, count: Recorder | FlopCount | CompiledAttention) -> None:
+    def __init__(self, count: Recorder | FlopCount) -> None:
         self.num_batches = 0
         self.flops = 0
         """Of the first batch."""
@@ -94,10 +93,10 @@ class Meter:
     ) -> None:
         self.device = device
         self.throughput = Throughput()
-        kind = CompiledAttention if is_compiled else FlopCount
         has_recorder = is_counted and not is_compiled and device.type == "cpu"
         self._recorder = Recorder() if has_recorder else None
-        self.probe = Probe(self._recorder or kind(capability=devices.of(device).capability))
+        count = FlopCount(capability=devices.of(device).capability, is_compiled=is_compiled)
+        self.probe = Probe(self._recorder or count)
         self._is_probing = is_counted
         self._data_wait = DataWait(profiler)
         # The first batch is never timed: it compiles, and allocates the optimizer's state.

@@ -1,4 +1,4 @@
-"""Show an efficiency report as one HTML page: a verdict, figures, charts the baseline's beside, tables."""
+"""Show an efficiency report as one HTML page: a verdict, figures, charts with the baseline's, tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.core.text import human_bytes
+from lightning_eff.report.history import Point
 from lightning_eff.report.html import (
     BASELINE_COLOR,
+    NUM_COLORS,
     Chart,
-    Point,
     Series,
     byte_unit,
     histogram,
@@ -39,8 +40,6 @@ def report_page(report: Mapping[str, Any], config: str = "") -> str:
     baseline: Mapping[str, Any] = report.get("baseline") or {}
     theirs = dict(key_figures(baseline)) if baseline else {}
     figures = [(label, value, theirs.get(label, "")) for label, value in key_figures(report)]
-    charts = [*_memory_charts(report, baseline), *_speed_charts(report, baseline)]
-    charts += _training_charts(report, baseline)
     memory: Mapping[str, Any] = report.get("memory") or {}
     raw = {key: value for key, value in report.items() if key not in DETAILS}
     if memory:
@@ -54,14 +53,14 @@ def report_page(report: Mapping[str, Any], config: str = "") -> str:
         ended=ended if ended != one_sentence else "",
         failure=_failure(report),
         figures=figures,
-        charts=charts,
+        charts=_charts(report, baseline),
         tables=_tables(report, memory),
         config=config,
     )
 
 
 def notebook_frame(report: Mapping[str, Any]) -> str:
-    """Return the page as an element of a notebook, in a frame of its own so that its style stays there."""
+    """Return the page as an element of a notebook, in a frame, so that its style stays there."""
     page = html.escape(report_page(report))
     return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: 45rem; border: 0"></iframe>'
 
@@ -87,123 +86,106 @@ def verdict(report: Mapping[str, Any]) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else run_verdict(report)
 
 
-def _drawable(points: Iterable[Sequence[Any]]) -> list[Point]:
-    """Return points without those whose value is nan or infinity, which JSON has as text, or too large."""
-    return [(float(x), float(y)) for x, y in points if abs(float(y)) < LARGEST]
-
-
-def _series(name: str, points: Iterable[Sequence[Any]], color: int = 0, scale: float = 1.0) -> list[Series]:
-    """Return a series in a list, which is empty if less than two points can be drawn."""
-    shown = [(x, y / scale) for x, y in _drawable(points)]
-    return [Series(name, shown, color)] if len(shown) > 1 else []
-
-
-def _memory_charts(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[Chart]:
-    """Return live bytes of the first steps by category, and memory over the run."""
-    charts: list[Chart] = []
-    memory: Mapping[str, Any] = report.get("memory") or {}
-    timeline: Sequence[Mapping[str, Any]] = memory.get("timeline", ())
-    if len(timeline) > 1:
-        path = f" in {memory['path']}" if memory["path"] else ""
-        at = f"{memory['phase']}: {memory['operation'] or 'before the first operation'}{path}"
-        caption = f"live bytes by category; the peak, {human_bytes(memory['num_bytes'])}, is in the {at}"
-        size, unit = byte_unit(max(sum(moment[name] for name in CATEGORIES) for moment in timeline))
-        values = {name: [moment[name] / size for moment in timeline] for name in CATEGORIES}
-        x_name = "moments of the first steps, in order"
-        charts.append(stacked_chart("Memory of the first steps", caption, values, x_name, unit))
-    held, peak = (report.get("series", {}).get(name, ()) for name in ("held_bytes", "peak_bytes"))
-    if held:
+def _charts(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[Chart]:
+    """Return memory, speed and training over the run; each line next to the baseline's."""
+    series, theirs = (each.get("series", {}) for each in (report, baseline))
+    validation, their_validation = (each.get("validation", {}) for each in (report, baseline))
+    charts = _first_steps_chart(report.get("memory") or {})
+    if held := series.get("held_bytes"):
+        peak = series.get("peak_bytes", ())
         size, unit = byte_unit(max(num_bytes for _, num_bytes in [*held, *peak]))
-        name = "reserved by the allocator" if peak else "resident memory of the process"
-        drawn = _series(name, held, scale=size) + _series("peak allocated so far", peak, 5, size)
-        drawn += _overlay(drawn, baseline, "held_bytes", size)
-        if drawn:
-            caption = f"{name}: {human_bytes(held[0][1])} at first, {human_bytes(held[-1][1])} at last"
-            charts.append(
-                line_chart("Memory over the run", caption, drawn, "optimizer step", unit, lowest=0.0)
-            )
-    return charts
+        title = "Memory reserved by the allocator" if peak else "Resident memory of the process"
+        lines = {"this run": _scaled(held, size), "peak allocated so far": _scaled(peak, size)}
+        compared = _scaled(theirs.get("held_bytes", ()), size)
+        charts += _lines(title, unit, lines, compared, lowest=0.0)
+    rates = {"this run": series.get("samples_per_s", ())}
+    compared = theirs.get("samples_per_s", ())
+    charts += _lines("Throughput", "samples/s", rates, compared, x_name="timed batch", lowest=0.0)
+    charts += _batch_times_chart(report, theirs.get("batch_times_ms", ()))
+    waits = series.get("data_wait_ms", ())
+    if max((wait for _, wait in waits), default=0.0) > LEAST_WAIT_MS:
+        compared = theirs.get("data_wait_ms", ())
+        lines = {"this run": waits}
+        charts += _lines("Wait for data", "ms a batch", lines, compared, x_name="timed batch", lowest=0.0)
 
-
-def _overlay(
-    drawn: Sequence[Series], baseline: Mapping[str, Any], name: str, scale: float = 1.0
-) -> list[Series]:
-    """Return the baseline's series, if the run has one to compare it to."""
-    points = baseline.get("series", {}).get(name, ())
-    return _series("baseline", points, BASELINE_COLOR, scale) if drawn else []
-
-
-def _speed_charts(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[Chart]:
-    """Return samples/s, the times of batches as a histogram, and waits for data."""
-    series: Mapping[str, Any] = report.get("series", {})
-    measured: Mapping[str, Any] = report["measured"]
-    charts: list[Chart] = []
-    if rates := _series("this run", series.get("samples_per_s", ())):
-        values = [rate for _, rate in rates[0].points]
-        caption = f"from {min(values):.1f} to {max(values):.1f} samples/s on each device"
-        drawn = rates + _overlay(rates, baseline, "samples_per_s")
-        charts.append(line_chart("Throughput", caption, drawn, "timed batch", "samples/s", lowest=0.0))
-    times: Sequence[float] = series.get("batch_times_ms", ())
-    if len(times) > 1 and max(times) > 0.0:
-        others: Sequence[float] = baseline.get("series", {}).get("batch_times_ms", ())
-        shown = [each for each in (times, others) if each]
-        top = max(min(max(each), SLOW * each[len(each) // 2]) for each in shown)
-        median, slowest = measured.get("batch_time_s"), times[-1]  # not of `times`, which may be thinned
-        caption = f"{measured.get('num_batches', len(times))} batches: "
-        caption += "" if median is None else f"median {1e3 * median:.1f} ms, "
-        caption += f"slowest {slowest:.1f} ms" + (" (in the last column)" if slowest > top else "")
-        charts.append(histogram("Time per batch", caption, shown, "ms", top))
-    waits = _series("this run", series.get("data_wait_ms", ()))
-    if waits and (longest := max(wait for _, wait in waits[0].points)) > LEAST_WAIT_MS:
-        caption = (
-            f"at most {longest:.1f} ms a batch, {measured.get('data_wait_share') or 0.0:.1%} of the time"
-        )
-        drawn = waits + _overlay(waits, baseline, "data_wait_ms")
-        charts.append(line_chart("Wait for data", caption, drawn, "timed batch", "ms a batch", lowest=0.0))
-    return charts
-
-
-def _training_charts(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[Chart]:
-    """Return the losses, the other metrics of validation, learning rates and the gradient's norm."""
-    validation: Mapping[str, Any] = report.get("validation", {})
-    series: Mapping[str, Any] = report.get("series", {})
-    charts = _loss_chart(report, baseline, {k: v for k, v in validation.items() if "loss" in k.lower()})
-    others = [name for name in validation if "loss" not in name.lower() or not charts][:MAX_METRICS]
-    for name in others:
-        if drawn := _series("this run", validation[name]):
-            caption = f"{name}: {drawn[0].points[-1][1]:.4g} at the last validation"
-            drawn += _series("baseline", baseline.get("validation", {}).get(name, ()), BASELINE_COLOR)
-            charts.append(line_chart(f"Validation: {name}", caption, drawn, "optimizer step", name))
+    val_losses = [name for name in validation if "loss" in name.lower()][: MAX_METRICS - 2]
+    lines = {"training": report.get("losses", ())} | {name: validation[name] for name in val_losses}
+    charts += _lines("Loss", "loss", lines, baseline.get("losses", ()))
+    metrics = [name for name in validation if "loss" not in name.lower() or not report.get("losses")]
+    for name in metrics[:MAX_METRICS]:
+        lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
+        charts += _lines(f"Validation: {name}", name, lines, compared)
     for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "gradient_norm")):
+        # Several optimizers have learning_rate, learning_rate_2, ...
         names = [name for name in series if name.startswith(key)][:MAX_METRICS]
-        drawn: list[Series] = []
-        for number, name in enumerate(names):
-            label = f"optimizer {number + 1}" if len(names) > 1 else "this run"
-            drawn += _series(label, series[name], number + (number >= BASELINE_COLOR))
-        if drawn:
-            last = ", ".join(f"{each.points[-1][1]:.4g}" for each in drawn)
-            caption = f"{title.lower()} of the last step that was recorded: {last}"
-            drawn += _overlay(drawn, baseline, key)
-            charts.append(line_chart(title, caption, drawn, "optimizer step", title.lower(), lowest=0.0))
+        lines = {name.replace("_", " "): series[name] for name in names}
+        charts += _lines(title, title.lower(), lines, theirs.get(key, ()), lowest=0.0)
     return charts
 
 
-def _loss_chart(
-    report: Mapping[str, Any], baseline: Mapping[str, Any], validation: Mapping[str, Any]
+def _scaled(points: Iterable[Sequence[Any]], size: float) -> list[Point]:
+    return [(step, value / size) for step, value in points]
+
+
+def _lines(
+    title: str,
+    y_name: str,
+    lines: Mapping[str, Iterable[Sequence[Any]]],
+    baseline: Iterable[Sequence[Any]],
+    *,
+    x_name: str = "optimizer step",
+    lowest: float | None = None,
 ) -> list[Chart]:
-    losses: Sequence[Any] = report.get("losses", ())
-    drawn = _series("training", losses)
-    if not drawn:
+    """Return a chart of lines and the baseline's, whose caption says the first one in numbers.
+
+    Values that are nan or infinity, which JSON has as text, or too large are left out, and so are lines of
+    less than two points; without the first line there is no chart.
+    """
+    drawn: list[Series] = []
+    colors = [color for color in range(NUM_COLORS) if color != BASELINE_COLOR]
+    colored = [*zip(lines.items(), colors, strict=False), (("baseline", baseline), BASELINE_COLOR)]
+    for (name, given), color in colored:
+        points = [(float(x), float(y)) for x, y in given if abs(float(y)) < LARGEST]
+        if len(points) > 1:
+            drawn.append(Series(name, points, color))
+    first = next(iter(lines), "")
+    if not drawn or drawn[0].name != first:
         return []
-    values = [loss for _, loss in drawn[0].points]
-    caption = f"training loss from {values[0]:.4g} to {float(losses[-1][1]):.4g}; lowest {min(values):.4g}"
-    if lost := len(losses) - len(values):
+    values = [y for _, y in drawn[0].points]
+    caption = f"{y_name} from {values[0]:.4g} to {values[-1]:.4g}; "
+    caption += f"lowest {min(values):.4g}, highest {max(values):.4g}"
+    if lost := len(list(lines[first])) - len(values):
         caption += f"; {lost} point{'s' if lost > 1 else ''} not drawn"
-    for color, (name, points) in enumerate([*validation.items()][: MAX_METRICS - 2], 2):
-        drawn = [*_series(name, points, color), *drawn]  # in front: it has fewer points
-        caption += f"; {name} {float(points[-1][1]):.4g} at the last validation"
-    drawn += _series("baseline", baseline.get("losses", ()), BASELINE_COLOR)
-    return [line_chart("Loss", caption, drawn, "optimizer step", "loss")]
+    # In front are lines of few points, such as a loss of validation; the baseline is behind all others.
+    drawn.sort(key=lambda each: (each.color == BASELINE_COLOR, len(each.points)))
+    return [line_chart(title, caption, drawn, x_name, y_name, lowest=lowest)]
+
+
+def _first_steps_chart(memory: Mapping[str, Any]) -> list[Chart]:
+    """Return live bytes of the first steps by category."""
+    timeline: Sequence[Mapping[str, Any]] = memory.get("timeline", ())
+    if len(timeline) < 2:
+        return []
+    path = f" in {memory['path']}" if memory["path"] else ""
+    at = f"{memory['phase']}: {memory['operation'] or 'before the first operation'}{path}"
+    caption = f"live bytes by category; the peak, {human_bytes(memory['num_bytes'])}, is in the {at}"
+    size, unit = byte_unit(max(sum(moment[name] for name in CATEGORIES) for moment in timeline))
+    values = {name: [moment[name] / size for moment in timeline] for name in CATEGORIES}
+    x_name = "moments of the first steps, in order"
+    return [stacked_chart("Memory of the first steps", caption, values, x_name, unit)]
+
+
+def _batch_times_chart(report: Mapping[str, Any], baseline: Sequence[float]) -> list[Chart]:
+    """Return a histogram of the times of batches."""
+    times: Sequence[float] = report.get("series", {}).get("batch_times_ms", ())
+    if len(times) < 2 or not max(times):
+        return []
+    shown = [each for each in (times, baseline) if each]
+    top = max(min(max(each), SLOW * each[len(each) // 2]) for each in shown)
+    median = report["measured"].get("batch_time_s")  # not of `times`, which may be thinned
+    caption = "" if median is None else f"median {1e3 * median:.1f} ms, "
+    caption += f"slowest {times[-1]:.1f} ms" + (" (in the last column)" if times[-1] > top else "")
+    return [histogram("Time per batch", caption, shown, "ms", top)]
 
 
 def _failure(report: Mapping[str, Any]) -> tuple[str, Sequence[str], str] | None:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
-from lightning_eff.report.attention_watch import AttentionWatch
+from lightning_eff.report.attention import AttentionWatch
 from lightning_eff.report.flops import flops_of, masked_flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
@@ -94,7 +94,7 @@ class Recorder(LiveBytes):
         self._tracker = ModuleTracker()
         self._was_recomputing = False
         self.attention = AttentionWatch(lambda: self._tracker.path, capability=capability)
-        """Looks at the operations of the first batch."""
+        """Looks at the operations of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
         """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
@@ -160,8 +160,7 @@ class Recorder(LiveBytes):
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
         self.masked_flops += masked_flops_of(func, args, kwargs or {}, flops)
-        if self.num_batches <= 1:
-            self.attention.see(func, args, kwargs or {}, out)
+        self.attention.see(func, args, kwargs or {}, out)
         return out
 
     def _storage_index(self, tensor: Tensor) -> int:

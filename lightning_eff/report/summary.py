@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, human_count, text_table
-from lightning_eff.report.unmoved import Unmoved
 
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
@@ -59,15 +58,11 @@ def json_safe(value: Any) -> Any:
 def key_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return labels and formatted values of the figures that were measured."""
     measured: Mapping[str, Any] = report["measured"]
-    shown = [
+    return [
         (label, show(measured[key]))
         for key, (label, show) in FIGURES.items()
         if measured.get(key) is not None
     ]
-    if unmoved := report.get("unmoved"):
-        fields = {key: value for key, value in unmoved.items() if key != "fraction"}
-        shown.append(Unmoved(**fields).figure())
-    return shown
 
 
 def run_verdict(report: Mapping[str, Any]) -> str:

@@ -11,10 +11,12 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from lightning_eff.report.history import thinned
+
 FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
 """Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
-NUM_POINTS, NUM_TIMES = 240, 500
-"""Maximum points of a series, and times of batches, that are kept for the page."""
+NUM_TIMES = 500
+"""Maximum times of batches that are kept for the page."""
 
 
 class Throughput:
@@ -90,18 +92,14 @@ class Throughput:
 
         A point of a long run is the mean of several batches; of many times every second, third ... is kept.
         """
-        num_batches = len(self.batch_times_s)
-        stretch = max(1, -(-num_batches // NUM_POINTS))
-        rates: list[tuple[int, float]] = []
-        waits: list[tuple[int, float]] = []
-        for begin in range(0, num_batches, stretch):
-            part = slice(begin, begin + stretch)
-            count, total_s = len(self.batch_times_s[part]), sum(self.batch_times_s[part])
-            if total_s > 0.0:
-                rates.append((begin + count, sum(self.samples[part]) / total_s))
-                waits.append((begin + count, 1e3 * sum(self.waits_s[part]) / count))
+        times_s, samples, waits_s = (
+            thinned(list(enumerate(values, 1))) for values in (self.batch_times_s, self.samples, self.waits_s)
+        )
+        # Mean samples by mean time: the rate of the whole stretch.
+        rates = [(n, count / s) for (n, s), (_, count) in zip(times_s, samples, strict=True) if s > 0.0]
+        waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s]
         ordered = sorted(self.batch_times_s)
-        kept = ordered[:: -(-num_batches // NUM_TIMES) or 1]
+        kept = ordered[:: -(-len(ordered) // NUM_TIMES) or 1]
         times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # the slowest is always there
         return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_eff.core.attention_backends import AttentionCall, Choice, choose, remedy
+from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
 
 SHAPE = (2, 4, 16, 8)
 NAMES = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash"}
@@ -53,19 +52,6 @@ def grid():
             yield (q, k, v, mask), options
 
 
-class Seen(TorchDispatchMode):
-    """The backend of the last call."""
-
-    backend = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            self.backend = "flash"
-        if func in {torch.ops.aten._safe_softmax.default, torch.ops.aten._softmax.default}:
-            self.backend = "math"
-        return func(*args, **kwargs or {})
-
-
 def test_the_choice_on_a_cpu_is_that_of_torch():
     wrong, counts = [], {"flash": 0, "math": 0}
     for tensors, options in grid():
@@ -76,16 +62,6 @@ def test_the_choice_on_a_cpu_is_that_of_torch():
         wrong += [] if found == NAMES[SDPBackend(theirs)] else [call]
     assert not wrong
     assert counts == {"flash": 72, "math": 888}
-
-
-def test_the_choice_on_a_cpu_is_what_runs():
-    num_calls = 0
-    for tensors, options in itertools.islice(grid(), 0, None, 7):
-        with Seen() as seen:
-            F.scaled_dot_product_attention(*tensors, **options)
-        assert choose(AttentionCall.of(*tensors, **options), 0).backend == seen.backend
-        num_calls += 1
-    assert num_calls >= 100
 
 
 @pytest.mark.parametrize("enabled", [("math",), ("flash", "math")])
@@ -194,10 +170,7 @@ def test_the_remedy_leads_away_from_math(capability: int, changes: dict[str, Any
     for text in remedy(call, choice).split("; "):
         call = replace(call, **FIXES[text])
     assert choose(call, capability).backend != "math"
-
-
-def test_no_remedy_where_no_scores_are_held():
-    assert remedy(CALL, Choice("efficient", {"flash": "mask"})) == ""
+    assert remedy(call, choose(call, capability)) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

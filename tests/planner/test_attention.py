@@ -79,9 +79,17 @@ def test_flash_with_dropout_saves_no_scores() -> None:
     assert num_bytes == QKV_OUT + LOGSUMEXP + 16 + 8
 
 
-def test_cudnn_is_first_on_hopper() -> None:
-    assert run(90)[0] == ["cudnn_attention"]
-    assert run(90)[1] == QKV_OUT + LOGSUMEXP + 16
+ROWS: list[tuple[int, dict[str, Any], str]] = [
+    (90, {}, "cudnn_attention"),
+    (80, {"num_kv": 2}, "flash_attention"),
+    (80, {"value_size": 8}, "efficient_attention"),
+    (80, {"dtype": torch.float32}, "efficient_attention"),
+]
+
+
+@pytest.mark.parametrize(("capability", "options", "operator"), ROWS)
+def test_the_operator_of_a_gpu_runs(capability: int, options: dict[str, Any], operator: str) -> None:
+    assert run(capability, **options)[0] == [operator]
 
 
 def test_flash_pads_heads_as_torch_does() -> None:
@@ -123,12 +131,6 @@ def test_math_on_cuda_saves_a_mask_of_bool_for_dropout() -> None:
     assert with_dropout - without == scores * (8 + 1)
 
 
-def test_grouped_heads_take_flash_and_value_heads_of_another_size_the_efficient_one() -> None:
-    assert run(80, num_kv=2)[0] == ["flash_attention"]
-    assert run(80, value_size=8)[0] == ["efficient_attention"]
-    assert run(80, dtype=torch.float32)[0] == ["efficient_attention"]
-
-
 def test_a_backend_that_is_switched_off_is_not_taken() -> None:
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert run(90)[0] == ["efficient_attention"]
@@ -142,19 +144,13 @@ def test_a_backend_that_is_switched_off_is_not_taken() -> None:
         run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
 
 
-def test_torchs_own_choice_is_back_afterwards() -> None:
+def test_real_tensors_and_those_afterwards_are_left_to_torch() -> None:
     x = torch.ones(B, H, T, E)
-    run(90)
     with Saved() as saved:
+        with PlannedAttention(90):
+            F.scaled_dot_product_attention(x, x, x)
         F.scaled_dot_product_attention(x, x, x)
-    assert saved.names == ["flash_attention_for_cpu"]
-
-
-def test_real_tensors_are_left_to_torch() -> None:
-    x = torch.ones(B, H, T, E)
-    with PlannedAttention(90), Saved() as saved:
-        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-    assert "flash_attention" not in saved.names
+    assert saved.names == ["flash_attention_for_cpu"] * 2
 
 
 def backends(found: Prediction) -> list[tuple[str, str]]:
@@ -196,15 +192,12 @@ def predicted(capability: int, *, dropout: float) -> Prediction:
     return predict_step(layer, torch.ones(2, 64, 16), step, SGD, capability=capability)
 
 
-def test_flops_are_those_of_the_cpus_kernel() -> None:
-    here, there = predicted(0, dropout=0.0), predicted(80, dropout=0.0)
-    assert backends(here) == backends(there) == [("flash", "torch.bfloat16")]
-    assert (there.flops, there.masked_flops) == (here.flops, here.masked_flops)
+def test_flops_are_the_same_and_the_peak_with_dropout_has_no_scores_on_cuda() -> None:
+    fused, there = predicted(0, dropout=0.0), predicted(80, dropout=0.0)
+    assert backends(fused) == backends(there) == [("flash", "torch.bfloat16")]
+    assert (there.flops, there.masked_flops) == (fused.flops, fused.masked_flops)
     # Half of two products forward and five backward.
-    assert here.masked_flops == 7 * 2 * 2 * 64 * 64 * 16 // 2
-
-
-def test_the_peak_with_dropout_has_no_scores_on_cuda() -> None:
+    assert fused.masked_flops == 7 * 2 * 2 * 64 * 64 * 16 // 2
     here, there = predicted(0, dropout=0.1), predicted(80, dropout=0.1)
     assert backends(here) == [("math", "torch.bfloat16")]
     assert backends(there) == [("flash", "torch.bfloat16")]

@@ -1,20 +1,28 @@
-"""Series of a run: every value of a short one, evenly spaced ones of a long one."""
+"""Series of a run: every value of a short one, means of a long one; a loss for each optimizer step."""
 
 from __future__ import annotations
 
-from lightning_eff.report.history import NUM_POINTS, History, Validation
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.report.history import NUM_LOSSES, NUM_POINTS, History, Losses, Validation
+from tests.support.models import Net, make_loader, make_trainer
 
 
-def test_a_long_series_is_thinned_evenly_and_keeps_its_last_stretch() -> None:
+def test_a_long_series_has_means_of_equal_stretches() -> None:
     history = History()
     for step in range(1, 100_001):
         history.add("a", step, 2.0 * step)
     history.add("b", 7, 1.0)
     series = history.series()
-    points = series["a"]
-    assert NUM_POINTS // 2 <= len(points) <= NUM_POINTS
-    stride = points[0][0]
-    assert points == [(stride * n, 2.0 * stride * n) for n in range(1, 100_000 // stride + 1)]
+    assert NUM_POINTS // 2 <= len(series["a"]) <= NUM_POINTS
+    stretch = series["a"][0][0]
+    assert series["a"][:2] == [(stretch, stretch + 1.0), (2 * stretch, 3 * stretch + 1.0)]
+    assert series["a"][-1][0] == 100_000
     assert series["b"] == [(7, 1.0)]
 
 
@@ -26,3 +34,34 @@ def test_a_metric_is_of_validation_if_it_appeared_while_one_ran() -> None:
     validation.begin(metrics)
     validation.end(10, metrics | {"val_loss": 1.5, "rare": 4.0})
     assert validation.series() == {"val_loss": [(5, 2.0), (10, 1.5)], "rare": [(10, 4.0)]}
+
+
+def test_a_long_run_keeps_means_of_its_losses() -> None:
+    losses, num_steps = Losses(), 3 * NUM_LOSSES + 5
+    for step in range(1, num_steps + 1):
+        losses.add(step, {"loss": torch.tensor(float(step))})
+    curve = losses.curve()
+    assert NUM_LOSSES / 2 < len(curve) <= NUM_LOSSES
+    assert curve[:2] == [(4, 2.5), (8, 6.5)]
+    assert curve[-1][0] == num_steps
+
+
+@pytest.mark.parametrize("outputs", [None, {}, {"loss": None}, torch.zeros(2), {"loss": 3.0}])
+def test_steps_without_a_loss_count_nothing(outputs: object) -> None:
+    losses = Losses()
+    losses.add(1, outputs)
+    assert losses.curve() == []
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("ours", [False, True], ids=["lightning's windows", "exact ones"])
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
+def test_the_report_has_the_loss_of_each_step(tmp_path: object, window: int, *, ours: bool) -> None:
+    model, monitor = Net(dropout=0.0), EfficiencyReport(dirpath=str(tmp_path))
+    keywords: dict[str, Any] = {"callbacks": [monitor], "accumulate_grad_batches": window}
+    if ours:
+        keywords = {"callbacks": [monitor, GradientAccumulation(global_batch_size=4 * window)]}
+    make_trainer(max_steps=5, **keywords).fit(model, make_loader())
+    means = [sum(model.losses[i : i + window]) / window for i in range(0, 5 * window, window)]
+    expected = [[step, pytest.approx(mean, rel=1e-6)] for step, mean in enumerate(means, 1)]
+    assert monitor.report["losses"] == expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
-from lightning_eff.report.html import Series, histogram, line_chart, scatter_chart, stacked_chart
+from lightning_eff.report.html import histogram, scatter_chart, stacked_chart
 from lightning_eff.report.recording import CATEGORIES
 from tests.support.reports import MEMORY, TIMELINE, Reader, make_page
 
@@ -23,15 +23,6 @@ def points(svg: str) -> list[tuple[float, float]]:
     assert drawn is not None
     numbers = [float(number) for number in re.findall(r"-?\d[\d.]*", drawn[1])]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def test_html_in_values_is_escaped_everywhere() -> None:
-    harmless, hostile = Reader(make_page()), Reader(make_page(HOSTILE))
-    assert hostile.tags == harmless.tags
-    assert hostile.attributes == harmless.attributes
-    assert HOSTILE not in make_page(HOSTILE)
-    # Title, heading, verdict, four cells (one with key and value), environment, command, config.
-    assert "".join(hostile.text).count(HOSTILE) == 2 + 1 + 5 + 2 + 1 + 1
 
 
 def everything(word: str) -> dict[str, Any]:
@@ -57,8 +48,8 @@ def test_hostile_names_are_escaped_in_every_chart_table_and_section() -> None:
     assert hostile.tags == harmless.tags
     assert {name for name, _ in hostile.attributes} == {name for name, _ in harmless.attributes}
     assert HOSTILE not in pages[1]
+    assert "".join(hostile.text).count(HOSTILE) > 20, "it is there, as text"
     assert harmless.tags.count("figure") == 9
-    assert max(map(len, pages)) < 50_000
     dots = scatter_chart("a", "b", {HOSTILE: (1.0, 1.0), "x": (2.0, 0.5)}, "x", HOSTILE, HOSTILE).svg
     assert {*Reader(dots).tags} == {"svg", "g", "rect", "text", "line", "circle"}
 
@@ -89,17 +80,6 @@ def test_without_anything_to_show_there_is_no_chart() -> None:
     )
     assert "svg" not in Reader(text).tags
     assert "Memory at the peak" not in text
-
-
-def test_long_runs_are_thinned_and_no_slow_batch_is_lost() -> None:
-    times = [(index, 0.1) for index in range(10_007)]
-    times[7_654] = (7_654, 0.5)
-    drawn = points(line_chart("a", "b", [Series("c", times)], "batch", "ms", lowest=0.0).svg)
-    assert 120 <= len(drawn) <= 240
-    top = min(y for _, y in drawn)
-    ((x, _),) = (point for point in drawn if point[1] == top)
-    right = max(x for x, _ in drawn)
-    assert x == pytest.approx(right * 7_654 / 10_006, abs=0.5)
 
 
 def test_areas_are_stacked() -> None:

@@ -95,12 +95,3 @@ def test_figures_that_were_not_measured_are_left_out_and_zero_is_a_figure() -> N
 def test_every_technique_that_lowers_memory_is_one_that_can_be_listed() -> None:
     known = {entry.name for entry in catalog.options()}
     assert {name for names in summary.LOWERED_BY.values() for name in names} <= known
-
-
-def test_a_baseline_that_failed_says_so_and_one_without_a_device_names_none() -> None:
-    from lightning_eff.report.summary import baseline_verdict
-
-    measured = {"samples_per_s": 10.0}
-    baseline = {"title": "b", "measured": {"samples_per_s": 5.0}, "status": "failed"}
-    report = {"measured": measured, "environment": {"device": "CPU"}, "baseline": baseline}
-    assert baseline_verdict(report) == "2.00 times as fast as the baseline (b), which failed."

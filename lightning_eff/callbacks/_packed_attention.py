@@ -3,13 +3,18 @@
 Packed rows [B, T] hold several documents; their `position_ids` begin at 0 in each. All rows are one sequence
 of B x T tokens for a kernel of variable length, which gets the documents' starts in place of a mask. The
 starts are found once a batch: every layer gets the same tensor of positions.
+
+transformers masks documents only in a call without a cache, which is its default, and without an
+`attention_mask`; otherwise each document attends to those before it in its row, and nothing is reported.
+`reject_joined_documents` is a hook that reports it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -103,8 +108,11 @@ class PackedAttention:
         """Of the largest mask that was not made, of bool."""
         self._checked: dict[tuple[type[nn.Module], tuple[int, int]], int] = {}
         """Tokens of the longest document whose mask was compared, by class of layers and window."""
-        self._known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Documents | None]] = {}
-        """By the id of a tensor and the number of rows, with the tensor's version."""
+        self._positions: Callable[[], Tensor | None] = lambda: None
+        """The positions of the last batch, for as long as they live."""
+        self._version_and_rows = (0, 0)
+        self._documents: Documents | None = None
+        """Of these positions."""
 
     def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
         """Return the documents of positions [B or 1, T]; None where every row is one.
@@ -113,22 +121,21 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
-        key = id(position_ids), num_rows
         version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
-        if key not in self._known or self._known[key][1] != version:
-            length = position_ids.shape[-1]
-            begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
-            starts = begins.flatten().nonzero().flatten()
-            found = None
-            if len(starts) > num_rows:
-                starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
-                found = Documents(starts, int(starts.diff().max()))
-                self.num_batches += 1
-                self.num_documents += len(starts) - 1
-                self.mask_bytes = max(self.mask_bytes, num_rows * length * length)
-            reference = weakref.ref(position_ids, lambda _: self._known.pop(key, None))
-            self._known[key] = (reference, version, found)
-        return self._known[key][2]
+        if self._positions() is position_ids and self._version_and_rows == (version, num_rows):
+            return self._documents
+        self._positions, self._version_and_rows = weakref.ref(position_ids), (version, num_rows)
+        self._documents = None
+        length = position_ids.shape[-1]
+        begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
+        starts = begins.flatten().nonzero().flatten()
+        if len(starts) > num_rows:
+            starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
+            self._documents = Documents(starts, int(starts.diff().max()))
+            self.num_batches += 1
+            self.num_documents += len(starts) - 1
+            self.mask_bytes = max(self.mask_bytes, num_rows * length * length)
+        return self._documents
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -172,7 +179,7 @@ class PackedAttention:
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
-            raise _refusal(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
+            raise _rejection(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
         return self._compute(query, key, value, documents, scale=scaling, window_size=window), None
 
     def _compute(
@@ -195,18 +202,18 @@ class PackedAttention:
     def _check(
         self, module: nn.Module, mask: LateMask, documents: Documents, window: tuple[int, int], given: Any
     ) -> None:
-        """Refuse a layer whose scores are changed, or with a mask of its own.
+        """Reject a layer whose scores are changed, or with its own kind of mask.
 
         A mask is compared once for a kind of layer, and again where a document is longer: a window shows in
         none that fits into it.
         """
-        refused = [name for name in NOT_COMPUTED if given.get(name) is not None]
-        if refused:
-            raise _refusal(module, ", ".join(refused))
+        rejected = [name for name in NOT_COMPUTED if given.get(name) is not None]
+        if rejected:
+            raise _rejection(module, ", ".join(rejected))
         kind = type(module), window
         if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
-                raise _refusal(module, "a mask of its own", "use_cache=False in the model's call")
+                raise _rejection(module, "a mask of its own", "use_cache=False in the model's call")
             self._checked[kind] = documents.longest
 
 
@@ -235,7 +242,7 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def _refusal(module: nn.Module, what: str, *remedies: str) -> ConflictError:
+def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
     text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
     tries = [f"\n  try: {each}" for each in (*remedies, "callbacks.attention.packing=dense")]
     return ConflictError(text + "".join(tries))
@@ -292,3 +299,48 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
     finally:
         for config, own in before:
             config._attn_implementation = own  # noqa: SLF001
+
+
+def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
+    """Return whether a row has more than one document; on a GPU, this waits for it.
+
+    Args:
+        position_ids: `[B or 1, T]`; they begin again with each document.
+        attention_mask: `[B, T]`, 0 for padding, of which the positions do not matter; None for no padding.
+
+    Example:
+        >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
+        >>> is_packed(positions), is_packed(positions, torch.tensor([[1, 1, 1, 0, 0]]))
+        (True, False)
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+        return False
+    begins = position_ids.diff(dim=-1) != 1
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        is_real = attention_mask[:, -position_ids.shape[1] :].bool()
+        begins = begins & is_real[:, 1:] & is_real[:, :-1]
+    return bool(begins.any())
+
+
+def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Reject a call whose documents saw each other; a forward hook with keywords.
+
+    Raises:
+        ConflictError: Rows are packed, and the model was called with a cache or an `attention_mask`.
+    """
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    given = given | given.get("kwargs", {})
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    has_cache = any(hasattr(value, "get_seq_length") for value in values)
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    is_asked_for = has_cache or mask is not None
+    is_of_the_user = mask is not None and getattr(mask, "ndim", 0) != 2  # a mask of scores
+    if not is_asked_for or is_of_the_user or not is_packed(positions, mask):
+        return
+    what, remedies = "an attention_mask", ["leave attention_mask out where documents are packed"]
+    if has_cache:
+        remedies = ["use_cache=False in the model's call", "model.config.use_cache = False"]
+        what = "a cache, transformers' default"
+    tries = "".join(f"\n  try: {each}" for each in remedies)
+    msg = f"{type(module).__name__} does not keep packed documents apart with {what}{tries}"
+    raise ConflictError(msg)

@@ -1,1 +1,0 @@
-"""Parts of `callbacks/attention`: attention within the documents of packed rows."""
