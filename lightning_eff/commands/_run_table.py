@@ -14,10 +14,7 @@ from lightning_eff.config.ckpt_path import portable_settings
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.text import human_bytes, text_table
 
-HEADER = (
-    "run", "settings", "steps", "samples/s", "x first", "peak", "x first", "train loss", "val loss", "time",
-    "status",
-)  # fmt: skip
+VAL_LOSS = "val_loss"
 RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
 ABSENT = object()
 """Stands for a key that a run's config does not have."""
@@ -25,11 +22,14 @@ MAX_IN_COLUMN = 60
 """Characters of a run's settings above which those of all runs stand below the table."""
 
 
-def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
+def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str, Any]:
     """Return a row for each run, and notes, in plain types.
 
-    Of the settings only what differs is in a row, None for one that is unset; a figure that a run has not
-    is None.
+    A row has only the settings that differ, None for one that is unset; a missing figure is None.
+
+    Args:
+        runs: At least one to compare.
+        metric: Any that the runs log, for the last of the columns with losses.
     """
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
@@ -50,7 +50,7 @@ def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
             row[ratio] = row[figure] / base if base and row[figure] is not None and not others else None
     if first:
         notes.append(f"ratios are to {runs[first].label}, the first run with measured steps")
-    return {"rows": rows, "notes": notes}
+    return {"metric": metric, "rows": rows, "notes": notes}
 
 
 def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str, Any]:
@@ -134,17 +134,23 @@ def _shown(value: Any) -> str | None:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def run_table(compared: Mapping[str, Any]) -> str:
-    """Return the table for a terminal, `-` where a figure is missing; long settings stand below it."""
+def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
+    """Return the table for a terminal, `-` where a figure is missing, and the notes.
+
+    Long settings stand below the table.
+    """
     rows: Sequence[Mapping[str, Any]] = compared["rows"]
+    metric: str = compared["metric"]
+    header = ["steps", "samples/s", "x first", "peak", "x first", "train_loss", metric, "time", "status"]
     settings = [_settings(row) for row in rows]
+    notes = [f" note: {note}" for note in compared["notes"]]
     if all(len(" ".join(shown)) <= MAX_IN_COLUMN for shown in settings):
-        cells = [_cells(row, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
-        return text_table(HEADER, cells)
-    lines = [text_table((HEADER[0], *HEADER[2:]), [_cells(row) for row in rows]), " settings that differ:"]
+        cells = [_cells(row, metric, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
+        return [text_table(["run", "settings", *header], cells), *notes]
+    lines = [text_table(["run", *header], [_cells(row, metric) for row in rows]), " settings that differ:"]
     for row, shown in zip(rows, settings, strict=True):
         lines += [f" {row['run']}", *(f"   {each}" for each in shown)]
-    return "\n".join(lines)
+    return lines + notes
 
 
 def _settings(row: Mapping[str, Any]) -> list[str]:
@@ -155,21 +161,20 @@ def _settings(row: Mapping[str, Any]) -> list[str]:
     return [f"{k} unset" if v is None else f"{k}={v}" for k, v in settings.items()] or ["-"]
 
 
-def _cells(row: Mapping[str, Any], *settings: str) -> list[str]:
-    def cell(key: str, form: Callable[[Any], str]) -> str:
-        value = row[key]
+def _cells(row: Mapping[str, Any], metric: str, *settings: str) -> list[str]:
+    def cell(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is nan
 
     return [
         row["run"],
         *settings,
-        cell("num_steps", str),
-        cell("samples_per_s", "{:.1f}".format),
-        cell("speed_ratio", "{:.2f}".format),
-        cell("peak_bytes", human_bytes),
-        cell("peak_ratio", "{:.2f}".format),
-        cell("train_loss", "{:.4f}".format),
-        cell("val_loss", "{:.4f}".format),
-        cell("fit_s", "{:.1f} s".format),
+        cell(row["num_steps"], str),
+        cell(row["samples_per_s"], "{:.1f}".format),
+        cell(row["speed_ratio"], "{:.2f}".format),
+        cell(row["peak_bytes"], human_bytes),
+        cell(row["peak_ratio"], "{:.2f}".format),
+        cell(row["train_loss"], "{:.4f}".format),
+        cell(row["metrics"].get(metric), "{:.4f}".format),
+        cell(row["fit_s"], "{:.1f} s".format),
         f"{row['status']}: {row['reason']}" if row["reason"] else row["status"],
     ]

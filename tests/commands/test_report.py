@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_eff.commands._run_reports import find_runs
-from lightning_eff.commands._run_table import run_table, setting_differences
+from lightning_eff.commands._run_table import comparison_lines, setting_differences
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.summary import report_text
@@ -259,12 +259,12 @@ def test_only_what_differs_is_shown() -> None:
 def test_long_settings_stand_below_the_table() -> None:
     def lines(*settings: dict[str, str | None] | None) -> list[str]:
         figures = dict.fromkeys([
-            "num_steps", "samples_per_s", "speed_ratio", "peak_bytes", "peak_ratio", "train_loss", "val_loss",
-            "fit_s",
+            "num_steps", "samples_per_s", "speed_ratio", "peak_bytes", "peak_ratio", "train_loss", "fit_s",
         ])  # fmt: skip
-        same = figures | {"status": "finished", "reason": ""}
+        same = figures | {"status": "finished", "reason": "", "metrics": {}}
         rows = [{"run": f"a/{number}", "settings": each} | same for number, each in enumerate(settings)]
-        return run_table({"rows": rows}).splitlines()
+        shown = comparison_lines({"metric": "val_loss", "rows": rows, "notes": []})
+        return "\n".join(shown).splitlines()
 
     fits = {"model.name": "x" * 30, "seed": None}
     header, first, *_ = lines(fits, {})
