@@ -221,7 +221,11 @@ def test_a_sweep_runs_each_combination_and_survives_a_failure(mine: list[str], c
     out = command("train", "lm", *mine, "-m", "callbacks=[],[empty_cache]", "--json", code=0)[1]
     rows = json.loads(out)["rows"]
     assert [(row["status"], row["num_steps"]) for row in rows] == [("finished", 2)] * 2
-    assert rows[1]["settings"] == {"callbacks": "[empty_cache]"}
+    empty_cache = "lightning_eff.callbacks.empty_cache.EmptyCache"
+    assert [row["settings"] for row in rows] == [
+        {"callbacks.empty_cache": None},
+        {"callbacks.empty_cache": empty_cache},
+    ]
     folders = sorted(path.parent.name for path in Path("outputs/lm").glob("sweep_*/*/efficiency.json"))
     assert folders == ["0", "1"]
     _, out, _ = command(

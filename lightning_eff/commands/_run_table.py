@@ -16,8 +16,6 @@ from lightning_eff.core.text import human_bytes, text_table
 
 VAL_LOSS = "val_loss"
 RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
-ABSENT = object()
-"""Stands for a key that a run's config does not have."""
 MAX_IN_COLUMN = 60
 """Characters of a run's settings above which those of all runs stand below the table."""
 
@@ -84,54 +82,35 @@ def _other_environment(report: Mapping[str, Any], first: Mapping[str, Any]) -> l
 def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
     """Return for each config the settings that are not the same in all of them, by their dotted keys.
 
-    What a config does not set is None. Of objects of different classes the classes are named, with their
-    modules if the names are the same, and of their arguments only those are compared that all have.
+    A setting that a config does not have is None. An object is named by its class; of objects of different
+    classes only those arguments are compared that all have.
 
     Example:
         >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
-        [{'b.c': '2', 'b': '[c]'}, {'b.c': '3', 'b': '[c]'}, {'b': None}]
+        [{'b.c': '2'}, {'b.c': '3'}, {'b.c': None}]
     """
-    found: list[dict[str, str | None]] = [{} for _ in configs]
-    _compare("", dict(enumerate(configs)), found)
+    flat = [_flatten(config) for config in configs]
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    shown = [
+        key
+        for key in differing
+        if all(key in settings for settings in flat) or key.rpartition(".")[0] not in differing
+    ]
+    return [{key: settings.get(key) for key in shown} for settings in flat]
+
+
+def _flatten(node: Any, path: str = "") -> dict[str, str]:
+    """Return the settings of a config as text, by dotted keys; the key of an object has its class."""
+    if not isinstance(node, Mapping):
+        # A tuple is a path below the run's folder or the output root.
+        value = node[1] if isinstance(node, tuple) else node
+        return {path: value if isinstance(value, str) else json.dumps(value, default=str)}
+    found = {path: str(node["_target_"])} if "_target_" in node else {}
+    for key, value in node.items():
+        if key != "_target_":
+            found |= _flatten(value, f"{path}.{key}".lstrip("."))
     return found
-
-
-def _compare(key: str, values: Mapping[int, Any], found: list[dict[str, str | None]]) -> None:
-    """Add what differs below a key to the settings of each config that has it."""
-    first, *others = values.values()
-    if all(value == first for value in others):
-        return
-    nodes = {index: value for index, value in values.items() if isinstance(value, Mapping)}
-    targets = {value.get("_target_") for value in nodes.values()}
-    if len(nodes) > 1:
-        names = dict.fromkeys(name for node in nodes.values() for name in node)
-        if len(targets) > 1:
-            names = {name for name in names if all(name in node for node in nodes.values())} - {"_target_"}
-        for name in sorted(names):
-            inner = {index: node.get(name, ABSENT) for index, node in nodes.items()}
-            _compare(f"{key}.{name}".lstrip("."), inner, found)
-    if len(nodes) < len(values) or len(targets) > 1:
-        names = {str(target).rpartition(".")[2] for target in targets}
-        for index, value in values.items():
-            is_same_name = index in nodes and len(names) < len(targets)
-            found[index][key] = str(value.get("_target_")) if is_same_name else _shown(value)
-
-
-def _shown(value: Any) -> str | None:
-    """Return a setting in few words, None for one that is unset.
-
-    Example:
-        >>> _shown({"_target_": "torch.optim.AdamW", "lr": 1}), _shown({"a": 1, "b": 2}), _shown(None)
-        ('AdamW', '[a, b]', 'null')
-    """
-    if value is ABSENT:
-        return None
-    if isinstance(value, tuple):  # a path below the run's folder or the output root
-        return str(value[1])
-    if isinstance(value, Mapping):
-        target = str(value.get("_target_", ""))
-        return target.rpartition(".")[2] or f"[{', '.join(map(str, value))}]"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def comparison_lines(compared: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_eff.config.folders import check_inside
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core.errors import ConfigError, UsageError
 
 GRID = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
@@ -84,19 +83,11 @@ def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping
 
 
 def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
-    """Reject a database for Optuna's study outside of `root`, or one that this Optuna cannot write.
+    """Reject a database for Optuna's study outside of `root`.
 
     Raises:
         ConfigError: It is a file outside.
-        EnvironmentLacksError: Optuna before 3, which the plugin installs, and SQLAlchemy 2.
     """
     storage = sweeper.get("storage")
-    if not isinstance(storage, str) or not str(sweeper["_target_"]).startswith(OPTUNA):
-        return
-    key = "hydra.sweeper.storage"
-    if storage.startswith("sqlite:///"):
-        check_inside(key, storage.removeprefix("sqlite:///"), root)
-    if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
-        text = f"{key}={storage!r}: Optuna {version('optuna')} cannot write it with SQLAlchemy 2"
-        text += "\n  try: pip install 'optuna>=4'  # although its plugin asks for less than 3"
-        raise EnvironmentLacksError(text)
+    if isinstance(storage, str) and storage.startswith("sqlite:///"):
+        check_inside("hydra.sweeper.storage", storage.removeprefix("sqlite:///"), root)

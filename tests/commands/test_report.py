@@ -235,25 +235,12 @@ def test_only_what_differs_is_shown() -> None:
         {"optimizer": adamw, "strategy": {"_target_": "y.FSDP2"}, "same": 1},
     ])  # fmt: skip
     assert found == [
-        {
-            "optimizer.lr": "1.0",
-            "optimizer": "AdamW",
-            "callbacks": "[a]",
-            "callbacks.a.n": "1",
-            "strategy": "null",
-        },
-        {
-            "optimizer.lr": "0.5",
-            "optimizer": "SGD",
-            "callbacks": "[a]",
-            "callbacks.a.n": "2",
-            "strategy": "null",
-        },
-        {"optimizer.lr": "1.0", "optimizer": "AdamW", "callbacks": None, "strategy": "FSDP2"},
+        {"optimizer": "torch.optim.AdamW", "optimizer.lr": "1.0", "callbacks.a": "x.A", "strategy": "null"},
+        {"optimizer": "torch.optim.SGD", "optimizer.lr": "0.5", "callbacks.a": "x.A", "strategy": "null"},
+        {"optimizer": "torch.optim.AdamW", "optimizer.lr": "1.0", "callbacks.a": None, "strategy": "y.FSDP2"},
     ]
-    targets = ({"_target_": "x.Net"}, {"_target_": "y.Net"}, {"_target_": "y.Other"})
-    found = setting_differences([{"model": target} for target in targets])
-    assert found == [{"model": "x.Net"}, {"model": "y.Net"}, {"model": "y.Other"}]
+    first, second = ({"callbacks": {"a": {"_target_": "x.A", "n": n}}} for n in (1, 2))
+    assert setting_differences([first, second]) == [{"callbacks.a.n": "1"}, {"callbacks.a.n": "2"}]
 
 
 def test_long_settings_stand_below_the_table() -> None:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from lightning_eff.commands import _sweep, train
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.sweeps import OPTUNA, check_metric, check_storage
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, SweepRunError
+from lightning_eff.core.errors import ConfigError, SweepRunError
 from tests.support.command_line import Command
 
 MINE = """
@@ -133,21 +133,14 @@ def test_ranks_leave_the_standard_output_to_a_table_or_json(
     assert passed == [is_sweep or as_json]
 
 
-def test_what_optuna_needs_is_checked_before_the_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_optuna_needs_is_checked_before_the_first_run(tmp_path: Path) -> None:
     optuna, monitors = {"_target_": f"{OPTUNA}optuna_sweeper.OptunaSweeper"}, {"efficiency_report": {"a": 1}}
-    with pytest.raises(ConfigError, match=r"optimized_metric=None: expected the name of a metric"):
+    with pytest.raises(ConfigError) as caught:
         check_metric(optuna, None, {"monitors": monitors})
+    assert caught.value.key == "optimized_metric"
     with pytest.raises(ConfigError, match=r"without the monitor efficiency_report"):
         check_metric({"_target_": "x"}, "val_loss", {"monitors": {}})
     check_metric(optuna, "val_loss", {"monitors": monitors})
-    versions = {"optuna": "2.10.1", "sqlalchemy": "2.1.9"}
-    monkeypatch.setattr("lightning_eff.config.sweeps.version", versions.__getitem__)
     with pytest.raises(ConfigError, match=r"expected a folder under output_root"):
-        check_storage(optuna | {"storage": f"sqlite:///{tmp_path}.db"}, tmp_path)
-    inside = optuna | {"storage": f"sqlite:///{tmp_path}/study.db"}
-    with pytest.raises(EnvironmentLacksError, match=r"try: pip install 'optuna>=4'"):
-        check_storage(inside, tmp_path)
-    versions["optuna"] = "5.0.0"
-    check_storage(inside, tmp_path)
+        check_storage({"storage": f"sqlite:///{tmp_path}.db"}, tmp_path)
+    check_storage({"storage": f"sqlite:///{tmp_path}/study.db"}, tmp_path)
