@@ -186,7 +186,7 @@ def _predict(
     if values["plan_longest"] and not prediction.reason:
         from lightning_eff.planner.longest import longest_sequence
 
-        sys.stderr.write(" searching the longest sequence, by about ten predictions\n")
+        sys.stderr.write(" searching the longest sequence, by a few predictions\n")
         with redirect_stdout(sys.stderr):
             longest = longest_sequence(compose, memory)
         sections.append(str(longest))

@@ -1,13 +1,15 @@
 """Search the longest sequence of a recipe that fits a device: a bisection of `data.context_length`.
 
 Each length is a dry run (planner/dry_run.py) with a batch whose rows are repeated to it. A length that cannot
-be predicted, for example of a model with fewer positions, counts as one that does not fit.
+be predicted, for example of a model with fewer positions, counts as one that does not fit. Memory is nearly
+linear in the length, so that the first lengths are where a line through two known ones meets the limit: a
+handful of predictions in place of ten, most of which would be of long sequences.
 """
 
 from __future__ import annotations
 
-import bisect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ GRANULE = 1024
 """Tokens to which a length is rounded down."""
 MAX_TOKENS = 1 << 20
 """Longest length that is tried."""
+NUM_GUESSES = 6
+"""Predictions after which lengths are halved only, however memory grows."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,43 @@ def longest_sequence(compose: Compose, memory: DeviceMemory, *, granule: int = G
         example.with_length(granule)
     except Exception as error:  # noqa: BLE001 - a user's data module may raise anything
         return LongestSequence(memory.name, reason=reason_of(error))
+    start = values["data"]["context_length"]
     tried: dict[int, MemoryForecast] = {}
-
-    def is_too_long(num_tokens: int) -> bool:
+    low, high = 0, MAX_TOKENS // granule + 1  # in granules: the longest that fits, the shortest that does not
+    length = min(max(1, start // granule), high - 1)
+    while high - low > 1:
+        num_tokens = length * granule
         sys.stderr.write(f" predicting {num_tokens:,} tokens\n")
-        tried[num_tokens] = found = MemoryForecast(_predict(compose, example, memory, num_tokens), memory)
-        return found.num_bytes is None or found.num_bytes > memory.free_bytes
-
-    lengths = range(granule, MAX_TOKENS + 1, granule)
-    num_fitting = bisect.bisect_left(lengths, True, key=is_too_long)  # noqa: FBT003 - False sorts before True
-    too_long = lengths[num_fitting] if num_fitting < len(lengths) else None
-    if not num_fitting:
-        shortest = tried[granule]
+        forecast = MemoryForecast(_predict(compose, example, memory, num_tokens), memory)
+        tried[length] = forecast
+        if forecast.num_bytes is not None and forecast.num_bytes <= memory.free_bytes:
+            low = length
+        else:
+            high = length
+        length = _next_length(tried, low, high, memory.free_bytes)
+    too_long = high * granule if high in tried else None
+    if not low:
+        shortest = tried[1]
         needs = f"{granule:,} tokens need {human_bytes(shortest.num_bytes or 0)}"
         reason = shortest.prediction.reason or needs
         return LongestSequence(memory.name, too_long=too_long, reason=reason)
-    longest = tried[lengths[num_fitting - 1]]
+    longest = tried[low]
     host_bytes = longest.prediction.host_bytes
-    return LongestSequence(memory.name, lengths[num_fitting - 1], too_long, longest.num_bytes, host_bytes)
+    return LongestSequence(memory.name, low * granule, too_long, longest.num_bytes, host_bytes)
+
+
+def _next_length(tried: Mapping[int, MemoryForecast], low: int, high: int, free_bytes: int) -> int:
+    """Return the length between `low` and `high` to try next, in granules."""
+    middle = (low + high) // 2
+    sizes = {length: forecast.num_bytes for length, forecast in tried.items() if forecast.num_bytes}
+    if len(tried) >= NUM_GUESSES or (high in tried and high not in sizes):
+        return middle
+    if len(sizes) < 2:
+        return min(8 * low, high - 1) if low else middle
+    first, second = sorted(sizes, key=lambda length: abs(sizes[length] - free_bytes))[:2]
+    slope = (sizes[second] - sizes[first]) / (second - first)
+    guess = int(first + (free_bytes - sizes[first]) / slope) if slope > 0 else high
+    return min(max(guess, low + 1), high - 1)
 
 
 def _predict(compose: Compose, example: ExampleBatch, memory: DeviceMemory, num_tokens: int) -> Prediction:

@@ -25,28 +25,31 @@ BATCH: Any = ExampleBatch(None, torch.zeros(2, 8, dtype=torch.int64), None, None
 CURVES: dict[str, Callable[[int], int | None]] = {
     "a line": lambda n: 5_000_000 + 800 * n,
     "two lines, as the peak moves to another phase": lambda n: max(40_000_000 + 10 * n, 1500 * n),
+    "a quadratic mask": lambda n: 1_000_000 + 700 * n + n * n // 4096,
     "a model of 3,000 positions": lambda n: 100 * n if n <= 3000 else None,
     "none fits": lambda _: 10**9,
     "all fit": lambda _: 1,
 }
 
 
+@pytest.mark.parametrize("start", [8, 5000, 500_000])
 @pytest.mark.parametrize("name", CURVES)
 def test_the_length_found_fits_and_a_granule_more_does_not(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A length that cannot be composed or predicted does not fit."""
-    curve, granule = CURVES[name], 1000
+    curve, granule, tried = CURVES[name], 1000, list[int]()
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
-        length = int(words[0].partition("=")[2]) if words else 8
-        if curve(length) is None:
+        length = int(words[0].partition("=")[2]) if words else start
+        if words and curve(length) is None:
             raise ConfigError("data.context_length", length, allowed="fewer")
         return {"data": {"context_length": length}}
 
     def predicted(values: dict[str, Any], example: ExampleBatch, **_: object) -> Prediction:
         length = values["data"]["context_length"]
         assert example.batch.shape == (2, length)
+        tried.append(length)
         return Prediction(in_blocks=Peak(curve(length) or 0, "forward", "mm", "", {}, {}, 0, [], []))
 
     monkeypatch.setattr(longest, "dry_run", predicted)
@@ -59,6 +62,7 @@ def test_the_length_found_fits_and_a_granule_more_does_not(
     assert found.too_long == (above if above in lengths else None)
     assert bool(found.reason) == (name == "none fits")
     assert found.peak_bytes == (curve(found.num_tokens) if fitting else None)
+    assert len(tried) == len(set(tried)) <= (4 if name == "a line" else 16)
 
 
 def test_rows_of_another_length_keep_batch_and_other_axes() -> None:
