@@ -52,10 +52,8 @@ def find_runs(word: str, root: Path) -> list[Path]:
         return [path.parent]
     if _is_run(path):
         return [path]
-    if path.is_dir():
-        numbered = [each for each in path.iterdir() if each.is_dir() and each.name.isdecimal()]
-        if numbered:
-            return sorted(numbered, key=lambda each: int(each.name))
+    if runs := numbered_runs(path):
+        return runs
     recipe = path.stem if path.suffix == ".yaml" else word
     if recipe and not Path(recipe).is_absolute() and ".." not in Path(recipe).parts:
         newest = _newest(root / recipe)
@@ -69,6 +67,13 @@ def find_runs(word: str, root: Path) -> list[Path]:
         remedies = [f"lightning-eff report {each}" for each in sorted(path.iterdir()) if _is_run(each)][-1:]
     allowed = f"a run's folder, a sweep's, or a recipe with runs in {root}; {hint}"
     raise ConfigError(key="RUN", value=word, allowed=allowed, remedies=remedies)
+
+
+def numbered_runs(sweep: Path) -> list[Path]:
+    """Return the folders of a sweep's runs, in their order."""
+    folders = sweep.iterdir() if sweep.is_dir() else ()
+    numbered = [each for each in folders if each.is_dir() and each.name.isdecimal()]
+    return sorted(numbered, key=lambda each: int(each.name))
 
 
 def _is_run(folder: Path) -> bool:

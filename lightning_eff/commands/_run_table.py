@@ -14,22 +14,20 @@ from lightning_eff.config.ckpt_path import portable_settings
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.text import human_bytes, text_table
 
-HEADER = (
-    "run", "settings", "steps", "samples/s", "x first", "peak", "x first", "train loss", "val loss", "time",
-    "status",
-)  # fmt: skip
+VAL_LOSS = "val_loss"
 RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
-ABSENT = object()
-"""Stands for a key that a run's config does not have."""
 MAX_IN_COLUMN = 60
 """Characters of a run's settings above which those of all runs stand below the table."""
 
 
-def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
+def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str, Any]:
     """Return a row for each run, and notes, in plain types.
 
-    Of the settings only what differs is in a row, None for one that is unset; a figure that a run has not
-    is None.
+    A row has only the settings that differ, None for one that is unset; a missing figure is None.
+
+    Args:
+        runs: At least one to compare.
+        metric: Any that the runs log, for the last of the columns with losses.
     """
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
@@ -50,7 +48,7 @@ def compare_runs(runs: Sequence[RunReport]) -> dict[str, Any]:
             row[ratio] = row[figure] / base if base and row[figure] is not None and not others else None
     if first:
         notes.append(f"ratios are to {runs[first].label}, the first run with measured steps")
-    return {"rows": rows, "notes": notes}
+    return {"metric": metric, "rows": rows, "notes": notes}
 
 
 def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str, Any]:
@@ -84,67 +82,54 @@ def _other_environment(report: Mapping[str, Any], first: Mapping[str, Any]) -> l
 def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
     """Return for each config the settings that are not the same in all of them, by their dotted keys.
 
-    What a config does not set is None. Of objects of different classes the classes are named, with their
-    modules if the names are the same, and of their arguments only those are compared that all have.
+    A setting that a config does not have is None. An object is named by its class; of objects of different
+    classes only those arguments are compared that all have.
 
     Example:
         >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
-        [{'b.c': '2', 'b': '[c]'}, {'b.c': '3', 'b': '[c]'}, {'b': None}]
+        [{'b.c': '2'}, {'b.c': '3'}, {'b.c': None}]
     """
-    found: list[dict[str, str | None]] = [{} for _ in configs]
-    _compare("", dict(enumerate(configs)), found)
+    flat = [_flatten(config) for config in configs]
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    shown = [
+        key
+        for key in differing
+        if all(key in settings for settings in flat) or key.rpartition(".")[0] not in differing
+    ]
+    return [{key: settings.get(key) for key in shown} for settings in flat]
+
+
+def _flatten(node: Any, path: str = "") -> dict[str, str]:
+    """Return the settings of a config as text, by dotted keys; the key of an object has its class."""
+    if not isinstance(node, Mapping):
+        # A tuple is a path below the run's folder or the output root.
+        value = node[1] if isinstance(node, tuple) else node
+        return {path: value if isinstance(value, str) else json.dumps(value, default=str)}
+    found = {path: str(node["_target_"])} if "_target_" in node else {}
+    for key, value in node.items():
+        if key != "_target_":
+            found |= _flatten(value, f"{path}.{key}".lstrip("."))
     return found
 
 
-def _compare(key: str, values: Mapping[int, Any], found: list[dict[str, str | None]]) -> None:
-    """Add what differs below a key to the settings of each config that has it."""
-    first, *others = values.values()
-    if all(value == first for value in others):
-        return
-    nodes = {index: value for index, value in values.items() if isinstance(value, Mapping)}
-    targets = {value.get("_target_") for value in nodes.values()}
-    if len(nodes) > 1:
-        names = dict.fromkeys(name for node in nodes.values() for name in node)
-        if len(targets) > 1:
-            names = {name for name in names if all(name in node for node in nodes.values())} - {"_target_"}
-        for name in sorted(names):
-            inner = {index: node.get(name, ABSENT) for index, node in nodes.items()}
-            _compare(f"{key}.{name}".lstrip("."), inner, found)
-    if len(nodes) < len(values) or len(targets) > 1:
-        names = {str(target).rpartition(".")[2] for target in targets}
-        for index, value in values.items():
-            is_same_name = index in nodes and len(names) < len(targets)
-            found[index][key] = str(value.get("_target_")) if is_same_name else _shown(value)
+def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
+    """Return the table for a terminal, `-` where a figure is missing, and the notes.
 
-
-def _shown(value: Any) -> str | None:
-    """Return a setting in few words, None for one that is unset.
-
-    Example:
-        >>> _shown({"_target_": "torch.optim.AdamW", "lr": 1}), _shown({"a": 1, "b": 2}), _shown(None)
-        ('AdamW', '[a, b]', 'null')
+    Long settings stand below the table.
     """
-    if value is ABSENT:
-        return None
-    if isinstance(value, tuple):  # a path below the run's folder or the output root
-        return str(value[1])
-    if isinstance(value, Mapping):
-        target = str(value.get("_target_", ""))
-        return target.rpartition(".")[2] or f"[{', '.join(map(str, value))}]"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def run_table(compared: Mapping[str, Any]) -> str:
-    """Return the table for a terminal, `-` where a figure is missing; long settings stand below it."""
     rows: Sequence[Mapping[str, Any]] = compared["rows"]
+    metric: str = compared["metric"]
+    header = ["steps", "samples/s", "x first", "peak", "x first", "train_loss", metric, "time", "status"]
     settings = [_settings(row) for row in rows]
+    notes = [f" note: {note}" for note in compared["notes"]]
     if all(len(" ".join(shown)) <= MAX_IN_COLUMN for shown in settings):
-        cells = [_cells(row, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
-        return text_table(HEADER, cells)
-    lines = [text_table((HEADER[0], *HEADER[2:]), [_cells(row) for row in rows]), " settings that differ:"]
+        cells = [_cells(row, metric, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
+        return [text_table(["run", "settings", *header], cells), *notes]
+    lines = [text_table(["run", *header], [_cells(row, metric) for row in rows]), " settings that differ:"]
     for row, shown in zip(rows, settings, strict=True):
         lines += [f" {row['run']}", *(f"   {each}" for each in shown)]
-    return "\n".join(lines)
+    return lines + notes
 
 
 def _settings(row: Mapping[str, Any]) -> list[str]:
@@ -155,21 +140,20 @@ def _settings(row: Mapping[str, Any]) -> list[str]:
     return [f"{k} unset" if v is None else f"{k}={v}" for k, v in settings.items()] or ["-"]
 
 
-def _cells(row: Mapping[str, Any], *settings: str) -> list[str]:
-    def cell(key: str, form: Callable[[Any], str]) -> str:
-        value = row[key]
+def _cells(row: Mapping[str, Any], metric: str, *settings: str) -> list[str]:
+    def cell(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is nan
 
     return [
         row["run"],
         *settings,
-        cell("num_steps", str),
-        cell("samples_per_s", "{:.1f}".format),
-        cell("speed_ratio", "{:.2f}".format),
-        cell("peak_bytes", human_bytes),
-        cell("peak_ratio", "{:.2f}".format),
-        cell("train_loss", "{:.4f}".format),
-        cell("val_loss", "{:.4f}".format),
-        cell("fit_s", "{:.1f} s".format),
+        cell(row["num_steps"], str),
+        cell(row["samples_per_s"], "{:.1f}".format),
+        cell(row["speed_ratio"], "{:.2f}".format),
+        cell(row["peak_bytes"], human_bytes),
+        cell(row["peak_ratio"], "{:.2f}".format),
+        cell(row["train_loss"], "{:.4f}".format),
+        cell(row["metrics"].get(metric), "{:.4f}".format),
+        cell(row["fit_s"], "{:.1f} s".format),
         f"{row['status']}: {row['reason']}" if row["reason"] else row["status"],
     ]

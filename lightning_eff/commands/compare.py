@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from datetime import datetime
@@ -60,9 +60,7 @@ OWN_GROUPS = ("callbacks", "precision", "strategy")
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
-    if values.get("launch"):
-        allowed = "none: a trial is a process of this machine"
-        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
+    check_local(values)
     now = datetime.now().astimezone()
     folder = (
         Path(values["output_root"]) / "compare" / f"{options.recipe}_{now:%Y-%m-%d_%H-%M-%S-%f}"
@@ -164,6 +162,13 @@ def _refusal(options: argparse.Namespace, own: Sequence[str]) -> str | None:
     except PRE_RUN_ERRORS as error:
         return root_cause_line(error).splitlines()[0]
     return None
+
+
+def check_local(values: Mapping[str, Any]) -> None:
+    """Reject a recipe that is launched elsewhere: a trial is a process of this machine."""
+    if values.get("launch"):
+        allowed = "none: a trial is a process of this machine"
+        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
 
 
 def train_recipe(words: Sequence[str], folder: Path) -> int:

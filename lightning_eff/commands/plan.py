@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,16 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError
-from lightning_eff.core.text import WIDTH, human_bytes, line_width, print_json, text_table
+from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, suggest_name
+from lightning_eff.core.text import (
+    UNITS,
+    WIDTH,
+    human_bytes,
+    line_width,
+    parse_bytes,
+    print_json,
+    text_table,
+)
 from lightning_eff.launch.job import num_ranks
 
 if TYPE_CHECKING:
@@ -26,12 +34,12 @@ if TYPE_CHECKING:
     from lightning_eff.kernels.devices import Device
     from lightning_eff.planner.advice import Compose
     from lightning_eff.planner.device_memory import DeviceMemory
-    from lightning_eff.planner.gpus import GPU
-    from lightning_eff.planner.longest import LongestSequences
     from lightning_eff.report.attention import AttentionRow
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
+ANY_OTHER = "device.memory=40GiB"
+"""How the memory of a GPU that is in no table is given."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REFUSED")
 """From harmless to worst."""
 
@@ -85,9 +93,9 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The device that is asked for; by default the run's."""
+    """The device to plan for, and its memory; both are the run's unless they are asked for."""
 
-    name: str = ""
+    device: Device | None = None
     memory_bytes: int | None = None
 
     @classmethod
@@ -99,47 +107,42 @@ class PlannedDevice:
             UsageError: There are several, or it is another key of the device.
         """
         own = [word.partition("=") for word in words if word.startswith(("device=", "device."))]
-        given: dict[str, str] = {}
-        for key, _, value in own:
-            if key not in ("device", "device.memory"):
-                text = f"plan: {key}: expected device=NAME or device.memory=SIZE"
-                raise UsageError(text)
-            if key in given:
-                values = [value for other, _, value in own if other == key]
-                what = "device" if key == "device" else key
-                text = f"plan: expected one {what}, not {len(values)}: {', '.join(values)}"
-                raise UsageError(text)
-            given[key] = value.lower() if key == "device" else value
-        if given:
-            from lightning_eff.planner import gpus
-
-            if "device" in given:
-                gpus.named(given["device"])  # for its error
-            memory = gpus.memory_of(given["device.memory"]) if "device.memory" in given else None
-            made = cls(given.get("device", ""), memory)
-        else:
-            made = cls()
-        return made, [word for word in words if not word.startswith(("device=", "device."))]
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether a GPU is named, or one by its memory."""
-        return self.name not in ("", "cpu") or (not self.name and self.memory_bytes is not None)
-
-    def found(self, root: torch.device) -> GPU | Device:
-        """Return what is known of it, or of the run's device."""
+        if not own:
+            return cls(), list(words)
         from lightning_eff.kernels import devices
-        from lightning_eff.planner import gpus
 
-        if self.name:
-            return gpus.named(self.name)
-        return devices.of(root) if self.memory_bytes is None else gpus.any_gpu(self.memory_bytes)
+        values: dict[str, str] = {}
+        for key, _, value in own:
+            if key not in ("device", "device.memory") or key in values:
+                text = f"plan: {key}={value}: expected one device=NAME and one device.memory=SIZE at most"
+                raise UsageError(text)
+            values[key] = value
+        others = [word for word in words if not word.startswith(("device=", "device."))]
+        size = values.get("device.memory")
+        try:
+            memory_bytes = None if size is None else parse_bytes(size)
+        except ValueError as error:
+            allowed = f"a size above 0 with its unit, one of {', '.join(UNITS)}"
+            raise ConfigError(
+                key="device.memory", value=size, allowed=allowed, remedies=[ANY_OTHER]
+            ) from error
+        if "device" not in values:
+            return cls(devices.unknown_gpu(memory_bytes or 0), memory_bytes), others
+        name, names = values["device"].lower(), [*devices.DEVICES, "cpu"]
+        if name not in names:
+            close = suggest_name(name, names)
+            allowed = f"one of {', '.join(names)}" + (f"; {close}" if close.startswith("did") else "")
+            remedies = [f"{ANY_OTHER} for any other GPU"]
+            raise ConfigError(key="device", value=name, allowed=allowed, remedies=remedies)
+        return cls(devices.named(name), memory_bytes), others
 
     def memory(self, root: torch.device) -> DeviceMemory:
-        """Return its memory."""
+        """Return its memory; `root` is the run's device."""
+        from lightning_eff.kernels import devices
         from lightning_eff.planner.device_memory import DeviceMemory
 
-        return DeviceMemory.of(self.name, root, memory_bytes=self.memory_bytes)
+        memory = DeviceMemory.of(self.device or devices.of(root))
+        return memory if self.memory_bytes is None else replace(memory, memory_bytes=self.memory_bytes)
 
 
 def _predict(
@@ -177,13 +180,17 @@ def _predict(
         sys.stderr.write(" simulating techniques, for about a minute at most\n")
         with redirect_stdout(sys.stderr):
             reason = prediction.reason
-            advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, memory))
+            advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, values, memory))
         sections.append(str(advice))
         content["advice"] = asdict(advice)
     if values["plan_longest"] and not prediction.reason:
-        longest = _longest_sequences(values, trainer, device, memory, compose)
+        from lightning_eff.planner.longest import longest_sequence
+
+        sys.stderr.write(" searching the longest sequence, by a few predictions\n")
+        with redirect_stdout(sys.stderr):
+            longest = longest_sequence(compose, memory)
         sections.append(str(longest))
-        content["longest"] = longest.as_dict()
+        content["longest"] = asdict(longest)
     sections += [str(division)] if division.about else []
     if trainer.world_size in division.shares:
         sections.append(division.verdict(trainer.world_size, memory))
@@ -197,42 +204,24 @@ def _attention_section(rows: Sequence[AttentionRow], device: str, not_held_bytes
     return ["\n".join(lines)] if rows else []
 
 
-def _longest_sequences(
-    values: Mapping[str, Any],
-    trainer: pl.Trainer,
-    device: PlannedDevice,
-    memory: DeviceMemory,
-    compose: Compose,
-) -> LongestSequences:
-    from lightning_eff.core.dtypes import matmul_dtype
-    from lightning_eff.planner.gpus import AMPERE
-    from lightning_eff.planner.longest import longest_sequences
-
-    sys.stderr.write(" searching the longest sequence, by up to a dozen predictions\n")
-    root = trainer.strategy.root_device
-    is_auto = memory.is_cuda and (values.get("precision") or {}).get("precision") == "auto"
-    auto = "bf16-mixed" if memory.capability >= AMPERE else "32-true"
-    dtype = matmul_dtype(auto if is_auto else str(trainer.precision), root.type)
-    found = device.found(root)
-    with redirect_stdout(sys.stderr):
-        return longest_sequences(compose, memory, found, dtype)
-
-
 def _judge(
     trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], device: PlannedDevice
 ) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
+    from lightning_eff.core.machine import gpu_facts
     from lightning_eff.core.technique import Technique, name_of, non_default_config
-    from lightning_eff.planner import gpus
+    from lightning_eff.kernels.devices import AMPERE
 
     objects = rules.trainer_components(trainer)
     facts = rules.run_facts(trainer)
-    if device.is_gpu:  # what it has, in place of this machine
+    gpu = device.device
+    if gpu is not None and not gpu.is_cpu:  # what it has, in place of this machine
         here = ("machine/emulated_", "machine/float8", "run/cpu")
         facts = {name: text for name, text in facts.items() if not name.startswith(here)}
-        found = device.found(trainer.strategy.root_device)
-        facts |= {"run/cuda": f"device {device.name or found.name}"} | gpus.facts(found)
+        facts |= {"run/cuda": f"device {gpu.name}"} | gpu_facts(gpu.capability)
+        if 0 < gpu.capability < AMPERE:
+            facts["machine/emulated_bfloat16"] = f"bfloat16 that is emulated on the {gpu.name}"
     findings = rules.check_rules(objects, facts)
     rows: dict[str, PlanRow] = {}
     for technique in objects:

@@ -60,11 +60,10 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
 
 def _show_several(runs: list[RunReport], *, as_json: bool) -> None:
     """Print the runs side by side."""
-    from lightning_eff.commands._run_table import compare_runs, run_table
+    from lightning_eff.commands._run_table import compare_runs, comparison_lines
 
     compared = compare_runs(runs)
     if as_json:
         print_json(compared)
-        return
-    lines = [run_table(compared), *(f" note: {note}" for note in compared["notes"])]
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in comparison_lines(compared))

@@ -20,12 +20,11 @@ from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
-from lightning_eff.config.sweeps import METRIC, Sweep
+from lightning_eff.config.sweeps import METRIC
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import (
     EXIT_OK,
-    ConfigError,
     RankError,
     SweepRunError,
     exit_code,
@@ -89,18 +88,18 @@ def _run(app: RecipeApp, job: _Job, overrides: Sequence[str], launch: Launch) ->
             app.run(job, run_dir, save_config=not launch.rank)
     metric = composed.values.get(METRIC)
     if job.reports and metric is not None and RUN_DIR not in os.environ:  # there, the parent says it
-        job.reports[0] = _sweep.say_metric(job.reports[0], metric)
+        job.reports[0] = _sweep.log_metric(job.reports[0], metric)
 
 
 def _run_sweep(app: RecipeApp, job: _Job, *, as_json: bool) -> int:
-    """Run a sweep, of whose runs the standard output has the table alone."""
-
-    def start() -> None:
+    """Run a sweep; the standard output has the table of its runs alone, whatever ends it."""
+    folder, metric = app.check_sweep()
+    job.is_sweep = True
+    try:
         with redirect_stdout(sys.stderr):
             app.sweep(job)
-
-    job.sweep = app.check_sweep()
-    _sweep.run_sweep(job.sweep, start, job.failures, as_json=as_json)
+    finally:
+        _sweep.show_runs(folder, metric, as_json=as_json)
     return EXIT_OK
 
 
@@ -110,7 +109,7 @@ def train_in_worker(words: Sequence[str]) -> None:
 
 
 class _Job:
-    """Called by Hydra for each run; keeps reports and failures, so that one failure does not end a sweep.
+    """Called by Hydra for each run; keeps reports and failures.
 
     A launcher plugin may pickle it and call it in another process.
     """
@@ -123,7 +122,7 @@ class _Job:
         self.failures: list[BaseException] = []
         self.failed_report: dict[str, Any] = {}
         """What the run that failed last has left of its report."""
-        self.sweep: Sweep | None = None
+        self.is_sweep = False
         self._prepared: Any = None
         self._memory = host_memory.host_memory_limit()
         self._home_pid = os.getpid()
@@ -142,7 +141,7 @@ class _Job:
             words += [f"trainer.{key}=auto" for key in recipes_own]
             return ray.run(train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
-        is_read = self.as_json or self.sweep is not None  # the standard output, for JSON or the table
+        is_read = self.as_json or self.is_sweep  # the standard output, for JSON or the table
         return run_ranks(words, folder, values["trainer"], as_json=is_read)
 
     def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:
@@ -175,8 +174,9 @@ class _Job:
             The last value of the metric that a sweep optimizes.
 
         Raises:
-            BaseException: A run was stopped, which ends the sweep; or one failed whose sweeper reads what
-                runs return. Other failures are kept in `failures` and, of a sweep, in its rows.
+            BaseException: A sweep was stopped.
+            SweepRunError: A run of a sweep failed. Hydra's own sweeper runs the others before it raises it;
+                one that searches counts it. The failure of a single run is kept in `failures`.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -184,35 +184,25 @@ class _Job:
         if os.getpid() != self._home_pid:
             configure_logging(Launch.of())
         folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
-        sweep, metric = self.sweep, cfg.get(METRIC)
-        if sweep is None or Launch.of().rank:
-            self._run_kept(cfg, overrides, folder)
-            return None
-        if any(isinstance(failure, ConfigError) and failure.key == METRIC for failure in self.failures):
-            return None  # which no later run would log either
-        row = _sweep.Row(sweep, hydra.job.num, overrides, folder)
         report, failure = self._run_kept(cfg, overrides, folder)
-        value = None
-        if metric is not None and failure is None:
-            try:
-                value = _sweep.last_value(report, metric)
-            except (ConfigError, SweepRunError) as error:
-                failure = error
-                self.failures.append(error)
-        row.end(report, metric, failure)
-        is_read = metric is not None and not sweep.is_grid
-        if failure is not None and exit_code(failure) in STOPPED:
+        if not self.is_sweep or Launch.of().rank:
+            return None
+        if failure is None:
+            metric = cfg.get(METRIC)
+            return None if metric is None else _sweep.last_value(report, metric)
+        if exit_code(failure) in STOPPED:
             raise failure
-        if failure is not None and is_read:  # as a class that can be pickled
-            raise SweepRunError(root_cause_line(failure), exit_code(failure))
-        return value
+        # Of a class that can be pickled, with the place of the traceback, which the process takes with it.
+        place = f" (traceback: {path})" if (path := failure.__dict__.get("error_log")) else ""
+        first, *rest = root_cause_line(failure).splitlines()
+        raise SweepRunError("\n".join([f"{first}{place}", *rest]), exit_code(failure)) from failure
 
     def _run_kept(
         self, cfg: DictConfig, overrides: list[str], folder: Path
     ) -> tuple[dict[str, Any], BaseException | None]:
         """Run one job; return its report and what it failed with, and keep both."""
         try:
-            with reports_in_brief() if self.sweep else nullcontext():  # else they would bury the table
+            with reports_in_brief() if self.is_sweep else nullcontext():  # else they would bury the table
                 self.reports.append(self._run(cfg, overrides, folder))
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
             path = error_log(folder, Launch.of().rank)

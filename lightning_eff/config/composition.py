@@ -11,7 +11,6 @@ needs a third. `RecipeApp` drives the same Hydra object, and Hydra runs the very
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,9 +36,8 @@ from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
-from lightning_eff.config.sweeps import Sweep
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
@@ -160,8 +158,12 @@ class RecipeApp:
         return self._cfg
 
     @keep_overrides()
-    def check_sweep(self) -> Sweep:
-        """Compose and check each run of a sweep, except those that a sweeper plugin chooses later."""
+    def check_sweep(self) -> tuple[Path, str | None]:
+        """Compose and check each run of a sweep, except those that a sweeper plugin chooses later.
+
+        Returns:
+            The sweep's folder, and the metric that it optimizes.
+        """
         with self._habits_explained():
             cfg = self._compose(self._lines, RunMode.MULTIRUN)
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
@@ -169,15 +171,17 @@ class RecipeApp:
             with _explained():
                 lines = sweeps.lines_of(cfg)
                 sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+            metric: str | None = None
             jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
             for job in jobs:
                 # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
                 overrides = parse_overrides(job)
                 chain = read_chain(self.recipe, self.path, overrides)  # of what this job chooses
                 composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
-                sweeps.check_metric(sweeper, composed.values)
+                metric = composed.values.get(sweeps.METRIC)
+                sweeps.check_metric(sweeper, metric, composed.values)
                 sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
-            return sweeps.sweep_of(cfg, lines, len(jobs))
+            return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
     def run(self, job: Callable[[DictConfig], float | None], run_dir: Path, *, save_config: bool) -> None:
         """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
@@ -199,27 +203,15 @@ class RecipeApp:
 
     @contextmanager
     def _habits_explained(self) -> Generator[None]:
-        """Say in an error what another tool's word in the overrides is called here."""
+        """Add to an error what another tool's word in the overrides is called here."""
         try:
             yield
         except (UsageError, ConfigError) as error:
             typed = [item for item in self._parsed if item.key_or_group != SEARCH_PATH]  # that is `path`'s
-            explained = hydra_errors.with_habits(error, typed, self._composes)
+            explained = hydra_errors.with_habits(error, typed)
             if explained is error:
                 raise
             raise explained from error
-
-    def _composes(self, overrides: list[str]) -> bool:
-        """Return whether the recipe can be composed with other overrides."""
-        logging.disable(logging.WARNING)  # of settings that are left out
-        try:
-            with recipe_app(self.recipe, overrides, self.path) as app:
-                app._check(app.config(), app._parsed)  # noqa: SLF001 - `check` would explain its error, too
-        except (UsageError, ConfigError, EnvironmentLacksError):
-            return False
-        finally:
-            logging.disable(logging.NOTSET)
-        return True
 
     def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         try:

@@ -1,15 +1,15 @@
-"""What people type by habit from other tools, and the overrides that mean it here: one table.
+"""Map what people type by habit from other tools to the overrides that mean it here: one table.
 
-A row is looked up only for an override that cannot be used, so that a user's own option of the same name is
-taken as it is. Of several proposals the first that the recipe can be composed with is shown.
+A row is looked up only for an override that cannot be used, so that a user's own option of the same name has
+precedence. All proposals of a row are shown: which one a recipe takes depends on its model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_WIDTH = tuple(f"model.{name}={{}}" for name in ("hidden_size", "d_model", "width", "hidden_dim", "channels"))
-_DEPTH = tuple(f"model.{name}={{}}" for name in ("num_layers", "num_blocks", "depth", "num_levels"))
+_WIDTH = ("model.d_model={}", "model.channels={}")
+_DEPTH = ("model.num_layers={}", "model.num_blocks={}")
 TRAINER = (
     "accelerator", "accumulate_grad_batches", "check_val_every_n_epoch", "detect_anomaly", "deterministic",
     "devices", "fast_dev_run", "gradient_clip_val", "limit_train_batches", "limit_val_batches",
@@ -46,13 +46,10 @@ HABITS: dict[str, str | tuple[str, ...]] = {
         ),
         "data.batch_size={}",
     ),
-    "micro_batch_size": (
-        "callbacks.micro_batch.micro_batch_size={}",
-        "+callbacks=micro_batch callbacks.micro_batch.micro_batch_size={}",
-    ),
+    # A callback that the recipe has already may be added again.
+    "micro_batch_size": "+callbacks=micro_batch callbacks.micro_batch.micro_batch_size={}",
     "global_batch_size": (
-        "callbacks.gradient_accumulation.global_batch_size={}",
-        "+callbacks=gradient_accumulation callbacks.gradient_accumulation.global_batch_size={}",
+        "+callbacks=gradient_accumulation callbacks.gradient_accumulation.global_batch_size={}"
     ),
     **dict.fromkeys(("num_workers", "workers", "datamodule.num_workers"), "data.num_workers={}"),
     **dict.fromkeys(
@@ -132,7 +129,7 @@ HABITS: dict[str, str | tuple[str, ...]] = {
 
 
 def proposals(key: str, value: str) -> Sequence[str]:
-    """Return the overrides that `key=value` may stand for, best first; none if the table does not know it.
+    """Return the overrides that `key=value` may stand for; none if the table does not have it.
 
     Example:
         >>> proposals("batch_size", "8"), proposals("trainer.precision", "bf16-mixed"), proposals("sed", "1")

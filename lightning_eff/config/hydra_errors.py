@@ -6,7 +6,7 @@ Hydra's advice to append a misspelt key with `+` is left out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
@@ -79,35 +79,22 @@ def composition_error(error: Exception) -> str:
     return f"{first}{reason}"
 
 
-def with_habits(
-    error: UsageError | ConfigError, overrides: Sequence[Override], composes: Callable[[list[str]], bool]
-) -> UsageError | ConfigError:
-    """Return the error with what a habit means here, if an override that it is about is one of the table.
-
-    Args:
-        error: For what cannot be composed or checked.
-        overrides: Those of the run.
-        composes: Whether these overrides can, in place of the run's.
-    """
+def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) -> UsageError | ConfigError:
+    """Return the error with what a habit means here, if an override that it is about is one of the table."""
     text = str(error)
     meant = {str(item.input_line): _meant_by(item, text) for item in overrides}
     habits = {line: words for line, words in meant.items() if words}
     if not habits:
         return error
-    others = [line for line, words in meant.items() if not words]
-    choices = [" ".join(words) for words in itertools.product(*habits.values())]
-    if len(choices) > 1:
-        choices = [next((words for words in choices if composes([*others, *words.split()])), "")]
-    if not choices[0]:
-        return error
     reason = text.partition("\n")[0].partition(";")[0]
     if NO_NAME in reason:
         reason = f"{next(iter(habits))}: no such option"
-    return UsageError(f"{reason}\n  try: {choices[0]}")
+    tries = [f"  try: {' '.join(words)}" for words in itertools.product(*habits.values())]
+    return UsageError("\n".join([reason, *tries]))
 
 
 def _meant_by(item: Override, text: str) -> Sequence[str]:
-    """Return what an override may mean that an error is about, or whose key no recipe has."""
+    """Return what an override of the table means, if the error is about it or no recipe has its key."""
     key = str(item.key_or_group)
     is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
     begins = [

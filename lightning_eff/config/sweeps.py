@@ -1,4 +1,4 @@
-"""Describe a sweep before its first run: folder, number of runs, what they share, what reads their results.
+"""Find the runs of a sweep that can be checked before the first one starts, and what its sweeper needs.
 
 Hydra's own sweeper runs a grid and ignores what runs return. Optuna's chooses the next run by it: its runs
 need `optimized_metric`, and end with an error where they have none.
@@ -7,9 +7,7 @@ need `optimized_metric`, and end with an error where they have none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_eff.config.folders import check_inside
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core.errors import ConfigError, UsageError
 
 GRID = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 METRIC, MONITOR = "optimized_metric", "efficiency_report"
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep that is about to start."""
-
-    folder: Path
-    sweeper: str = GRID
-    """Class of Hydra's sweeper."""
-    num_runs: int | None = None
-    """Exact for a grid, at most so many for Optuna, and None where the sweeper does not say."""
-    fixed: frozenset[str] = frozenset()
-    """Overrides that all runs share, as Hydra spells them."""
-
-    @property
-    def is_grid(self) -> bool:
-        """Whether its runs are known before it starts, and their results are not read."""
-        return self.sweeper == GRID
-
-    def varied(self, overrides: Iterable[str]) -> list[str]:
-        """Return what one run does not share with the others.
-
-        Example:
-            >>> Sweep(Path(), fixed=frozenset(["seed=1"])).varied(["seed=1", "++optimizer.lr=0.1"])
-            ['optimizer.lr=0.1']
-        """
-        return [line.lstrip("+") for line in overrides if line not in self.fixed]
 
 
 def lines_of(cfg: DictConfig) -> list[str]:
@@ -96,30 +67,12 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
     return [list(run.values()) for run in (first, *others)]
 
 
-def sweep_of(cfg: DictConfig, lines: Sequence[str], num_runs: int) -> Sweep:
-    """Return the sweep of a composed config, whose runs have been checked.
-
-    Args:
-        cfg: The sweep's own config; its folder gets the time of this call.
-        lines: What `lines_of` returns for it.
-        num_runs: Of a grid.
-    """
-    section: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-    parsed = parse_overrides(lines)
-    swept = {item.get_key_element() for item in parsed if item.is_sweep_override()}
-    shared = (item for item in parsed if item.get_key_element() not in swept)
-    fixed = frozenset(f"{item.get_key_element()}={item.get_value_element_as_str()}" for item in shared)
-    count = num_runs if section["_target_"] == GRID else section.get("n_trials")
-    return Sweep(Path(str(cfg.hydra.sweep.dir)).resolve(), section["_target_"], count, fixed)
-
-
-def check_metric(sweeper: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping[str, Any]) -> None:
     """Reject runs that cannot return what their sweeper needs.
 
     Raises:
         ConfigError: `optimized_metric` is null for Optuna, or set without the monitor that keeps metrics.
     """
-    metric = values.get(METRIC)
     if metric is None and str(sweeper["_target_"]).startswith(OPTUNA):
         allowed = "the name of a metric that the runs log: Optuna chooses the next run by it"
         remedies = [f"{METRIC}=val_loss"]
@@ -130,19 +83,11 @@ def check_metric(sweeper: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
-    """Reject a database for Optuna's study outside of `root`, or one that this Optuna cannot write.
+    """Reject a database for Optuna's study outside of `root`.
 
     Raises:
         ConfigError: It is a file outside.
-        EnvironmentLacksError: Optuna before 3, which the plugin installs, and SQLAlchemy 2.
     """
     storage = sweeper.get("storage")
-    if not isinstance(storage, str) or not str(sweeper["_target_"]).startswith(OPTUNA):
-        return
-    key = "hydra.sweeper.storage"
-    if storage.startswith("sqlite:///"):
-        check_inside(key, storage.removeprefix("sqlite:///"), root)
-    if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
-        text = f"{key}={storage!r}: Optuna {version('optuna')} cannot write it with SQLAlchemy 2"
-        text += "\n  try: pip install 'optuna>=4'  # although its plugin asks for less than 3"
-        raise EnvironmentLacksError(text)
+    if isinstance(storage, str) and storage.startswith("sqlite:///"):
+        check_inside("hydra.sweeper.storage", storage.removeprefix("sqlite:///"), root)

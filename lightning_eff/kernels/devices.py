@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 
 KIB = 2**10
+AMPERE = 80
+"""Compute capability of the first GPUs that compute bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,12 @@ DEVICES: Mapping[str, Device] = {
         memory_gbs=4800, l2_gbs=10000, l2_bytes=50 * KIB**2, shared_bytes=227 * KIB,
         memory_bytes=int(139.8 * KIB**3),
     ),
+    "b200": Device(
+        name="B200", capability=100, num_sms=148,
+        peak_tflops={"bfloat16": 2250, "float16": 2250, "tf32": 1125, "float32": 75, "float8": 4500},
+        memory_gbs=8000, l2_gbs=12000, l2_bytes=126 * KIB**2, shared_bytes=227 * KIB,
+        memory_bytes=int(178.3 * KIB**3),
+    ),
     "a100": Device(
         name="A100", capability=80, num_sms=108,
         peak_tflops={"bfloat16": 312.0, "float16": 312.0, "tf32": 156.0, "float32": 19.5},
@@ -79,15 +87,58 @@ DEVICES: Mapping[str, Device] = {
         memory_gbs=1008, l2_gbs=5000, l2_bytes=72 * KIB**2, shared_bytes=99 * KIB,
         memory_bytes=int(23.5 * KIB**3),
     ),
-    "b200": Device(
-        name="B200", capability=100, num_sms=148,
-        peak_tflops={"bfloat16": 2250, "float16": 2250, "tf32": 1125, "float32": 75, "float8": 4500},
-        memory_gbs=8000, l2_gbs=12000, l2_bytes=126 * KIB**2, shared_bytes=227 * KIB,
-        memory_bytes=int(178.3 * KIB**3),
+    "rtx5090": Device(
+        name="RTX 5090", capability=120, num_sms=170,
+        peak_tflops={"bfloat16": 209.5, "float16": 209.5, "tf32": 104.8, "float32": 104.8, "float8": 419},
+        memory_gbs=1792, l2_gbs=8000, l2_bytes=96 * KIB**2, shared_bytes=99 * KIB,
+        memory_bytes=int(31.0 * KIB**3),
+    ),
+    "rtx3090": Device(
+        name="RTX 3090", capability=86, num_sms=82,
+        peak_tflops={"bfloat16": 71.0, "float16": 71.0, "tf32": 35.6, "float32": 35.6},
+        memory_gbs=936, l2_gbs=3000, l2_bytes=6 * KIB**2, shared_bytes=99 * KIB,
+        memory_bytes=int(23.2 * KIB**3),
+    ),
+    "l40s": Device(
+        name="L40S", capability=89, num_sms=142,
+        peak_tflops={"bfloat16": 362.0, "float16": 362.0, "tf32": 183.0, "float32": 91.6, "float8": 733.0},
+        memory_gbs=864, l2_gbs=5000, l2_bytes=96 * KIB**2, shared_bytes=99 * KIB,
+        memory_bytes=int(43.6 * KIB**3),
+    ),
+    "l4": Device(
+        name="L4", capability=89, num_sms=58,
+        peak_tflops={"bfloat16": 121.0, "float16": 121.0, "tf32": 60.0, "float32": 30.3, "float8": 242.5},
+        memory_gbs=300, l2_gbs=2000, l2_bytes=48 * KIB**2, shared_bytes=99 * KIB,
+        memory_bytes=int(21.8 * KIB**3),
+    ),
+    "a10": Device(
+        name="A10", capability=86, num_sms=72,
+        peak_tflops={"bfloat16": 125.0, "float16": 125.0, "tf32": 62.5, "float32": 31.2},
+        memory_gbs=600, l2_gbs=2500, l2_bytes=6 * KIB**2, shared_bytes=99 * KIB,
+        memory_bytes=int(21.8 * KIB**3),
+    ),
+    "t4": Device(
+        name="T4", capability=75, num_sms=40, peak_tflops={"float16": 65.0, "float32": 8.1},
+        memory_gbs=320, l2_gbs=1200, l2_bytes=4 * KIB**2, shared_bytes=64 * KIB,
+        memory_bytes=int(14.5 * KIB**3),
+    ),
+    "v100": Device(
+        name="V100", capability=70, num_sms=80, peak_tflops={"float16": 125.0, "float32": 15.7},
+        memory_gbs=900, l2_gbs=2500, l2_bytes=6 * KIB**2, shared_bytes=96 * KIB,
+        memory_bytes=int(31.0 * KIB**3),
+    ),
+    "mi300x": Device(
+        name="MI300X", capability=0, num_sms=304,
+        peak_tflops={"bfloat16": 1307, "float16": 1307, "tf32": 654, "float32": 163, "float8": 2615},
+        memory_gbs=5300, l2_gbs=17000, l2_bytes=256 * KIB**2, shared_bytes=64 * KIB,
+        memory_bytes=int(186.2 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that the command line accepts. L2 bandwidths are estimates, since vendors do not state them;
-A100 and H100 are those with 80 GB."""
+"""By the names that the command line accepts: of A100 and H100 the boards with 80 GB, of V100 with 32 GB.
+
+Rates are dense products with float32 sums from the vendors' data sheets and white papers. Memory is what the
+driver reports or, from the RTX 5090 on, the data sheet's less 3 % for the driver, and less 1/16 where GDDR
+memory corrects errors. L2 bandwidths are estimates, since vendors do not state them."""
 
 
 def named(name: str) -> Device:
@@ -106,6 +157,11 @@ def named(name: str) -> Device:
         text = f"device={name}: expected one of {', '.join([*DEVICES, 'cpu'])}"
         raise ValueError(text)
     return DEVICES[name]
+
+
+def unknown_gpu(memory_bytes: int) -> Device:
+    """Return a GPU of which only the memory is known; the rest is an estimate."""
+    return replace(DEVICES["a100"], name="a GPU", capability=0, memory_bytes=memory_bytes, is_estimate=True)
 
 
 def of(device: torch.device) -> Device:
@@ -130,7 +186,9 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
     device = next((info for info in known if info.num_sms == num_sms), None)
     if device is not None:
         return replace(device, **sizes)
-    like = min(DEVICES.values(), key=lambda info: (abs(info.capability - capability), info.num_sms))
+    like = min(
+        DEVICES.values(), key=lambda info: (abs(info.capability - capability), abs(info.num_sms - num_sms))
+    )
     ratio = num_sms / like.num_sms
     return replace(
         like, name=name, capability=capability, num_sms=num_sms, is_estimate=True,

@@ -78,13 +78,17 @@ class Advice:
     Args:
         alone: Every candidate alone, the one that saves most first.
         chosen: What to add, in order, if the batch does not fit.
-        fits: Whether the step fits as it is.
+        overrides: The same as overrides; empty if the batch fits, or still does not with all that was chosen.
+        peak_bytes: With what was chosen.
+        fits: Whether the unchanged step fits.
         unfinished: Whether time ran out.
         reason: Why there is no advice.
     """
 
     alone: list[Saving] = field(default_factory=list[Saving])
     chosen: list[Saving] = field(default_factory=list[Saving])
+    overrides: Options = ()
+    peak_bytes: int | None = None
     fits: bool = True
     unfinished: bool = False
     reason: str = ""
@@ -115,20 +119,22 @@ class AdvisedRecipe:
     """A composed recipe with a batch of its data; each set of overrides is predicted once."""
 
     compose: Compose
+    values: Mapping[str, Any]
+    """The recipe without further overrides."""
     memory: DeviceMemory
     example: ExampleBatch
     _known: dict[Options, MemoryForecast] = field(default_factory=dict[Options, MemoryForecast])
 
     @classmethod
-    def of(cls, compose: Compose, memory: DeviceMemory) -> AdvisedRecipe:
-        """Load a batch; raise what the data raise."""
+    def of(cls, compose: Compose, values: Mapping[str, Any], memory: DeviceMemory) -> AdvisedRecipe:
+        """Load a batch of a composed recipe; raise what the data raise."""
         with redirect_stdout(sys.stderr):
-            return cls(compose, memory, ExampleBatch.of(compose(())))
+            return cls(compose, values, memory, ExampleBatch.of(values))
 
     def forecast(self, options: Options) -> MemoryForecast:
         """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
         if options not in self._known:
-            values = self.compose(options)
+            values = self.compose(options) if options else self.values
             trainer = build_trainer(values)
             components = rules.trainer_components(trainer)
             rules.raise_rejected(rules.check_rules(components, rules.run_facts(trainer)))
@@ -155,7 +161,7 @@ class AdvisedRecipe:
 
     def micro_batches(self) -> Sequence[Options]:
         """Return overrides for halves of the present micro-batch; none for `auto`, which has tried them."""
-        configured = (self.compose(()).get("callbacks") or {}).get("micro_batch")
+        configured = (self.values.get("callbacks") or {}).get("micro_batch")
         samples = self.example.batch_size or samples_and_tokens(self.example.batch)[0]
         size = samples if configured is None else configured["micro_batch_size"]
         size = min(size, samples) if isinstance(size, int) else 1
@@ -174,7 +180,7 @@ class AdvisedRecipe:
         peak = self.forecast(before).peak
         if peak is not None and any(holder.operation == "convolution" for holder in peak.holders):
             candidates = (CONVOLUTIONS, *candidates)
-        is_on = {f"+callbacks={name}" for name in self.compose(()).get("callbacks") or {}}
+        is_on = {f"+callbacks={name}" for name in self.values.get("callbacks") or {}}
         tried = [
             self.saving(before, each)
             for each in candidates
@@ -199,32 +205,37 @@ def mutually_exclusive(first: str, second: str) -> bool:
     return names[0] == names[1]
 
 
-def advise(recipe: AdvisedRecipe, *, budget_s: float = 60.0) -> Advice:
-    """Predict a training with each candidate, and find what to add until it fits.
+def advise(
+    recipe: AdvisedRecipe,
+    *,
+    usable_bytes: int | None = None,
+    budget_s: float = 60.0,
+    shows_alone: bool = True,
+) -> Advice:
+    """Find what to add to a training until its step fits; on request, predict each candidate alone too.
 
     Args:
         recipe: The training.
+        usable_bytes: Bytes that the step may need; None takes what the device has free.
         budget_s: Seconds after which no further prediction starts.
+        shows_alone: Whether to predict each candidate alone.
     """
     until = time.monotonic() + budget_s
     now = recipe.forecast(())
     if now.num_bytes is None:
         return Advice(reason=now.prediction.reason)
-    free_bytes = recipe.memory.free_bytes
-    fits = now.num_bytes <= free_bytes
-    alone = recipe.alone((), until)
-    chosen = [] if fits else savings_until_it_fits(recipe, free_bytes, until)
-    return Advice(alone, chosen, fits, unfinished=time.monotonic() >= until)
+    usable_bytes = recipe.memory.free_bytes if usable_bytes is None else usable_bytes
+    fits = now.num_bytes <= usable_bytes
+    alone = recipe.alone((), until) if shows_alone else []
+    chosen = [] if fits else _savings_until_it_fits(recipe, usable_bytes, until)
+    peak_bytes = chosen[-1].peak_bytes if chosen else None
+    is_enough = peak_bytes is not None and peak_bytes <= usable_bytes
+    overrides = tuple(word for saving in chosen for word in saving.words) if is_enough else ()
+    return Advice(alone, chosen, overrides, peak_bytes, fits, unfinished=time.monotonic() >= until)
 
 
-def savings_until_it_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) -> list[Saving]:
-    """Return savings, each in addition to those before it; with the last one the step fits, if any does.
-
-    Args:
-        recipe: A training that does not fit.
-        free_bytes: Bytes that the step may need.
-        until: Time of the monotonic clock after which no further prediction starts.
-    """
+def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: float) -> list[Saving]:
+    """Return savings, each in addition to those before it; with the last one the step fits, if any does."""
     peak_bytes = recipe.forecast(()).num_bytes or 0
     for options in recipe.micro_batches():
         if time.monotonic() >= until:
@@ -232,11 +243,11 @@ def savings_until_it_fits(recipe: AdvisedRecipe, free_bytes: int, until: float) 
         half = recipe.saving((), options)
         if half.peak_bytes is None or half.peak_bytes > (1 - MIN_HALVING) * peak_bytes:
             break
-        if half.peak_bytes <= free_bytes:
+        if half.peak_bytes <= usable_bytes:
             return [half]
         peak_bytes = half.peak_bytes
     chosen: list[Saving] = []
-    while not chosen or (chosen[-1].peak_bytes or 0) > free_bytes:
+    while not chosen or (chosen[-1].peak_bytes or 0) > usable_bytes:
         options = tuple(word for saving in chosen for word in saving.words)
         best = next((each for each in recipe.alone(options, until) if each.words != ADAPTERS), None)
         if best is None or not best.saved_bytes or best.saved_bytes < 0:

@@ -9,15 +9,12 @@ subtracted from the free memory. For a host, whose memory a cgroup or a ulimit m
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 from lightning_eff.core import host_memory
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
-from lightning_eff.kernels import devices
-from lightning_eff.planner import gpus
+from lightning_eff.kernels.devices import AMPERE, Device
 from lightning_eff.planner.prediction import Prediction
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.peak import Peak
@@ -30,6 +27,7 @@ HOPPER_WORKSPACE_BYTES = 4096 * 1024 * 8
 CONTEXT_BYTES = 512 * MIB
 """Device memory of a CUDA process before its first tensor, loaded kernels included."""
 SYNTHETIC_BATCH = "synthetic batch used, because the data are not prepared yet"
+LIKE_A100 = "attention is chosen as on an NVIDIA A100, since its rules for this GPU are not known"
 DIFFERENT_ON_CUDA = (
     "attention and dropout save the same tensors as on CUDA, other operations the same as on a CPU; the "
     "workspaces of cuDNN and of attention, and `foreach` optimizers differ"
@@ -54,62 +52,32 @@ class DeviceMemory:
     """Assumptions about the device."""
 
     @classmethod
-    def of(
-        cls,
-        device: str,
-        root: torch.device,
-        *,
-        limit: host_memory.HostMemoryLimit | None = None,
-        memory_bytes: int | None = None,
-    ) -> DeviceMemory:
-        """Look up a device.
+    def of(cls, device: Device, *, limit: host_memory.HostMemoryLimit | None = None) -> DeviceMemory:
+        """Return the memory of a device.
 
         Args:
-            device: A known name; empty for the run's device.
-            root: The run's device.
+            device: Any of the table, or of this machine.
             limit: Limit of host memory before the run; None reads the current one.
-            memory_bytes: Memory in place of the device's; without a name, of a GPU that is not known.
-
-        Raises:
-            ConfigError: No device has that name.
 
         Example:
-            >>> memory = DeviceMemory.of("h200", torch.device("cpu"))
+            >>> from lightning_eff.kernels.devices import DEVICES
+            >>> memory = DeviceMemory.of(DEVICES["h200"])
             >>> memory.name, memory.workspace_bytes
             ('H200', 33554432)
         """
-        if memory_bytes is not None:
-            known = cls.of(device, root, limit=limit) if device else cls._of_gpu(gpus.any_gpu(memory_bytes))
-            about = tuple(text for text in known.about if not text.startswith("memory of"))
-            return replace(known, memory_bytes=memory_bytes, about=about)
-        found = gpus.named(device) if device else devices.of(root)
-        if isinstance(found, gpus.GPU):
-            return cls._of_gpu(found)
-        if found.is_cpu:
+        if device.is_cpu:
             limit = limit or host_memory.host_memory_limit()
-            name = f"{found.name} ({limit.name})" if limit.name else found.name
+            name = f"{device.name} ({limit.name})" if limit.name else device.name
             return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)
-        workspace = HOPPER_WORKSPACE_BYTES if found.capability == HOPPER else WORKSPACE_BYTES
+        # A GPU that is not NVIDIA's, or of which only the memory is known, has no compute capability.
+        is_small = device.capability not in (0, HOPPER)
         return cls(
-            found.name,
-            found.memory_bytes,
+            device.name,
+            device.memory_bytes,
             is_cuda=True,
-            capability=found.capability,
-            workspace_bytes=workspace,
-        )
-
-    @classmethod
-    def _of_gpu(cls, gpu: gpus.GPU) -> DeviceMemory:
-        """Describe a GPU of the data sheets, or one of which only the memory is known."""
-        unknown = ("attention is chosen as on an NVIDIA A100, since its rules for this GPU are not known",)
-        is_small = gpu.capability not in (0, HOPPER)
-        return cls(
-            gpu.name,
-            gpu.memory_bytes,
-            is_cuda=True,
-            capability=gpu.attention_capability,
+            capability=device.capability or AMPERE,
             workspace_bytes=WORKSPACE_BYTES if is_small else HOPPER_WORKSPACE_BYTES,
-            about=gpu.assumed + (() if gpu.capability else unknown),
+            about=() if device.capability else (LIKE_A100,),
         )
 
     @property

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_eff.kernels.devices import AMPERE
 from lightning_eff.planner.device_memory import SYNTHETIC_BATCH
-from lightning_eff.planner.gpus import AMPERE
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
 from lightning_eff.run import build_trainer, choose_optimizers, make
 

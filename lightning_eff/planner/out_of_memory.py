@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import io
 import re
-import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
@@ -19,7 +18,8 @@ from typing import Any
 from lightning_eff.core.errors import RunOutOfMemoryError
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
-from lightning_eff.planner.advice import AdvisedRecipe, Compose, savings_until_it_fits
+from lightning_eff.kernels import devices
+from lightning_eff.planner.advice import AdvisedRecipe, Compose, advise
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
@@ -99,10 +99,12 @@ def free(error: BaseException | None) -> None:
 
 def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str, Any]) -> list[str]:
     """Return the lines after the first: what holds the memory, and advice; add the values to `found`."""
-    trainer = build_trainer(compose(()))
+    values = compose(())
+    trainer = build_trainer(values)
     if trainer.world_size > 1:
         return ["no advice: it is for a single device, and this run has several"]
-    recipe = AdvisedRecipe.of(compose, DeviceMemory.of("", trainer.strategy.root_device, limit=limit))
+    device = devices.of(trainer.strategy.root_device)
+    recipe = AdvisedRecipe.of(compose, values, DeviceMemory.of(device, limit=limit))
     now = recipe.forecast(())
     if now.peak is None or now.num_bytes is None:
         return [f"no advice: {now.prediction.reason}"]
@@ -126,17 +128,16 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
         return [needed, "no advice: only training steps can be predicted"]
     if now.num_bytes < EXPLAINED * recipe.memory.free_bytes:
         reason = "the first batch does not explain this: a later one is larger, or something else allocates"
-        has_micro_batches = "micro_batch" in (compose(()).get("callbacks") or {})
+        has_micro_batches = "micro_batch" in (values.get("callbacks") or {})
         return [needed, reason, *(["try: +callbacks=micro_batch"] * (not has_micro_batches))]
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
-    savings = savings_until_it_fits(recipe, usable_bytes, time.monotonic() + BUDGET_S)
-    peak_bytes = savings[-1].peak_bytes if savings else None
-    if peak_bytes is None or peak_bytes > usable_bytes:
+    advice = advise(recipe, usable_bytes=usable_bytes, budget_s=BUDGET_S, shows_alone=False)
+    if not advice.overrides:
         return [needed, "no override was found with which a step fits"]
-    found["peak_bytes"] = peak_bytes
-    found["overrides"] = [word for saving in savings for word in saving.words]
+    found["peak_bytes"] = advice.peak_bytes
+    found["overrides"] = list(advice.overrides)
     return [
         needed,
-        f"try: {' '.join(found['overrides'])}",
-        f"predicted peak with it: {human_bytes(peak_bytes)}, it fits",
+        f"try: {' '.join(advice.overrides)}",
+        f"predicted peak with it: {human_bytes(advice.peak_bytes or 0)}, it fits",
     ]

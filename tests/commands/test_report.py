@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_eff.commands._run_reports import find_runs
-from lightning_eff.commands._run_table import run_table, setting_differences
+from lightning_eff.commands._run_table import comparison_lines, setting_differences
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.summary import report_text
 from tests.support.command_line import Command
@@ -180,36 +180,23 @@ def test_only_what_differs_is_shown() -> None:
         {"optimizer": adamw, "strategy": {"_target_": "y.FSDP2"}, "same": 1},
     ])  # fmt: skip
     assert found == [
-        {
-            "optimizer.lr": "1.0",
-            "optimizer": "AdamW",
-            "callbacks": "[a]",
-            "callbacks.a.n": "1",
-            "strategy": "null",
-        },
-        {
-            "optimizer.lr": "0.5",
-            "optimizer": "SGD",
-            "callbacks": "[a]",
-            "callbacks.a.n": "2",
-            "strategy": "null",
-        },
-        {"optimizer.lr": "1.0", "optimizer": "AdamW", "callbacks": None, "strategy": "FSDP2"},
+        {"optimizer": "torch.optim.AdamW", "optimizer.lr": "1.0", "callbacks.a": "x.A", "strategy": "null"},
+        {"optimizer": "torch.optim.SGD", "optimizer.lr": "0.5", "callbacks.a": "x.A", "strategy": "null"},
+        {"optimizer": "torch.optim.AdamW", "optimizer.lr": "1.0", "callbacks.a": None, "strategy": "y.FSDP2"},
     ]
-    targets = ({"_target_": "x.Net"}, {"_target_": "y.Net"}, {"_target_": "y.Other"})
-    found = setting_differences([{"model": target} for target in targets])
-    assert found == [{"model": "x.Net"}, {"model": "y.Net"}, {"model": "y.Other"}]
+    first, second = ({"callbacks": {"a": {"_target_": "x.A", "n": n}}} for n in (1, 2))
+    assert setting_differences([first, second]) == [{"callbacks.a.n": "1"}, {"callbacks.a.n": "2"}]
 
 
 def test_long_settings_stand_below_the_table() -> None:
     def lines(*settings: dict[str, str | None] | None) -> list[str]:
         figures = dict.fromkeys([
-            "num_steps", "samples_per_s", "speed_ratio", "peak_bytes", "peak_ratio", "train_loss", "val_loss",
-            "fit_s",
+            "num_steps", "samples_per_s", "speed_ratio", "peak_bytes", "peak_ratio", "train_loss", "fit_s",
         ])  # fmt: skip
-        same = figures | {"status": "finished", "reason": ""}
+        same = figures | {"status": "finished", "reason": "", "metrics": {}}
         rows = [{"run": f"a/{number}", "settings": each} | same for number, each in enumerate(settings)]
-        return run_table({"rows": rows}).splitlines()
+        shown = comparison_lines({"metric": "val_loss", "rows": rows, "notes": []})
+        return "\n".join(shown).splitlines()
 
     fits = {"model.name": "x" * 30, "seed": None}
     header, first, *_ = lines(fits, {})

@@ -51,28 +51,24 @@ def test_runs_at_once_are_rows_and_one_that_fails_ends_no_other(tmp_path: Path) 
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     out, err = sweep(tmp_path, *joblib, "model.dropout=0.0,0.5,0.1", "--json", expected=1)
     rows = json.loads(out)["rows"]
-    assert [(row["overrides"], row["status"]) for row in rows] == [
-        (["model.dropout=0.0"], "finished"),
-        (["model.dropout=0.5"], "failed"),
-        (["model.dropout=0.1"], "finished"),
+    assert [(row["settings"]["model.dropout"], row["status"]) for row in rows] == [
+        ("0.0", "finished"),
+        ("0.5", "failed"),
+        ("0.1", "finished"),
     ]
     assert rows[1]["reason"] == "RuntimeError: no dropout, please"
-    values = [row["optimized_metric"]["value"] for row in rows]
-    assert [values[0], values[2]] == [values_of(tmp_path)[0], values_of(tmp_path)[2]]
-    assert err.count("(2 of 3): model.dropout=0.5") == 1
+    assert [row["metrics"].get("val_loss") for row in rows] == values_of(tmp_path)
     assert "error: RuntimeError: no dropout, please (traceback: " in err
 
 
 def test_optuna_optimizes_the_last_value_and_goes_on_after_failures_that_it_may_have(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["optimizer.lr=tag(log,interval(0.001,0.1))", "hydra.sweeper.n_trials=3", "model.dropout=0.0"]
-    out, err = sweep(tmp_path, *optuna, *words, "hydra.sweeper.sampler.seed=1", expected=0)
+    out, _ = sweep(tmp_path, *optuna, *words, "hydra.sweeper.sampler.seed=1", expected=0)
     (file,) = tmp_path.rglob("optimization_results.yaml")
     values = values_of(tmp_path)
     assert yaml.safe_load(file.read_text())["best_value"] == min(values)
-    assert [line.split()[2] for line in out.splitlines()[1:4]] == [f"{value:.6g}" for value in values]
-    assert out.splitlines()[4].startswith("best: optimizer.lr=0.0")
-    assert "run 2 (3 of at most 3): optimizer.lr=0.0" in err
+    assert all(f" {value:.4f} " in line for line, value in zip(out.splitlines()[1:4], values, strict=True))
 
 
 def test_optuna_with_joblib_counts_a_failed_run_and_maximizes(tmp_path: Path) -> None:
@@ -81,11 +77,11 @@ def test_optuna_with_joblib_counts_a_failed_run_and_maximizes(tmp_path: Path) ->
     words = ["model.dropout=choice(0.0,0.5,0.1)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=3"]
     words += ["hydra/sweeper/sampler=grid", "hydra.sweeper.direction=maximize"]
     out, _ = sweep(
-        tmp_path, *optuna, *joblib, *words, "hydra.sweeper.max_failure_rate=0.5", "--json", expected=1
+        tmp_path, *optuna, *joblib, *words, "hydra.sweeper.max_failure_rate=0.5", "--json", expected=0
     )
     rows = json.loads(out)["rows"]
-    found = {row["overrides"][0]: row["optimized_metric"]["value"] for row in rows}
-    assert sorted(found) == ["model.dropout=0.0", "model.dropout=0.1", "model.dropout=0.5"]
-    assert found.pop("model.dropout=0.5") is None
+    found = {row["settings"]["model.dropout"]: row["metrics"].get("val_loss") for row in rows}
+    assert sorted(found) == ["0.0", "0.1", "0.5"]
+    assert found.pop("0.5") is None
     (file,) = tmp_path.rglob("optimization_results.yaml")
     assert yaml.safe_load(file.read_text())["best_value"] == max(found.values())

@@ -15,21 +15,26 @@ from typing import Any
 import pytest
 
 from lightning_eff.commands import tune
-from lightning_eff.commands._tune.changes import combinations, single_changes
-from lightning_eff.commands._tune.measured import Measured
-from lightning_eff.commands._tune.search import AS_IT_IS, Search
+from lightning_eff.commands.tune import (
+    UNCHANGED,
+    Results,
+    Search,
+    combinations,
+    fingerprint,
+    single_changes,
+)
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import FAILED, MEASURED, TrialResult
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core.errors import (
-    EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_OUT_OF_MEMORY,
     ConfigError,
     ConflictError,
     UsageError,
 )
-from lightning_eff.planner.advice import AdvisedRecipe, Options
+from lightning_eff.planner.advice import Advice, AdvisedRecipe, Options
+from lightning_eff.planner.device_memory import DeviceMemory
 from tests.support.command_line import Command
 
 MIB = 2**20
@@ -49,9 +54,10 @@ class World:
     def __init__(self, folder: Path, *, limit: float = 1e9, lies: float = 1.0, clash: Options = ()) -> None:
         self.trials: list[tuple[Options, int]] = []
         self.lies, self.clash = lies, clash
-        recipe: Any = SimpleNamespace(forecast=self.forecast)
+        memory = DeviceMemory("here", int(limit * MIB))
+        recipe: Any = SimpleNamespace(forecast=self.forecast, memory=memory)
         until = time.monotonic() + 1000
-        self.search = Search(recipe, Measured(folder), self.train, int(limit * MIB), until)
+        self.search = Search(recipe, Results(folder / "tune.json"), self.train, until)
 
     def figures(self, change: Options) -> tuple[float, int]:
         rate, peak = 100.0, 100.0 * MIB
@@ -101,15 +107,15 @@ def test_it_never_proposes_what_does_not_fit(tmp_path: Path, lies: float) -> Non
             assert all(fits(change, world, limit) for change, _ in world.trials), "not even tried"
 
 
-def test_what_the_rules_refuse_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_what_the_rules_reject_is_left_out_with_the_reason(tmp_path: Path) -> None:
     world = World(tmp_path, clash=("+callbacks=torch_compile", "precision=auto"))
     best, _ = world.search.run(CHANGES, 8)
     assert set(best) == {"+callbacks=torch_compile", "data.batch_size=16"}
-    reasons = [reason for change, reason in world.search.refused.items() if "precision=auto" in change]
+    reasons = [reason for change, reason in world.search.left_out.items() if "precision=auto" in change]
     assert reasons == ["these two exclude each other"] * 2
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_it_continues_where_it_stopped(tmp_path: Path) -> None:
     first = World(tmp_path)
     train, calls = first.search.train, itertools.count()
 
@@ -129,57 +135,57 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_small_gain_or_no_time_leaves_the_recipe(tmp_path: Path) -> None:
     world = World(tmp_path)
-    assert world.search.run([("+callbacks=channels_last",)], 8)[0] == AS_IT_IS
+    assert world.search.run([("+callbacks=channels_last",)], 8)[0] == UNCHANGED
     late = World(tmp_path / "late")
     late.search.until = time.monotonic()
-    assert late.search.run(CHANGES, 8)[0] == AS_IT_IS
+    assert late.search.run(CHANGES, 8)[0] == UNCHANGED
     assert (late.search.unfinished, late.trials) == (True, [])
 
 
-def test_a_trial_that_fails_is_not_repeated(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    train = world.search.train
-
-    def failing(change: Options, steps: int) -> TrialResult:
-        found = train(change, steps)
-        return TrialResult(FAILED, "out of memory") if "precision=auto" in change else found
-
-    world.search.train = failing
-    best, _ = world.search.run(CHANGES, 8)
-    assert "precision=auto" not in best
-    assert world.search.refused["precision=auto",] == "out of memory"
-    assert [change for change, _ in world.trials].count(("precision=auto",)) == 1
-
-
-def test_a_recipe_whose_code_was_mended_is_tried_again_and_a_damaged_file_is_named(tmp_path: Path) -> None:
-    broken, mended = World(tmp_path), World(tmp_path)
-    broken.search.train = lambda change, steps: TrialResult(FAILED, "a bug")
-    with pytest.raises(UsageError, match="the recipe itself fails: a bug"):
-        broken.search.run(CHANGES, 8)
-    mended.search.measured = Measured(tmp_path)
-    assert "precision=auto" in mended.search.run(CHANGES, 8)[0]
-    for content in ('{"a": ', "[]", '{"": {"8": {"state": 1}}}'):
-        (tmp_path / "tune.json").write_text(content)
-        with pytest.raises(ConfigError, match="expected what tune has measured; this file is damaged"):
-            Measured(tmp_path)
-
-
-def test_what_is_neither_predicted_nor_measured_is_left_out(tmp_path: Path) -> None:
+def test_what_fails_or_has_no_known_memory_is_left_out(tmp_path: Path) -> None:
+    """`auto` fails, and the peak of the smaller batch is neither predicted nor measured."""
     world = World(tmp_path)
     forecast, train = world.forecast, world.search.train
 
-    def unknown(change: Options) -> Any:
-        return SimpleNamespace(num_bytes=None) if change == ("precision=auto",) else forecast(change)
-
-    def compiled(change: Options, steps: int) -> TrialResult:
+    def trial(change: Options, steps: int) -> TrialResult:
         found = train(change, steps)
+        if "precision=auto" in change:
+            return TrialResult(FAILED, "out of memory")
         return TrialResult(MEASURED, report={"measured": found.report["measured"] | {"peak_bytes": None}})
 
-    recipe: Any = SimpleNamespace(forecast=unknown)
-    world.search.recipe, world.search.train = recipe, compiled
+    def unknown(change: Options) -> Any:
+        return SimpleNamespace(num_bytes=None) if "data.batch_size=4" in change else forecast(change)
+
+    world.search.recipe = SimpleNamespace(forecast=unknown, memory=world.search.recipe.memory)  # pyright: ignore[reportAttributeAccessIssue]
+    world.search.train = trial
     best, _ = world.search.run(CHANGES, 8)
-    assert world.search.refused == {("precision=auto",): "its memory is neither predicted nor measured"}
     assert set(best) == {"+callbacks=torch_compile", "data.batch_size=16"}
+    assert world.search.left_out == {
+        ("precision=auto",): "out of memory",
+        ("data.batch_size=4",): "its memory is neither predicted nor measured",
+    }
+    assert [change for change, _ in world.trials].count(("precision=auto",)) == 1
+
+
+def test_a_recipe_whose_code_was_fixed_is_tried_again_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    broken = World(tmp_path)
+    broken.search.train = lambda change, steps: TrialResult(FAILED, "a bug")
+    with pytest.raises(UsageError, match="the recipe itself fails: a bug"):
+        broken.search.run(CHANGES, 8)
+    assert "precision=auto" in World(tmp_path).search.run(CHANGES, 8)[0]
+    for content in ('{"a": ', "[]", '{"": {"8": {"state": 1}}}'):
+        (tmp_path / "tune.json").write_text(content)
+        with pytest.raises(ConfigError, match="damaged"):
+            World(tmp_path)
+
+
+def test_results_are_kept_apart_by_memory_and_by_what_makes_the_recipe_fit() -> None:
+    values = compose_recipe("lm", []).values
+    names = [
+        fingerprint(values, DeviceMemory("here", size), base)
+        for size, base in ((1, ()), (2, ()), (1, ("+callbacks=tiled_conv",)), (1, ()))
+    ]
+    assert (len(set(names)), names[0]) == (3, names[3])
 
 
 def test_changes_keep_the_global_batch() -> None:
@@ -220,7 +226,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(subprocess_trial, "run", run)
     monkeypatch.setattr(AdvisedRecipe, "forecast", lambda *_: SimpleNamespace(num_bytes=MIB))
-    monkeypatch.setattr(tune, "savings_until_it_fits", lambda *_: [])
+    monkeypatch.setattr(tune, "advise", lambda *_, **__: Advice())
     return commands
 
 
@@ -259,24 +265,11 @@ def test_the_command_names_a_recipe_as_it_was_typed(
         assert f"{number}: expected at least 0.1" in command("tune", "lm", "--minutes", number, code=2)[2]
 
 
-def test_a_stopped_search_says_how_to_go_on(
-    command: Command, tiny: list[str], trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*_: object, **__: object) -> TrialResult:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess_trial, "run", stopped)
-    err = command("tune", "lm", *tiny, "--minutes", "2", code=EXIT_INTERRUPTED)[2]
-    assert err.splitlines()[-1] == "stopped; the same command goes on with what it has measured"
-    assert trials == []
-
-
 def test_a_limit_that_nothing_fits_is_said(
     command: Command, tiny: list[str], trials: list[list[str]]
 ) -> None:
     code, _, err = command("tune", "lm", *tiny, "--memory", "10KiB", "--minutes", "0.2")
     assert code == EXIT_OUT_OF_MEMORY
-    assert "no combination fits in 10.0 KiB of CPU (--memory): as it is, a step needs " in err
+    assert "no combination fits in 10.0 KiB of CPU (--memory)" in err
     assert trials == []
-    code, _, err = command("tune", "lm", "--memory", "10")
-    assert "10: expected a size above 0 with its unit, one of KiB, MiB" in err
+    assert "10: expected a size" in command("tune", "lm", "--memory", "10", code=2)[2]

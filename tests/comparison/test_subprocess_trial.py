@@ -53,23 +53,19 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         (3, "error: no g++", NOT_RUN, "no g++"),
         (5, "error: refused", NOT_RUN, "refused"),
         (4, "error: CUDA", FAILED, "out of memory: CUDA"),
-        (-signal.SIGKILL, "", FAILED, "killed from outside, as by a system that runs out of memory"),
+        (-signal.SIGKILL, "", FAILED, "killed from outside"),
         (7, "", FAILED, "exit code 7"),
-        (0, "not JSON", FAILED, "ended without a report of its speed: no monitors/efficiency_report"),
-        (0, '{"measured": {"num_batches": 0}}', FAILED, "too slow to be timed: 0 steps within its time"),
-        (
-            0,
-            '{"num_steps": 8, "ledger": [{"technique": "optimizer/module", "numbers": {"manual": true}}]}',
-            FAILED,
-            "too few batches to be timed: the module made all 8 steps in them; use more --steps",
-        ),
+        (0, "not JSON", FAILED, "without a report"),
+        (0, '{"measured": {"num_batches": 0}}', FAILED, "too slow to be timed: 0 steps"),
+        (0, '{"ledger": [{"technique": "optimizer/module", "numbers": {"manual": 1}}]}', FAILED, "--steps"),
     ],
 )
 def test_a_failure_keeps_its_reason(
     tmp_path: Path, code: int, printed: str, status: str, reason: str
 ) -> None:
     (tmp_path / (subprocess_trial.LOG_FILE if code else subprocess_trial.REPORT_FILE)).write_text(printed)
-    assert subprocess_trial.result_of(code, tmp_path) == TrialResult(status, reason)
+    found = subprocess_trial.result_of(code, tmp_path)
+    assert (found.status, reason in found.reason) == (status, True)
 
 
 @pytest.mark.parametrize(

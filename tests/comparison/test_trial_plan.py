@@ -41,11 +41,7 @@ BATCHES = {"gradient_accumulation": {"global_batch_size": None, "num_batches": 3
         ({"data": {"batch_size": 8}, "trainer": {"devices": 2}}, 16, 8),
         ({"data": {"batch_size": 8}, "trainer": {"accumulate_grad_batches": 3}}, 24, 24),
         ({"data": {"num_rows": 8}, "trainer": {}}, 0, None),
-        (
-            {"data": {"batch_size": 4}, "trainer": {"devices": 2, "num_nodes": 2}, "callbacks": ACCUMULATION},
-            64,
-            16,
-        ),
+        ({"data": {"batch_size": 4}, "trainer": {"devices": 4}, "callbacks": ACCUMULATION}, 64, 16),
         ({"data": {"batch_size": 4}, "trainer": {"devices": 2}, "callbacks": BATCHES}, 24, 12),
     ],
 )

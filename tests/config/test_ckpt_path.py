@@ -118,5 +118,6 @@ def test_a_sweep_that_is_interrupted_starts_no_further_run(
     monkeypatch.setenv("STOP_BY", "SIGINT")
     Path("my_stopped.py").write_text(STOPPED)
     _, out, _ = command("train", "lm", *tiny, *MORE, "-m", "seed=1,2", code=130)
-    assert [line.split() for line in out.splitlines()[1:]] == [["0", "seed=1", "-", "-", "stopped"]]
+    (row,) = out.splitlines()[1:]
+    assert " stopped" in row
     assert len([*Path("outputs").rglob("efficiency.json")]) == 1

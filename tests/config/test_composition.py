@@ -23,32 +23,26 @@ def compose(*overrides: str, recipe: str = "lm") -> dict[str, Any]:
     return composition.compose_recipe(recipe, list(overrides)).values
 
 
+LM = ["exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "names"),
     [
-        ("lm", [], ["exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache"]),
+        ("lm", [], LM),
         ("lm", ["callbacks=[]"], []),
-        ("lm", ["callbacks=[empty_cache]"], ["empty_cache"]),
         ("lm", ["callbacks=[]", "+callbacks=empty_cache"], ["empty_cache"]),
-        (
-            "lm",
-            ["+callbacks=data_preload"],
-            ["exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache", "data_preload"],
-        ),
-        ("lm", ["~callbacks.empty_cache"], ["exact_resume", "gradient_accumulation", "tiled_loss"]),
+        ("lm", ["+callbacks=data_preload"], [*LM, "data_preload"]),
+        ("lm", ["~callbacks.empty_cache"], LM[:-1]),
         ("lm", ["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
-        ("lm", ["callbacks=empty_cache"], ["empty_cache"]),
         ("low_memory", ["callbacks=empty_cache"], ["empty_cache"]),
-        ("baseline", [], ["exact_resume"]),
-        ("baseline", ["callbacks=[empty_cache]"], ["empty_cache"]),
-        ("baseline", ["+callbacks=[empty_cache]"], ["exact_resume", "empty_cache"]),
-        ("baseline", ["+callbacks=empty_cache"], ["exact_resume", "empty_cache"]),
         (
             "baseline",
-            ["+callbacks=micro_batch", "+callbacks=empty_cache"],
-            ["exact_resume", "micro_batch", "empty_cache"],
+            ["+callbacks=micro_batch", "+callbacks=[tiled_conv]"],
+            [LM[0], "micro_batch", "tiled_conv"],
         ),
         ("lm", ["+callbacks=empty_cache", "callbacks=[micro_batch]"], ["micro_batch", "empty_cache"]),
+        ("low_memory", ["+callbacks=micro_batch"], [*LM, "gradient_checkpointing", "micro_batch"]),
     ],
 )
 def test_forms_of_choosing_callbacks(
@@ -75,82 +69,72 @@ def test_the_run_folder_lies_under_the_output_root(empty_folder: Path) -> None:
     assert composed.values["logger"]["csv"]["save_dir"] == str(composed.run_dir)
 
 
-USAGE_ERRORS = [
-    (["precision=bf16_mixd"], "did you mean 'bf16_mixed'?"),
-    (["+callbacks=empty_cach"], "did you mean 'empty_cache'?"),
-    (["sed=3"], "did you mean 'seed'?"),
-    (["trainer"], "expected key=value"),
-    (["model.d_model=${nothing.there}"], "model.d_model"),
-    (["model.d_model=???"], "model.d_model"),
-    (["model=null"], "must be a string or a list"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "text"), USAGE_ERRORS)
-def test_what_hydra_cannot_compose_is_said_in_short(overrides: list[str], text: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("precision=bf16_mixd", "did you mean 'bf16_mixed'?"),
+        ("+callbacks=empty_cach", "did you mean 'empty_cache'?"),
+        ("sed=3", "did you mean 'seed'?"),
+        ("trainer", "expected key=value"),
+        ("model.d_model=${nothing.there}", "model.d_model"),
+        ("model.d_model=???", "model.d_model"),
+        ("model=null", "must be a string or a list"),
+    ],
+)
+def test_what_hydra_cannot_compose_is_said_in_short(override: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        compose(*overrides)
+        compose(override)
     assert text in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 4
 
 
-CONFIG_ERRORS = [
-    # Typos and forms that Hydra takes in silence.
-    (["optimizer.lrr=3"], "optimizer.lrr", "did you mean 'lr'"),
-    (["callbacks.empty_cache.every_n_step=3"], "callbacks.empty_cache.every_n_step", "'every_n_steps'"),
-    (["+trainer.max_stepz=3"], "trainer.max_stepz", "did you mean 'max_steps'"),
-    (["+optimzer.lr=3"], "optimzer", "did you mean 'optimizer'"),
-    (["+callbacks/empty_cach=default"], "callbacks/empty_cach", "a known key"),
-    (["+callbacks.optimizer_choice.scheduler=null"], "callbacks.optimizer_choice", "an option in the list"),
-    (["callbacks=[empty_cache]", "callbacks=optimizer_choice"], "callbacks", "Hydra dropped"),
-    (["trainer.callbacks=[]"], "trainer.callbacks", "through the group 'callbacks'"),
-    # Types.
-    (["trainer.max_steps=true"], "trainer.max_steps", "a whole number"),
-    (["optimizer.betas=[0.9]"], "optimizer.betas", "a list of 2"),
-    (["callbacks.empty_cache.every_n_steps=[1]"], "callbacks.empty_cache.every_n_steps", "of at least 1"),
-    (["callbacks.empty_cache.every_n_steps=0"], "callbacks.empty_cache.every_n_steps", "of at least 1"),
-    (["seed=-1"], "seed", "from 0 to 2**32 - 1"),
-    (["~model"], "model", "an option of this group"),
-    (["callbacks.empty_cache=3"], "callbacks.empty_cache", "an option in the list"),
-    # Classes that a config may not reach.
-    (["model._target_=os.system"], "model._target_", "a class, not a function"),
-    (["model._target_=torch.nn.Linear"], "model._target_", "derived from lightning.pytorch.LightningModule"),
-    (["model._target_=no_such_module.Net"], "model._target_", "no module 'no_such_module'"),
-    (["model._target_=lightning_eff.models.gpt.GTP"], "model._target_", "did you mean 'GPT'"),
-    (["model._target_=os.path"], "model._target_", "not a module"),
-    (["model._target_=7"], "model._target_", "the dotted name of a class"),
-    (["++callbacks.x._target_=subprocess.Popen"], "callbacks.x._target_", "lightning.pytorch.Callback"),
-    (["model.d_model={_target_: subprocess.Popen}"], "model.d_model._target_", "torch.nn.Module"),
-    (["model.d_model=[{_target_: os.system}]"], "model.d_model[0]._target_", "not a function"),
-    (["optimizer._target_=torch.optim.lr_scheduler.StepLR"], "optimizer._target_", "torch.optim.Optimizer"),
-    (["logger._target_=${model._target_}"], "logger.csv._target_", "loggers.Logger"),
-    (["model._args_=[1]"], "model._args_", "a parameter of GPT"),
-    (["+hydra.callbacks.x._target_=subprocess.Popen"], "hydra.callbacks.x._target_", "no class here"),
-    (["+hydra.job_logging.handlers.x.filename=/tmp/x"], "hydra.job_logging.handlers.x.filename", "no class"),
-    (["hydra/job_logging=default"], "hydra.job_logging.formatters.simple.format", "no class here"),
-    (["hydra.mode=MULTIRUN"], "hydra.mode", "the option -m runs a sweep"),
-    # Folders outside the output root.
-    (["hydra.run.dir=outputs/../outside"], "hydra.run.dir", "under output_root"),
-    (["hydra.sweep.dir=/tmp/outside"], "hydra.sweep.dir", "under output_root"),
-    (["hydra.output_subdir=../../../outside"], "hydra.output_subdir", "under output_root"),
-    (["monitors.model_checkpoint.dirpath=/tmp/x"], "monitors.model_checkpoint.dirpath", "under output_root"),
-    (["data.cache_dir=/tmp/x"], "data.cache_dir", "under output_root"),
-    (["logger.name=../../../escaped"], "logger.csv.name", "does not leave its folder"),
-    (["monitors.model_checkpoint.filename=../x"], "monitors.model_checkpoint.filename", "does not leave"),
-    (["output_root=''"], "output_root", "a folder"),
-]
+REJECTED = """
+optimizer.lrr=3 callbacks.empty_cache.every_n_step=3 +trainer.max_stepz=3 +callbacks/empty_cach=default
+trainer.callbacks=[] trainer.max_steps=true optimizer.betas=[0.9]
+callbacks.empty_cache.every_n_steps=[1] callbacks.empty_cache.every_n_steps=0 callbacks.empty_cache=3
+seed=-1 ~model model._target_=os.system model._target_=torch.nn.Linear model._target_=no_such_module.Net
+model._target_=lightning_eff.models.gpt.GTP model._target_=os.path model._target_=7 model._args_=[1]
+optimizer._target_=torch.optim.lr_scheduler.StepLR ++callbacks.x._target_=subprocess.Popen
++hydra.callbacks.x._target_=subprocess.Popen +hydra.job_logging.handlers.x.filename=/tmp/x
+hydra.mode=MULTIRUN hydra.run.dir=outputs/../outside hydra.sweep.dir=/tmp/outside
+hydra.output_subdir=../../../outside monitors.model_checkpoint.dirpath=/tmp/x
+monitors.model_checkpoint.filename=../x data.cache_dir=/tmp/x output_root=''
+"""
+"""Typos, forms that Hydra takes in silence, types, classes that a config may not reach, folders outside."""
+REJECTED_AT = {
+    "+optimzer.lr=3": "optimzer",
+    "+callbacks.optimizer_choice.scheduler=null": "callbacks.optimizer_choice",
+    "callbacks=[empty_cache] callbacks=optimizer_choice": "callbacks",
+    "model.d_model={_target_:subprocess.Popen}": "model.d_model._target_",
+    "model.d_model=[{_target_:os.system}]": "model.d_model[0]._target_",
+    "logger._target_=${model._target_}": "logger.csv._target_",
+    "logger.name=../../../escaped": "logger.csv.name",
+    "hydra/job_logging=default": "hydra.job_logging.formatters.simple.format",
+}
+REJECTED_AT |= {line: line.partition("=")[0].lstrip("+~") for line in REJECTED.split()}
 
 
-@pytest.mark.parametrize(("overrides", "key", "text"), CONFIG_ERRORS, ids=[str(c[0]) for c in CONFIG_ERRORS])
-def test_what_cannot_be_used_is_refused_by_name(
-    overrides: list[str], key: str, text: str, empty_folder: Path
-) -> None:
+@pytest.mark.parametrize("words", REJECTED_AT)
+def test_what_cannot_be_used_is_rejected_by_its_key(words: str, empty_folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(*overrides)
-    assert caught.value.key == key
-    assert text in caught.value.allowed
+        compose(*words.split())
+    assert caught.value.key == REJECTED_AT[words]
     assert len(str(caught.value).splitlines()) <= 4
     assert list(empty_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optimizer.lrr=3", "'lr'"),
+        ("model._target_=lightning_eff.models.gpt.GTP", "'GPT'"),
+        ("+optimzer.lr=3", "'optimizer'"),
+    ],
+)
+def test_a_typo_gets_the_nearest_name(override: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(override)
+    assert f"did you mean {nearest}" in caught.value.allowed
 
 
 def test_a_file_in_the_place_of_the_output_root_is_refused(empty_folder: Path) -> None:
@@ -173,11 +157,8 @@ def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(
 ) -> None:
     monkeypatch.syspath_prepend(str(empty_folder))
     (empty_folder / "net_of_mine.py").write_text(USERS_MODULE)
-    own = "model._target_=net_of_mine.Net"
-    model = compose(own, "model.width=3")["model"]
+    model = compose("model._target_=net_of_mine.Net", "model.width=3")["model"]
     assert model == {"_target_": "net_of_mine.Net", "width": 3, "context_length": 256}
-    with pytest.raises(ConfigError, match=r"model\.widht=3: .*did you mean 'width'"):
-        compose(own, "model.widht=3")
     (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
     with pytest.raises(ConfigError, match="fails: No module named 'module_that_is_missing'"):
         compose("model._target_=broken_module_of_mine.Net")
@@ -259,13 +240,11 @@ def test_a_file_of_several_callbacks(overrides: list[str], names: list[str], emp
 
 
 def test_of_a_file_of_several_callbacks_none_is_dropped_in_silence(empty_folder: Path) -> None:
-    late = "defaults:\n  - lm\n  - override callbacks: [empty_cache]\n  - _self_\n"
-    mine = own_folder(empty_folder, callbacks__own=OWN, late=late)
+    mine = own_folder(empty_folder, callbacks__own=OWN)
     with pytest.raises(ConfigError, match="Hydra dropped 'own'"):
         composition.compose_recipe("baseline", ["callbacks=own", "callbacks=[empty_cache]"], mine)
-    mine = own_folder(
-        empty_folder, callbacks__own=OWN.replace("_target_: lightning.pytorch.callbacks.Ti", "a: ")
-    )
+    without_class = OWN.replace("_target_: lightning.pytorch.callbacks.Ti", "a: ")
+    mine = own_folder(empty_folder, callbacks__own=without_class)
     with pytest.raises(ConfigError, match="'timer' is not in callbacks"):
         composition.compose_recipe("baseline", ["callbacks=own"], mine)
 
@@ -322,8 +301,7 @@ def test_any_hydra_app_can_use_the_groups() -> None:
     composition.register()
     composition.register()
     with initialize_config_dir(str(Path.cwd()), version_base="1.3"):
-        cfg = hydra_compose(overrides=["+precision=bf16_mixed", "+callbacks=empty_cache"])
-    assert cfg.precision.precision == "bf16-mixed"
+        cfg = hydra_compose(overrides=["+callbacks=empty_cache"])
     assert cfg.callbacks.empty_cache.every_n_steps == 100
 
 
@@ -336,8 +314,7 @@ def test_a_missing_extra_is_one_line_and_the_pip_command(
     (empty_folder / "needs_it.py").write_text("from not_there.optim import Adam")
     with pytest.raises(EnvironmentLacksError) as error:
         compose(f"optimizer._target_={target}")
-    remedy = "needs the package not_there\n  try: pip install 'lightning-eff[optimizers]'"
-    assert str(error.value) == f"optimizer._target_={target!r} {remedy}"
+    assert "pip install 'lightning-eff[optimizers]'" in str(error.value)
     assert exit_code(error.value) == 3
 
 
@@ -390,34 +367,20 @@ def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_tak
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
-    Path("my_written.py").write_text(
-        "import lightning.pytorch as pl\n\n\nclass Net(pl.LightningModule):\n"
-        "    def __init__(self, width: int = 4):\n        super().__init__()\n"
-    )
-    own = "defaults:\n  - baseline\n  - _self_\nmodel:\n  _target_: my_written.Net\n"
-    Path("mine.yaml").write_text(own)
-    path = RecipePath.of(["."])
-    composed = composition.compose_recipe("mine", [], path).values
-    assert composed["model"] == {"_target_": "my_written.Net"}
+    Path("my_written.py").write_text(USERS_MODULE.replace(", context_length: int = 8", ""))
+    own = "model:\n  _target_: my_written.Net\n"
+    Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{own}")
     Path("upon.yaml").write_text("defaults:\n  - mine\n  - _self_\nmodel:\n  width: 5\n")
-    built_upon = composition.compose_recipe("upon", [], path).values
-    assert built_upon["model"] == {"_target_": "my_written.Net", "width": 5}
     Path("experiment").mkdir()
-    Path("experiment/e.yaml").write_text(
-        "# @package _global_\nmodel:\n  _target_: my_written.Net\n  width: 6\n"
-    )
-    tried = composition.compose_recipe("baseline", ["+experiment=e"], path).values
-    assert tried["model"] == {"_target_": "my_written.Net", "width": 6}
-    data = [
-        "model.name=x",
-        "data._target_=lightning_eff.data.digits.Digits",
-    ]  # full_finetune sets data.tokenizer
-    assert "tokenizer" not in composition.compose_recipe("full_finetune", data).values["data"]
-    Path("mine.yaml").write_text(f"{own}  widht: 3\n")
-    with pytest.raises(
-        ConfigError, match=r"model\.widht=3: expected a parameter of Net; did you mean 'width'"
-    ):
+    Path("experiment/e.yaml").write_text(f"# @package _global_\n{own}  width: 6\n")
+    path = RecipePath.of(["."])
+    for words, width in ((["mine"], None), (["upon"], 5), (["baseline", "+experiment=e"], 6)):
+        model = composition.compose_recipe(words[0], words[1:], path).values["model"]
+        assert model == {"_target_": "my_written.Net"} | ({} if width is None else {"width": width})
+    Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{own}  widht: 3\n")
+    with pytest.raises(ConfigError, match=r"model\.widht=3: .*did you mean 'width'"):
         composition.compose_recipe("mine", [], path)
-    Path("mine.yaml").write_text(own.replace("my_written.Net", "lightning_eff.models.cnn.CNN\n  channels: 4"))
+    others = "model:\n  _target_: lightning_eff.models.cnn.CNN\n  channels: 4\n"
+    Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{others}")
     typed = composition.compose_recipe("mine", ["model._target_=my_written.Net"], path).values
     assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings are those of its own class"

@@ -9,6 +9,7 @@ import torch
 
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
+from lightning_eff.kernels import devices
 from lightning_eff.planner.device_memory import DeviceMemory
 from lightning_eff.report import installation
 
@@ -55,7 +56,7 @@ def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest
         host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
     )
     cpu = torch.device("cpu")
-    room = DeviceMemory.of("", cpu)
+    room = DeviceMemory.of(devices.of(cpu))
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
     assert allocator.total_bytes(cpu) == 700 * MIB
     found = {each.what: each.found for each in installation.inspect_machine()}

@@ -221,5 +221,7 @@ def test_each_run_of_a_sweep_starts_its_own_ranks(tiny: list[str]) -> None:
     words += ["trainer.devices=2", "strategy=ddp", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [row["measured"]["world_size"] for row in json.loads(done.stdout)["rows"]] == [2, 2]
+    assert [row["status"] for row in json.loads(done.stdout)["rows"]] == ["finished"] * 2
+    files = Path("outputs/baseline").glob("sweep_*/*/efficiency.json")
+    assert [json.loads(file.read_text())["measured"]["world_size"] for file in files] == [2, 2]
     assert len(list(Path("outputs/baseline").glob("sweep_*/*/checkpoints/step-2.ckpt"))) == 2

@@ -55,16 +55,16 @@ def test_each_run_of_a_sweep_is_a_job_of_slurm_with_its_ranks(tmp_path: Path) ->
     done = sweep(tmp_path, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout)["rows"]
-    assert [(row["overrides"], row["status"]) for row in reports] == [
-        (["seed=1"], "finished"),
-        (["seed=2"], "finished"),
+    assert [(row["settings"], row["status"], row["num_steps"]) for row in reports] == [
+        ({"seed": "1"}, "finished", 2),
+        ({"seed": "2"}, "finished", 2),
     ]
-    assert [report["num_steps"] for report in reports] == [2, 2]
-    assert {report["measured"]["world_size"] for report in reports} == {2}
+    files = tmp_path.glob("outputs/lm/sweep_*/*/efficiency.json")
+    assert [json.loads(file.read_text())["measured"]["world_size"] for file in files] == [2, 2]
 
 
 def test_a_job_that_fails_is_an_error_of_the_sweep(tmp_path: Path) -> None:
     done = sweep(tmp_path, "seed=1,2", "trainer.devices=2")
     assert done.returncode == 2, done.stderr[-3000:]
     assert "trainer.devices=2: expected 1: slurm started 1" in done.stderr
-    assert done.stdout.count("failed: trainer.devices=2: expected 1") == 2
+    assert done.stdout.count("trainer.devices=2: expected 1") == 2

@@ -1,16 +1,31 @@
-"""A prediction on a device: what is added for CUDA, and whether it fits."""
+"""A prediction on a device: what is added for CUDA, whether it fits, and which devices may be named."""
 
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from lightning_eff.planner.device_memory import CONTEXT_BYTES, DeviceMemory, MemoryForecast
+from lightning_eff.commands.plan import PlannedDevice
+from lightning_eff.core.errors import ConfigError, UsageError
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import DEVICES
+from lightning_eff.planner.device_memory import (
+    CONTEXT_BYTES,
+    HOPPER_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    DeviceMemory,
+    MemoryForecast,
+)
 from lightning_eff.planner.prediction import Prediction, predict_step
+from tests.support.command_line import Command
 
 CPU = torch.device("cpu")
+GIB = 2**30
 
 
 def prediction() -> Prediction:
@@ -20,10 +35,11 @@ def prediction() -> Prediction:
 
 def test_blocks_are_rounded_and_the_workspace_is_added() -> None:
     """At the peak: weight, gradient and batch in blocks of 512, the loss and its gradient in one each."""
-    here, there = (MemoryForecast(prediction(), DeviceMemory.of(name, CPU)) for name in ("cpu", "a100"))
+    here = MemoryForecast(prediction(), DeviceMemory.of(devices.named("cpu")))
+    there = MemoryForecast(prediction(), DeviceMemory.of(DEVICES["a100"]))
     assert here.num_bytes == 400 + 400 + 200 + 4 + 4
     assert there.num_bytes == 5 * 512 + 4096 * 1024 * 2 + 16 * 1024 * 8
-    assert DeviceMemory.of("h100", CPU).workspace_bytes == 32 * 2**20
+    assert DeviceMemory.of(DEVICES["h100"]).workspace_bytes == 32 * 2**20
 
 
 def test_the_drivers_context_is_not_free() -> None:
@@ -36,3 +52,60 @@ def test_the_drivers_context_is_not_free() -> None:
     assert "fits, 0 B left" in str(tight)
     assert "does not fit: 1 B short" in str(short)
     assert str(MemoryForecast(Prediction(reason="no"), DeviceMemory("here", 1))) == "peak not predicted: no"
+
+
+def test_devices_are_named_and_taken_out_of_the_overrides() -> None:
+    found, words = PlannedDevice.split(["device=RTX4090", "seed=1"])
+    assert (found, words) == (PlannedDevice(DEVICES["rtx4090"]), ["seed=1"])
+    smaller, _ = PlannedDevice.split(["device=rtx3090", "device.memory=10GiB"])
+    memory = smaller.memory(CPU)
+    assert (memory.name, memory.memory_bytes) == ("RTX 3090", 10 * GIB)
+    assert memory.workspace_bytes == WORKSPACE_BYTES
+    host, _ = PlannedDevice.split(["device=cpu", "device.memory=3GiB"])
+    assert (host.memory(CPU).memory_bytes, host.memory(CPU).is_cuda) == (3 * GIB, False)
+
+
+@pytest.mark.parametrize("words", [["device.memory=40GiB"], ["device=mi300x", "device.memory=40GiB"]])
+def test_attention_of_a_gpu_without_known_rules_is_that_of_an_a100_and_said(words: list[str]) -> None:
+    memory = PlannedDevice.split(words)[0].memory(CPU)
+    assert (memory.memory_bytes, memory.is_cuda, memory.capability) == (40 * GIB, True, 80)
+    assert memory.workspace_bytes == HOPPER_WORKSPACE_BYTES, "the larger of the two"
+    assert any("A100" in text for text in memory.about)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "text"),
+    [
+        (["device=H10"], "device", "did you mean 'h100'"),
+        (["device=gtx1080"], "device", "h100, h200, b200"),
+        *[
+            ([f"device.memory={size}"], "device.memory", "one of KiB, MiB")
+            for size in ("40", "GiB", "-1GiB", "0GiB", "40 G iB", "40Gib/s", "", "nanGiB")
+        ],
+    ],
+)
+def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PlannedDevice.split(words)
+    assert caught.value.key == key
+    assert text in caught.value.allowed
+    assert "device.memory=40GiB" in caught.value.remedies[0]
+
+
+@pytest.mark.parametrize("words", [["device=h200", "device=a100"], ["device.speed=9"]])
+def test_one_device_and_one_size_are_taken(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        PlannedDevice.split(words)
+
+
+def test_a_plan_for_any_gpu_compares_with_its_memory(command: Command, empty_folder: Path) -> None:
+    del empty_folder
+    words = ["baseline", "data.batch_size=2", "data.context_length=32", "trainer.accelerator=cpu", "--json"]
+    content = json.loads(command("plan", *words, "device.memory=40GiB", "precision=bf16_mixed", code=0)[1])
+    found = content["peak"]
+    assert (found["device"], found["device_bytes"], found["fits"]) == ("a GPU", 40 * GIB, True)
+    words += ["precision=bf16_mixed", "device=t4", "device.memory=520MiB"]
+    content = json.loads(command("plan", *words, code=0)[1])
+    assert (content["peak"]["device"], content["peak"]["fits"]) == ("T4", False)
+    (row,) = (row for row in content["rows"] if row["technique"] == "precision/auto")
+    assert row["will_be"] == "warned", "it emulates bfloat16"
