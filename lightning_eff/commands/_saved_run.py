@@ -76,11 +76,11 @@ class SavedRun:
                 text = f"{self.verb}: {error}"
                 raise UsageError(text) from error
             except RuntimeError as error:
-                first, *keys = [line.strip() for line in str(error).splitlines()]
-                if not first.startswith("Error(s) in loading state_dict"):
+                if "Error(s) in loading state_dict" not in str(error):
                     raise
-                run = self.checkpoint.parent.parent  # PyTorch lists all keys: the first ones tell enough
-                allowed = f"a checkpoint of this model; {' '.join(keys)[:200]}"
+                # PyTorch lists every key that differs: the first ones tell enough.
+                keys = " ".join(line.strip() for line in str(error).splitlines()[1:])
+                run, allowed = self.checkpoint.parent.parent, f"a checkpoint of this model; {keys[:200]}"
                 remedies = [f"lightning-eff {self.verb} {run}"] if (run / RESOLVED).is_file() else []
                 remedies.append("the overrides that the run was trained with")
                 key, value = "ckpt_path", str(self.checkpoint)
