@@ -69,7 +69,8 @@ class Migration:
             elif found is not None and value is not None:
                 self._look_up(Given(f"{prefix}{key}", value), *found)
             elif value not in (None, {}, []):
-                self.unknown.append((f"{prefix}{key}", suggest_name(key, order)))
+                hint = suggest_name(key, order)
+                self.unknown.append((f"{prefix}{key}", hint if hint.startswith("did") else "-"))
         if not prefix:
             self._add_defaults(flat, table)
             self.notes += [f"left to the recipe (auto): {', '.join(left_to_us)}"] if left_to_us else []
@@ -106,11 +107,9 @@ class Migration:
 
     def _by_value(self, given: Given, row: Row, ours: Mapping[str, str]) -> None:
         """Set the overrides of a value, or of each value in a list or in a text of several words."""
-        values: list[Any] = [given.value]
-        if "*" not in ours:
-            values = (
-                given.value if isinstance(given.value, list) else str(given.value).replace(",", " ").split()
-            )
+        values: Any = given.value
+        if not isinstance(values, list):
+            values = [values] if "*" in ours else str(values).replace(",", " ").split()
         for value in values:
             text = str(value).lower()
             text = text.rpartition(".")[2] if given.key.endswith("class_path") else text
@@ -127,7 +126,7 @@ class Migration:
         name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
         try:
             settings = [Setting(given, filled(word, given.value, name), needs) for word in words]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.lack(given, str(error))
             return
         for setting in settings:
@@ -166,9 +165,8 @@ class Migration:
         listed = {name: chain.options(name) or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
-            if setting.word.startswith(("+", "~")) and (option in listed[group]) is setting.word.startswith(
-                "+"
-            ):
+            adds, removes = setting.word.startswith("+"), setting.word.startswith("~")
+            if (adds and option in listed[group]) or (removes and option not in listed[group]):
                 del self.settings[target]
         for target, setting in list(self.settings.items()):
             reason = self._without_effect(target, setting, listed)
