@@ -295,3 +295,22 @@ def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> N
     _, out, err = command("plan", "lm", "data.batch_size=24", "trainer.accelerator=cpu", code=2)
     assert "peak not predicted: " in out
     assert "try: callbacks.gradient_accumulation.global_batch_size=24" in err
+
+
+@pytest.mark.parametrize("words", [["lm", *SMALL, WINDOW], ["lora", *SMALL, WINDOW], ["images"]])
+def test_no_recipe_is_warned_by_its_peak_of_a_technique_that_reaches_little(
+    command: Command, words: list[str]
+) -> None:
+    found = peak(command, *words)
+    assert (found["reason"], found["warned"]) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("+callbacks=peft_adapter", "PeftAdapter"), ("optimizer=muon", "Muon")]
+)
+def test_a_technique_that_reaches_little_is_a_warning_of_the_peak(
+    command: Command, word: str, name: str
+) -> None:
+    (text,) = peak(command, "images", word)["warned"]
+    assert text.startswith(name)
+    assert "  try: " in text

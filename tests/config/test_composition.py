@@ -62,11 +62,12 @@ def test_any_argument_of_a_class_may_be_set_also_one_that_its_yaml_leaves_out() 
     assert values["optimizer"]["_partial_"] is values["scheduler"]["_partial_"] is True
 
 
-def test_the_run_folder_lies_under_the_output_root(empty_folder: Path) -> None:
-    composed = composition.compose_recipe("lm", ["output_root=elsewhere"])
-    assert composed.run_dir.parent == empty_folder / "elsewhere" / "lm"
-    assert composed.values["run_dir"] == str(composed.run_dir)
-    assert composed.values["logger"]["csv"]["save_dir"] == str(composed.run_dir)
+def test_the_run_folder_lies_under_the_output_root_named_by_recipe_or_task(empty_folder: Path) -> None:
+    for words, folder in ((["output_root=elsewhere"], "elsewhere/lm"), (["task_name=dev"], "outputs/dev")):
+        composed = composition.compose_recipe("lm", words)
+        assert composed.run_dir.parent == empty_folder / folder
+        assert composed.values["run_dir"] == str(composed.run_dir)
+        assert composed.values["logger"]["csv"]["save_dir"] == str(composed.run_dir)
 
 
 @pytest.mark.parametrize(
@@ -287,11 +288,6 @@ def test_an_experiment_is_applied_last_and_overrides_after_it(empty_folder: Path
         pytest.raises(ConfigError, match="whose first line"),
     ):
         app.check_sweep()
-
-
-def test_the_task_names_the_folder_of_its_runs(empty_folder: Path) -> None:
-    composed = composition.compose_recipe("lm", ["task_name=dev"])
-    assert composed.run_dir.parent == empty_folder / "outputs" / "dev"
 
 
 def test_any_hydra_app_can_use_the_groups() -> None:
