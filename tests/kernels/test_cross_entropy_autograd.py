@@ -57,7 +57,6 @@ def loss_of(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor
 
 CALLS: dict[str, tuple[Callable[..., Tensor], torch.dtype, int, int]] = {
     "mean": (loss_of, torch.float32, 3, 0),
-    "sum": (lambda *given: loss_of(*given, reduction="sum"), torch.float32, 3, 0),
     "none": (lambda *given: loss_of(*given, reduction="none").mean(), torch.float32, 1, 3),
     "float16": (loss_of, torch.float16, 1, 3),
     "checkpoint": (

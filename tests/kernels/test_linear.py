@@ -6,15 +6,12 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.linear import Accumulation, TritonLinear, linear
 from tests.support.linear_layers import Tied, swapped, trained
 from tests.support.ranks import is_equal
@@ -148,14 +145,6 @@ def test_other_derivatives_are_those_of_a_linear_layer(autocast: bool) -> None:
     torch.testing.assert_close(*found, rtol=2e-2 if autocast else 0.0, atol=1e-2 if autocast else 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
-def test_dtypes_that_only_torch_multiplies(dtype: torch.dtype) -> None:
-    layer = swapped(nn.Linear(3, 2, bias=False), Accumulation())
-    layer.weight = nn.Parameter(torch.ones(2, 3, dtype=dtype), requires_grad=dtype.is_complex)
-    x = torch.ones(4, 3, dtype=dtype)
-    assert torch.equal(layer(x), F.linear(x, layer.weight))
-
-
 def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
     """Return the tensors that are kept for a backward pass, each storage once."""
     kept: dict[int, Tensor] = {}
@@ -202,30 +191,3 @@ def test_autocast_casts_a_weight_once_for_all_calls_of_a_pass() -> None:
             layer.weight.add_(1.0)
         y = layer(x)
     assert torch.equal(y, F.linear(x.bfloat16(), layer.weight.detach().bfloat16())), "not an old copy"
-
-
-def test_a_layer_is_asked_by_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is cast, and no operand is checked, to learn that torch's library computes."""
-    monkeypatch.setattr(dispatch, "may_use_triton", lambda *_: True)
-    asked: list[Any] = []
-    monkeypatch.setattr(dispatch, "may_help", lambda *sizes: asked.append(sizes))
-    layer, x = swapped(nn.Linear(8, 6)), torch.ones(2, 5, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Operations() as operations:
-        layer(x)
-    expected = [(10, 6, 8, torch.bfloat16, torch.float32, x.device)]
-    assert asked == expected
-    with torch.autocast("cpu", dtype=torch.bfloat16), Operations() as plain:
-        F.linear(x, layer.weight, layer.bias)
-    assert operations.names == plain.names
-
-
-class Operations(TorchDispatchMode):
-    """Collects what is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
