@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,10 @@ from typing import Any
 import pytest
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from lightning_eff.launch import stop
 from lightning_eff.launch._ray import driver, worker
 from lightning_eff.launch.job import Launch
 from lightning_eff.launch.ray import Ray
 from tests.support.fake_ray import FakeTrain, install
-
-
-class WorkerHealthCheckFailedError(Exception):
-    """Ray's error for a worker that is gone, which is known by its name."""
 
 
 @pytest.fixture
@@ -95,51 +89,10 @@ def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
         worker.work({"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": "."})
 
 
-def test_a_lost_worker_is_named(tmp_path: Path) -> None:
-    error: Any = RuntimeError("Training failed")
-    error.worker_failures = {0: RuntimeError("connection closed"), 1: WorkerHealthCheckFailedError()}
-    failure = driver._failure(error, tmp_path, 3)
-    assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
-    assert str(driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
-    assert driver._failure(None, tmp_path, 3) is None
-
-
-def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, received = tmp_path / "stop", list[int]()
-    file.touch()
-    monkeypatch.setenv(stop.STOP_FILE, str(file))
-    with stop._told_by_file(lambda number, _: received.append(number)):
-        time.sleep(0.3)
-        assert received == []
-        file.write_text(str(int(signal.SIGTERM)))
-        deadline = time.monotonic() + 60
-        while not received and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert received == [signal.SIGTERM]
-
-
-def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "ray").mkdir()
-    printed: dict[Path, int] = {}
-    for text in ("one\n", "two\n"):
-        with worker.output_file(tmp_path, 0, "stdout").open("a") as file:
-            file.write(text)
-        worker.output_file(tmp_path, 1, "stderr").write_text("rank 1: three\n")
-        driver._print_new(tmp_path, printed, {"stdout": sys.stdout, "stderr": sys.stderr})
-    assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")
-
-
 def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
         driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
-
-
-def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with driver._first_lines() as streams:
-        sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
-        streams["stdout"].write("{}\n")
-    assert capsys.readouterr() == ("{}\n", "(raylet) Raylet is terminated.\n")
 
 
 def test_a_signal_ends_a_run_that_waits_for_room(
