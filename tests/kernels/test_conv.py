@@ -404,28 +404,20 @@ def test_layer_norm_over_channels_is_local(norm: type[nn.LayerNorm]) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
-class Own(nn.Conv2d):
-    """May compute anything."""
-
-
 Namesake = type("Conv2d", (nn.Conv2d,), {"__module__": "adapters.lora.layer"})
 
 
 LAYERS: dict[str, nn.Module] = {
     "reads the opposite border": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-    "InstanceNorm2d needs statistics of all pixels": nn.InstanceNorm2d(4),
     "GroupNorm needs statistics of all pixels": nn.GroupNorm(2, 4),
     "BatchNorm2d needs statistics of all pixels (in evaluation mode it does not)": nn.BatchNorm2d(4),
     "(in evaluation mode with running statistics": nn.BatchNorm2d(4, track_running_stats=False).eval(),
-    "AdaptiveAvgPool2d needs statistics of all pixels": nn.AdaptiveAvgPool2d(1),
     "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
-    "Own is not known to be local": Own(4, 4, 3),
     "adapters.Conv2d is not known to be local": Namesake(4, 4, 3),
     "ParametrizedConv2d is not known": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
     "Upsample is computed in tiles with mode='nearest'": nn.Upsample(scale_factor=2, mode="bilinear"),
     "Centred is not known to normalize over the channels of a pixel": Centred(4),
     "LayerNorm is not known to normalize over the channels of a pixel": nn.LayerNorm(13),
-    "Dropout2d is not known to be local": nn.Dropout2d(0.1),
     "set inplace=False": nn.ReLU(inplace=True),
 }
 
