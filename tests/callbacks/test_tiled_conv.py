@@ -128,23 +128,13 @@ class Segmenter(Images):
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")  # of a CPU without bf16
-@pytest.mark.parametrize(
-    "plugins",
-    [
-        dict,
-        lambda: {
-            "callbacks": [GradientCheckpointing()],
-            "plugins": [AutoPrecision(precision="bf16-mixed")],
-        },
-    ],
-)
-def test_predicted_is_measured(plugins: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+def test_predicted_is_measured(tmp_path: Path) -> None:
     techniques: list[TiledConv] = []
 
     def tiled() -> dict[str, Any]:
         techniques.append(TiledConv(**SMALL))
-        options = plugins()
-        return options | {"callbacks": [*options.get("callbacks", []), techniques[-1]]}
+        callbacks = [GradientCheckpointing(), techniques[-1]]
+        return {"callbacks": callbacks, "plugins": [AutoPrecision(precision="bf16-mixed")]}
 
     assert_predicted_is_measured(Segmenter, tiled, tmp_path, loader_of_images(torch.float32))
     predicted, measured = (technique.outcome().numbers for technique in techniques)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,19 +91,6 @@ def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_pa
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
         driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
-
-
-def test_a_signal_ends_a_run_that_waits_for_room(
-    in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Waiting:
-        fit = threading.Event().wait
-
-    torch: Any = SimpleNamespace(TorchTrainer=lambda *_, **__: Waiting)
-    train: Any = in_worker
-    train.ScalingConfig = train.RunConfig = train.FailureConfig = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "ray.train.torch", torch)
-    assert driver._fit(Ray(), {}, tmp_path, [signal.SIGINT]) is None
 
 
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
