@@ -93,6 +93,13 @@ def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_pa
         driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
 
 
+def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with driver._first_lines() as streams:
+        sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
+        streams["stdout"].write("{}\n")
+    assert capsys.readouterr() == ("{}\n", "(raylet) Raylet is terminated.\n")
+
+
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     driver._check_room(Ray(workers=[2, 4], gpu=True), {"CPU": 2.0, "GPU": 2.0}, is_own=True)
     with pytest.raises(EnvironmentLacksError, match=r"launch.workers=3 needs 3 GPUs, and Ray has 2\n  try: "):
