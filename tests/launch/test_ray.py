@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.launch._ray import processes, report
 from lightning_eff.launch.job import Launch, check_not_started, check_tasks
-from lightning_eff.launch.ray import Ray, joined
+from lightning_eff.launch.ray import Ray, joined, reported_checkpoint
 from tests.support.command_line import TINY, Command
 from tests.support.fake_ray import WORKER, FakeTrain, install
 
@@ -236,6 +237,19 @@ def test_each_save_is_reported_once_by_all_ranks(
         hook(Saver.at(2, path, rank), module)
     reporter.on_train_end(Saver.at(3, path, rank), module)
     assert [metrics["step"] for metrics, _ in fake.reported] == [2, 3]
+
+
+def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTrain, tmp_path: Path) -> None:
+    from lightning_eff.checkpoint_io.durable import Durable
+
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        Durable().save_checkpoint({"step": step}, folder / f"step-{step}.ckpt")
+        os.utime(folder / f"step-{step}.ckpt", (step, step))
+    (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-1])
+    assert reported_checkpoint(tmp_path) is None  # the first start, in a folder of another run
+    in_worker.get_checkpoint = lambda: SimpleNamespace(path=str(folder))
+    assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
 
 
 @pytest.mark.slow

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +15,15 @@ from typing import Any
 import pytest
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.launch import stop
 from lightning_eff.launch._ray import driver, worker
 from lightning_eff.launch.job import Launch
 from lightning_eff.launch.ray import Ray
 from tests.support.fake_ray import FakeTrain, install
+
+
+class WorkerHealthCheckFailedError(Exception):
+    """Ray's error for a worker that is gone, which is known by its name."""
 
 
 @pytest.fixture
@@ -87,6 +95,29 @@ def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
         worker.work({"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": "."})
 
 
+def test_a_lost_worker_is_named(tmp_path: Path) -> None:
+    error: Any = RuntimeError("Training failed")
+    error.worker_failures = {0: RuntimeError("connection closed"), 1: WorkerHealthCheckFailedError()}
+    failure = driver._failure(error, tmp_path, 3)
+    assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
+    assert str(driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
+    assert driver._failure(None, tmp_path, 3) is None
+
+
+def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, received = tmp_path / "stop", list[int]()
+    file.touch()
+    monkeypatch.setenv(stop.STOP_FILE, str(file))
+    with stop._told_by_file(lambda number, _: received.append(number)):
+        time.sleep(0.3)
+        assert received == []
+        file.write_text(str(int(signal.SIGTERM)))
+        deadline = time.monotonic() + 60
+        while not received and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert received == [signal.SIGTERM]
+
+
 def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
@@ -98,6 +129,19 @@ def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> 
         sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
         streams["stdout"].write("{}\n")
     assert capsys.readouterr() == ("{}\n", "(raylet) Raylet is terminated.\n")
+
+
+def test_a_signal_ends_a_run_that_waits_for_room(
+    in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Waiting:
+        fit = threading.Event().wait
+
+    torch: Any = SimpleNamespace(TorchTrainer=lambda *_, **__: Waiting)
+    train: Any = in_worker
+    train.ScalingConfig = train.RunConfig = train.FailureConfig = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "ray.train.torch", torch)
+    assert driver._fit(Ray(), {}, tmp_path, [signal.SIGINT]) is None
 
 
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
