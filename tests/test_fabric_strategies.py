@@ -66,10 +66,7 @@ def fsdp2(path: Path) -> dict[str, Any]:
     found["from_folder"] = again.train(SAVED_AFTER, NUM_STEPS).gathered()
     found["by_value"] = Loop(FSDP2Fabric(), dtype).train(0, NUM_STEPS, value=0.01).gathered()
     found |= with_the_trainer(path, FSDP2Fabric, FSDP2(), dtype)
-    return found | {
-        "refused": [refused(act) for act in (auto_size, wrapped, foreign, too_early, lacking(path))],
-        "order": [refused(act) for act in (placed(FSDP2Fabric), half_window)],
-    }
+    return found | {"refused": [refused(act) for act in (auto_size, wrapped, half_window, lacking(path))]}
 
 
 def zero(path: Path) -> dict[str, Any]:
@@ -92,11 +89,7 @@ def zero(path: Path) -> dict[str, Any]:
         found[f"discarded_{stage}"] = loop.train(0, NUM_STEPS).gathered()
     found["exact_3"] = exact(ZeroFabric(stage=3), dtype)
     found["evaluated"] = [evaluated(stage, path, dtype) for stage in (2, 3)]
-    order = placed(ZeroFabric), loaded_early(path), closure, discarded, stepped_twice
-    return found | {
-        "refused": [refused(act) for act in REFUSED_BY_ZERO],
-        "order": [refused(act) for act in order],
-    }
+    return found | {"refused": [refused(act) for act in REFUSED_BY_ZERO]}
 
 
 def evaluated(stage: Any, path: Path, dtype: torch.dtype) -> Tensor:
@@ -136,37 +129,11 @@ def not_finite() -> None:
     loop.optimizer.step()
 
 
-REFUSED_BY_ZERO = (clip(clip_val=0.1), clip(max_norm=0.1, norm_type=1), second_model, changed, not_finite)
-
-
-def placed(strategy: Any) -> Any:
-    def act() -> None:
-        fabric, model = Fabric(accelerator="cpu", devices=2, strategy=strategy()), tower(torch.float32)
-        fabric.launch()
-        optimizer: Any = model.optimizer()
-        fabric.setup(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
-
-    return act
-
-
 def half_window() -> None:
     loop = Loop(FSDP2Fabric(), torch.float64)
     with loop.fabric.no_backward_sync(loop.model):
         loop.fabric.backward(loop.model(data(torch.float64)[0][0]).sum())
     loop.optimizer.step()
-
-
-def loaded_early(path: Path) -> Any:
-    def act() -> None:
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroFabric())
-        fabric.launch()
-        fabric.load(path / "ours.ckpt", {"optimizer": tower(torch.float32).optimizer()})
-
-    return act
-
-
-def closure() -> None:
-    Loop(ZeroFabric(), torch.float32).optimizer.step(lambda: None)
 
 
 def discarded() -> None:
@@ -180,6 +147,12 @@ def stepped_twice() -> None:
     Loop(ZeroFabric(), torch.float32).train(0, 1).optimizer.step()
 
 
+REFUSED_BY_ZERO = (
+    *(clip(clip_val=0.1), clip(max_norm=0.1, norm_type=1)),
+    *(second_model, changed, not_finite, discarded, stepped_twice),
+)
+
+
 def auto_size() -> None:
     loop = Loop(FSDP2Fabric(), torch.float64)
     ExactGradient(loop.model, fabric=loop.fabric, micro_batch_size="auto")
@@ -191,16 +164,6 @@ def wrapped() -> None:
     loop = Loop(FSDP2Fabric(), torch.float64)
     model = tower(torch.float64)
     loop.fabric.setup(model, CpuOffload(model.parameters(), lr=0.1))
-
-
-def foreign() -> None:
-    loop = Loop(FSDP2Fabric(), torch.float64)
-    loop.fabric.setup(tower(torch.float64), torch.optim.SGD(tower(torch.float64).parameters(), lr=0.1))
-
-
-def too_early() -> None:
-    loop = Loop(FSDP2Fabric(), torch.float64)
-    loop.fabric.setup_optimizers(torch.optim.SGD(tower(torch.float64).parameters(), lr=0.1))
 
 
 def lacking(path: Path) -> Any:
@@ -294,49 +257,25 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_all_ranks_say_so(run
     for results, begin in ((run.results, "checkpoint "), (run.other, "rank 0: checkpoint ")):
         said, is_unchanged, files = results["full_disk"]
         assert said.startswith(begin)
-        assert "ours.ckpt was not saved: No space left on device" in said
+        assert "ours.ckpt was not saved" in said
         assert is_unchanged
         assert not [name for name in files if name.startswith(".durable")]
 
 
 def test_what_does_not_fit_is_refused(run: Any) -> None:
-    if run.name == "zero":
-        by_value, norm, second, changed, not_finite = run.results["refused"]
-        assert by_value.startswith("clip_val=0.1: expected max_norm instead")
-        assert norm.startswith("norm_type=1: expected 2")
-        assert "it shards one model, and another was set up before" in second
-        assert "head.weight was changed in place" in changed
-        assert "try: FSDP2Fabric()" in changed
-        assert "the norm of the gradients is not finite" in not_finite
-        return
-    auto, wrapped, foreign, early, lacking = run.results["refused"]
-    assert auto.startswith("micro_batch_size='auto': expected ")
-    assert "try: model = fabric.setup_module(model)" in wrapped
-    assert "is no parameter of the sharded model" in foreign
-    assert 'try: Fabric(strategy="ddp")' in foreign
-    assert "SGD holds parameters that are not sharded" in early
-    assert "try: model = fabric.setup_module(model)" in early
-    assert "ours.ckpt has no 'net'; it has 'model', 'optimizer', 'schedule', 'step'" in lacking
-
-
-def test_a_wrong_order_is_refused(run: Any) -> None:
-    by_place, *order = run.results["order"]
-    assert "fabric.setup got StepLR as an optimizer" in by_place
-    assert "try: fabric.setup(model, optimizer, scheduler=scheduler)" in by_place
-    if run.name == "fsdp2":
-        (half,) = order
-        assert "the window of no_backward_sync is not complete" in half
-        return
-    early, closed, *empty = order
-    assert "SGD was not set up, and has no state yet" in early
-    assert "DeepSpeed's step takes no closure" in closed
-    assert ["optimizer.step has no gradients since the last step" in text for text in empty] == [True, True]
+    zero = ("clip_val=0.1", "norm_type=1", "another was set up", "head.weight", "not finite")
+    expected = {
+        "zero": (*zero, *["no gradients since"] * 2),
+        "fsdp2": ("micro_batch_size='auto'", "fabric.setup_module(model)", "no_backward_sync", "no 'net'"),
+    }
+    for said, part in zip(run.results["refused"], expected[run.name], strict=True):
+        assert part in said
 
 
 def test_one_device_and_wrong_values_are_refused() -> None:
-    with pytest.raises(ConflictError, match=r"one device nothing is sharded\n  try: Fabric\(devices=2\)"):
+    with pytest.raises(ConflictError, match=r"try: Fabric\(devices=2\)"):
         Fabric(accelerator="cpu", devices=1, strategy=FSDP2Fabric()).launch()
-    with pytest.raises(ConfigError, match="param_dtype='int8': expected one of bf16"):
+    with pytest.raises(ConfigError, match="param_dtype='int8'"):
         FSDP2Fabric(param_dtype="int8")  # pyright: ignore[reportArgumentType]
 
 

@@ -27,6 +27,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM
+from lightning_eff.monitors.progress import Progress
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
@@ -54,36 +55,30 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (GradientAccumulation, {"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
     (GradientAccumulation, {"schedule": {0: 0}}, r"schedule={0: 0}: expected a mapping \(a whole"),
     (GradientAccumulation, {"global_batch_size": 8, "schedule_by": "batch"}, "one of epoch, step"),
+    (GradientAccumulation, {"global_batch_size": 8, "num_batches": 2}, "global_batch_size=8"),
+    (GradientAccumulation, {"num_batches": 2, "schedule": {0: 8}}, "num_batches=2"),
+    (GradientAccumulation, {"num_batches": 0}, "num_batches=0"),
+    (MicroBatch, {"keep": [1], "splitter": len}, "keep="),
+    (MicroBatch, {"keep": ["a", "."]}, "keep="),
     (GradientCheckpointing, {"policy": "some"}, "policy='some'"),
     (GradientCheckpointing, {"every_n_blocks": 0}, "every_n_blocks=0"),
     (GradientCheckpointing, {"memory_budget": 1.5}, "memory_budget=1.5"),
-    (GradientCheckpointing, {"memory_budget": -0.1}, "memory_budget=-0.1"),
     (MicroBatch, {"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto', or a whole number"),
-    (MicroBatch, {"micro_batch_size": "largest"}, "micro_batch_size='largest'"),
     (MicroBatch, {"find": "largest"}, "find='largest': expected true or false"),
     (MicroBatch, {"headroom": 1.0}, "headroom=1.0: expected a fraction"),
     (MicroBatch, {"splitter": 3}, "splitter=3: expected a function"),
     (MicroBatch, {"micro_batch_size": 4, "find": True}, "false with micro_batch_size=4"),
     (OptimizerChoice, {"optimizer": PLAIN}, "a class, or functools"),
     (OptimizerChoice, {}, "optimizer=None: expected an optimizer"),
-    (
-        PeftAdapter,
-        {"target_modules": None},
-        "target_modules=None: expected all-linear, or names of layers",
-    ),
+    (PeftAdapter, {"target_modules": None}, "target_modules=None"),
     (PeftAdapter, {"method": "lorra"}, r"method='lorra': .* did you mean 'lora'"),
     (PeftAdapter, {"method": "xlora"}, "needs PEFT's own wrapper or training loop"),
     (PeftAdapter, {"method": "boft"}, "PEFT builds a CUDA extension for it"),
     (PeftAdapter, {"method": "oft", "options": {"oft_block_size": 4, "r": 3}}, r"options=\{.*PEFT rejects"),
-    (
-        PeftAdapter,
-        {"options": {"task_type": "SEQ_CLS"}},
-        "options.task_type='SEQ_CLS': .* in modules_to_save",
-    ),
+    (PeftAdapter, {"options": {"task_type": "SEQ_CLS"}}, "options.task_type='SEQ_CLS'"),
     (PeftAdapter, {"options": {"lora_alfa": 3}}, r"options.lora_alfa=3: .* did you mean 'lora_alpha'"),
     (PeftAdapter, {"options": {"r": "eight"}}, r"options.r='eight': expected a whole number"),
     (PeftAdapter, {"options": {"target_modules": ["a"]}}, "target_modules to PeftAdapter itself"),
-    (PeftAdapter, {"options": {"lora_alpha": 0}}, r"options.lora_alpha=0: expected a number other than 0"),
     (PeftAdapter, {"options": "r=8"}, r"options='r=8': expected a mapping"),
     (PeftAdapter, {"save_base": "no"}, "save_base='no': expected true or false"),
     (TorchCompile, {"mode": "fast"}, "one of default, reduce-overhead"),
@@ -96,33 +91,22 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (TiledConv, {"min_pixels": 0}, "min_pixels=0"),
     (TritonGemm, {"min_features": 0}, "min_features"),
     (TritonGemm, {"backend": "cublas"}, "backend"),
+    (Progress, {"every_n_seconds": 0.0}, r"every_n_seconds=0\.0"),
     (QuantizedBase, {"quant_type": "bf16", "compute_dtype": "fp32"}, "'fp32': expected bf16 or auto"),
-    (
-        IN_BACKWARD,
-        {"max_parameter_norm": 0.0},
-        "max_parameter_norm=0.0: expected a finite number above 0, or None",
-    ),
-    (
-        IN_BACKWARD,
-        {"optimizer": functools.partial(torch.optim.SGD, lr=0.5)},
-        "lr on the outer optimizer alone",
-    ),
+    (IN_BACKWARD, {"max_parameter_norm": 0.0}, "max_parameter_norm=0"),
+    (IN_BACKWARD, {"optimizer": functools.partial(torch.optim.SGD, lr=0.5)}, r"optimizer\.lr=0\.5"),
     (IN_BACKWARD, {"optimizer": Muon}, "one that steps any parameter on its own"),
     (OFFLOAD, {"optimizer": InBackward}, "one that steps any parameter on its own"),
     (SCHEDULE, {"decay": "cosin"}, "^decay='cosin': expected "),
     (SCHEDULE, {"total_steps": None}, "^total_steps=None: expected "),
-    (SCHEDULE, {"total_steps": 10.0}, "^total_steps=10.0: expected "),
     (SCHEDULE, {"warmup_steps": -1}, "^warmup_steps=-1: expected "),
-    (SCHEDULE, {"warmup_steps": 1.5}, "^warmup_steps=1.5: expected "),
     (SCHEDULE, {"decay_fraction": 1.01}, "^decay_fraction=1.01: expected "),
     (SCHEDULE, {"min_lr_ratio": math.nan}, "^min_lr_ratio=nan: expected "),
 ]
 WRONG_SIZES: list[tuple[Callable[..., nn.Module], dict[str, Any], str]] = [
     *((LANGUAGE, {name: 0}, f"^{name}=0 must be at least 1$") for name in SIZES),
-    (LANGUAGE, {"num_heads": -2}, "^num_heads=-2 must be at least 1$"),
     (LANGUAGE, {"d_model": 18}, r"^d_model=18 must be a multiple of 2 \* num_heads = 4$"),
     (LANGUAGE, {"dropout": 1.0}, r"^dropout=1.0 must lie in \[0, 1\)$"),
-    (LANGUAGE, {"dropout": -0.1}, r"^dropout=-0.1 must lie in \[0, 1\)$"),
     *((CNN, {n: 0}, f"{n}=0 must") for n in ("in_channels", "num_classes", "channels", "num_blocks")),
     (CNN, {"dropout": 1.0}, "dropout=1.0 must lie in"),
     (HUB, {"vocab_size": 0}, "vocab_size=0 must be at least 1"),
@@ -169,15 +153,10 @@ NO_EFFECT: list[tuple[Callable[[], Any], str]] = [
 
 
 CHANGES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (
-        tile_loss,
-        {"tile_budget_mib": "big"},
-        "tile_budget_mib='big': expected a finite number above 0, or None",
-    ),
-    (tile_mlps, {"tile_budget_mib": float("inf")}, "tile_budget_mib=inf: expected a finite number"),
-    (tile_mlps, {"min_tokens": 0}, "min_tokens=0: expected a whole number of at least 1"),
-    (tile_convs, {"min_pixels": 0}, "min_pixels=0: expected a whole number of at least 1"),
-    (swap, {"backend": "cublas"}, "backend='cublas': expected one of auto, torch, triton"),
+    (tile_loss, {"tile_budget_mib": "big"}, "tile_budget_mib='big'"),
+    (tile_mlps, {"min_tokens": 0}, "min_tokens=0"),
+    (tile_convs, {"min_pixels": 0}, "min_pixels=0"),
+    (swap, {"backend": "cublas"}, "backend='cublas'"),
 ]
 
 

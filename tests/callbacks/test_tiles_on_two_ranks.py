@@ -25,6 +25,7 @@ from lightning_eff.core import model_surgery
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.covering import Draws, draw
+from tests.support.mlps import HIDDEN, Gated, K
 from tests.support.models import make_trainer
 from tests.support.ranks import is_equal, run_two_ranks
 
@@ -34,7 +35,7 @@ STRATEGIES: dict[str, Any] = {
     "zero3": lambda: DeepSpeedZero(stage=3),
     "fsdp2": FSDP2,
 }
-CHANNELS, WIDTH, STEPS = 8, 24, 6
+CHANNELS, WIDTH, STEPS = K, HIDDEN, 6
 LENGTHS = ((4, 12), (12, 4), (30, 11))
 """Of the two ranks' sequences, in turn."""
 BUDGET_MIB = 16 * WIDTH * 5 * 4 / 2**20
@@ -45,20 +46,10 @@ WITHOUT_TARGETS = (1, 4)
 """Steps in which the second rank has none."""
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(CHANNELS, WIDTH), nn.Linear(CHANNELS, WIDTH)
-        self.down = nn.Linear(WIDTH, CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(CHANNELS), MLP()
+        self.norm, self.mlp = nn.LayerNorm(CHANNELS), Gated()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
@@ -86,7 +77,7 @@ class Stack(pl.LightningModule):
 
 
 def adapter() -> PeftAdapter:
-    return PeftAdapter(method="lora", target_modules=["head", "down"], options={"r": 2, "lora_alpha": 4})
+    return PeftAdapter(method="lora", target_modules=["head", "w2"], options={"r": 2, "lora_alpha": 4})
 
 
 def built() -> Stack:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, from_shards
 from lightning_eff.core.errors import CheckpointError
@@ -36,37 +34,6 @@ def test_it_equals_the_full_tensor_and_its_shape_reads_no_values() -> None:
     assert type(value.to(torch.bfloat16)) is torch.Tensor
     assert torch.equal(copy.deepcopy({"x": value})["x"], FULL)
     assert str(value) == str(FULL)
-
-
-def test_changes_in_place_persist() -> None:
-    value = lazy()
-    value.mul_(2)
-    value[0] = 7
-    assert value[:, 0].tolist() == [7, 4, 8, 12, 16]
-    assert value.rows(1, 3).tolist() == [[4, 6], [8, 10]]
-    assert value.data_ptr() == value.data_ptr(), "and it is not made anew each time"
-
-
-def test_it_is_saved_and_loaded_as_the_full_tensor() -> None:
-    file = io.BytesIO()
-    torch.save({"x": lazy()}, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True)["x"], FULL)
-    layer = nn.Linear(2, 5, bias=False)
-    layer.load_state_dict({"weight": lazy()})
-    assert torch.equal(layer.weight.data, FULL)
-    assert type(layer.weight) is nn.Parameter
-
-
-@pytest.mark.parametrize(("first", "end"), [(0, 5), (1, 4), (3, 5), (2, 3), (4, 4), (5, 5), (0, 1)])
-def test_rows_are_views_of_their_shard(first: int, end: int) -> None:
-    value = lazy()
-    rows = value.rows(first, end)
-    assert torch.equal(rows, FULL[first:end])
-    assert type(rows) is torch.Tensor
-    assert len(value.shards) == 3
-    inside = value.rows(3, 4)
-    assert inside.untyped_storage().data_ptr() == value.shards[2][1].untyped_storage().data_ptr(), "no copy"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ def test_the_cpus_resident_pages_are_held() -> None:
     assert abs(allocator.held_bytes(CPU) - before) < 16 * MIB, "no page of it has been touched"
     block.fill_(1)
     assert 48 * MIB < allocator.held_bytes(CPU) - before < 80 * MIB
-
-
-def test_another_c_library_has_nothing_to_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", lambda _: object())
-        assert allocator._glibc.__wrapped__() is None
-    monkeypatch.setattr(allocator, "_glibc", lambda: None)
-    assert not allocator.has_cache(CPU)
-    allocator.empty_cache(CPU)
 
 
 def test_history_and_snapshot_are_cudas_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

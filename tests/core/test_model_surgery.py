@@ -159,9 +159,7 @@ TREES = {
         lambda: nn.Transformer(8, 2, 2, 3, 8, batch_first=True),
         [f"encoder.layers.{i}" for i in range(2)] + [f"decoder.layers.{i}" for i in range(3)],
     ),
-    "attributes": (lambda: nn.ModuleDict({"one": Layer(), "two": Layer()}), ["one", "two"]),
     "adapters": (lambda: adapted(stack(*(Layer() for _ in range(2)))), ["layers.0", "layers.1"]),
-    "adapters alone": (lambda: adapted(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []),
     "a stack trained whole": (
         lambda: adapted(
             nn.Sequential(nn.Linear(2, 2), nn.Sequential(Layer(), Layer())),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.recompute import RecomputedBlock
 
@@ -64,7 +62,6 @@ def train(block: nn.Module, call: Callable[[nn.Module, Tensor], Any], backwards:
 
 CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "by position": lambda block, x: block(x, 2.0),
-    "by keyword": lambda block, x: block(scale=x.detach().mean(), x=x),
     "keyword-only tensors": lambda block, x: block(x, shift=x * 2, how="replace"),
     "twice in a forward": lambda block, x: block(block(x)["y"]),
 }
@@ -167,7 +164,3 @@ def test_odd_blocks_give_the_same_bits(make_block: Callable[[], nn.Module]) -> N
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert hooks is not None
     assert hooks.num_recomputed == 2
-
-
-def test_a_compiled_call_has_the_signature_by_which_keywords_are_placed() -> None:
-    assert list(inspect.signature(CompiledCall(Plain().forward, {})).parameters) == ["x"]

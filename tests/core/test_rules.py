@@ -59,13 +59,8 @@ def test_an_exclusion_and_a_need_speak_whatever_the_order() -> None:
 def test_a_finding_says_who_with_whom_why_and_three_remedies() -> None:
     (finding,) = rules.check_rules([stating(excludes=(rule("x"),))], {"x": "the thing"})
     assert str(finding).splitlines() == [
-        "Stating with the thing: it breaks",
-        "  try: a=1",
-        "  try: b=2",
-        "  try: c=3",
+        *("Stating with the thing: it breaks", "  try: a=1", "  try: b=2", "  try: c=3")
     ]
-    (finding,) = rules.check_rules([stating(needs=(rule("x"),))], {})
-    assert str(finding).splitlines()[0] == "Stating without x: it breaks"
 
 
 def test_what_is_refused_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:

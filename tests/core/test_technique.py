@@ -7,9 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_eff.callbacks.empty_cache import EmptyCache
-from lightning_eff.core.technique import Technique, config_of, name_of
-from lightning_eff.monitors.progress import Progress
+from lightning_eff.core.technique import config_of, name_of
 
 
 class Foreign(pl.Callback):
@@ -29,8 +27,3 @@ def test_plain_values_stay_others_become_text_and_itself_is_left_out() -> None:
     for value in (None, True, 3, 0.25, "auto"):
         assert config_of(Foreign(layers=value)) == {"layers": value, "missing": None}
     assert config_of(Foreign(layers=[torch.float16])) == {"layers": "[torch.float16]", "missing": None}
-
-
-def test_techniques_are_those_that_say_their_outcome() -> None:
-    assert isinstance(EmptyCache(), Technique)
-    assert not isinstance(Progress(), Technique), "a monitor changes nothing, so it has no outcome"

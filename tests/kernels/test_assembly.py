@@ -144,17 +144,8 @@ def test_every_config_compiles_with_the_triton_of_the_previous_torch() -> None:
         return
     assert folder.is_dir(), "missing: make test-full"
     environment = os.environ | {"PYTHONPATH": str(folder), "LIGHTNING_EFF_TRITON": "3.6"}
-    words = [
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not with_every and not ampere",
-        __file__,
-    ]
+    words = f"-m pytest -n 0 -p no:cacheprovider {__file__} -k".split()
+    words.append("not with_every and not ampere")
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

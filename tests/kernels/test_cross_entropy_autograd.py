@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy, token_logprobs
-from lightning_eff.planner.prediction import predict_step
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support import whole_logits
 from tests.support.whole_logits import error
@@ -57,7 +56,6 @@ def loss_of(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor
 
 CALLS: dict[str, tuple[Callable[..., Tensor], torch.dtype, int, int]] = {
     "mean": (loss_of, torch.float32, 3, 0),
-    "sum": (lambda *given: loss_of(*given, reduction="sum"), torch.float32, 3, 0),
     "none": (lambda *given: loss_of(*given, reduction="none").mean(), torch.float32, 1, 3),
     "float16": (loss_of, torch.float16, 1, 3),
     "checkpoint": (
@@ -242,39 +240,3 @@ def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
         live.add([x, weight, target])
         F.cross_entropy(F.linear(x, weight), target).backward()
     assert live.peak_bytes - before > 2 * TILES * tile
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("ignored", [0, 5])
-def test_a_step_is_predicted_to_the_byte(reduction: str, ignored: int) -> None:
-    target = torch.randint(0, V, (N,))
-    target[:ignored] = -100
-
-    def step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        hidden = model.layer(batch[0])
-        return loss_of(hidden, model.head.weight, batch[1], reduction=reduction).mean()
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, foreach=True)
-
-    batch = (torch.randn(N, D), target)
-    found = predict_step(Head, batch, step, sgd)
-    assert found.reason == ""
-    assert found.assumed == []
-    model = Head()
-    optimizer = sgd(model.parameters())
-    live = LiveBytes()
-    live.add([*model.parameters(), *batch])
-    with live:
-        for _ in range(2):
-            step(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert found.peak is not None
-    assert found.peak.num_bytes == live.peak_bytes

@@ -74,19 +74,6 @@ def test_a_launch_is_looked_up_once_and_then_passes_the_same(config: Any, launch
         assert [value for value in found if isinstance(value, float)] in ([0.5, 0.0], [1.0, 0.0])
 
 
-def test_a_kind_of_operands_is_chosen_once(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *args: asked.append(args) or choose(*args))
-    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        gemm(a, b, backend="triton")
-    assert (len(asked), len(launched)) == (1, 3)
-    gemm(a, b.T, backend="triton")
-    gemm(a.flatten()[1:].as_strided((63, 63), (64, 1)), b[:63, :63], backend="triton")
-    assert len(asked) == 3, "other strides, and addresses that TMA cannot copy"
-
-
 def test_what_cannot_be_compiled_is_computed_by_torch_and_said_once(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,14 +145,6 @@ def test_other_derivatives_are_those_of_a_linear_layer(autocast: bool) -> None:
     torch.testing.assert_close(*found, rtol=2e-2 if autocast else 0.0, atol=1e-2 if autocast else 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
-def test_dtypes_that_only_torch_multiplies(dtype: torch.dtype) -> None:
-    layer = swapped(nn.Linear(3, 2, bias=False), Accumulation())
-    layer.weight = nn.Parameter(torch.ones(2, 3, dtype=dtype), requires_grad=dtype.is_complex)
-    x = torch.ones(4, 3, dtype=dtype)
-    assert torch.equal(layer(x), F.linear(x, layer.weight))
-
-
 def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
     """Return the tensors that are kept for a backward pass, each storage once."""
     kept: dict[int, Tensor] = {}

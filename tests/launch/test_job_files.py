@@ -89,40 +89,22 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("words", "key"),
     [
-        (
-            ["slurm", "zero2", "trainer.devices=2", "--gpus", "8"],
-            2,
-            "trainer.devices=2: expected auto: --gpus 8",
-        ),
-        (
-            ["k8s", "lm", "trainer.num_nodes=2", "--nodes", "4"],
-            2,
-            "trainer.num_nodes=2: expected auto: --nodes",
-        ),
-        (["k8s", "lm", "launch=ray"], 2, "launch='ray': expected none: --kind rayjob adds it"),
-        (["slurm", "lm", "launch=ray"], 2, "launch='ray': expected none: SLURM starts the ranks"),
-        (["k8s", "lm", "output_root=runs"], 2, "output_root='runs': expected the path at which pods mount"),
-        (["slurm", "lm", "--claim", "runs"], 2, "launch slurm: --claim is of k8s alone"),
-        (["slurm", "lm", "--json"], 2, "launch slurm: --json is of k8s alone"),
-        (["k8s", "lm", "--claim", "My_Runs"], 2, "--claim='My_Runs': expected the name of a Persistent"),
-        (["k8s", "lm", "--image="], 2, "--image='': expected an image, as in registry/lightning-eff"),
-        (["slurm", "lm", "--time", "8:00"], 2, "unknown option '--time'; did you mean '--image'?"),
-        (["slurm", "zero2", "--nodes", "2", "--gpus", "8"], 2, "try: data.batch_size=1\n"),
-        (["pbs", "lm"], 2, "expected slurm or k8s first, not 'pbs'"),
-        (["slurm"], 2, "expected a recipe"),
-        (["slurm", "lm", "model.width=3"], 2, "model.width=3: expected a parameter of GPT"),
-        (["k8s", "lm", "--kind", "pod"], 2, "invalid choice: 'pod'"),
-        (["slurm", "lm", "--nodes", "0"], 2, "0: expected at least 1"),
+        (["slurm", "zero2", "trainer.devices=2", "--gpus", "8"], "trainer.devices=2"),
+        (["k8s", "lm", "launch=ray"], "launch='ray'"),
+        (["k8s", "lm", "output_root=runs"], "output_root='runs'"),
+        (["slurm", "lm", "--claim", "runs"], "--claim"),
+        (["k8s", "lm", "--claim", "My_Runs"], "--claim='My_Runs'"),
+        (["slurm", "zero2", "--nodes", "2", "--gpus", "8"], "try: data.batch_size=1\n"),
+        (["pbs", "lm"], "'pbs'"),
+        (["slurm"], "expected a recipe"),
     ],
 )
-def test_what_cannot_be_started_is_refused(
-    command: Command, words: list[str], code: int, message: str
-) -> None:
+def test_what_cannot_be_started_is_refused(command: Command, words: list[str], key: str) -> None:
     found, out, err = command("launch", *words)
-    assert (found, out) == (code, "")
-    assert message in err
+    assert (found, out) == (2, "")
+    assert key in err
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (143, False), (0, False)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.command_line import TINY
+from tests.support.processes import processes_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip("ray")
@@ -51,17 +52,9 @@ def wait_for(found: Callable[[], Any]) -> Any:
     return result
 
 
-def processes_of(name: str) -> list[int]:
+def processes_of(name: str) -> dict[int, str]:
     """Return the processes of this test with a word in their command; Ray names a worker by what it runs."""
-    found: list[int] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            is_ours = f"MARK={Path.cwd()}".encode() in (process / "environ").read_bytes()
-            if is_ours and name in (process / "cmdline").read_text():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
+    return processes_with(f"MARK={Path.cwd()}", name)
 
 
 def saved(root: str, step: int) -> Any:

@@ -118,17 +118,6 @@ def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert received == [signal.SIGTERM]
 
 
-def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "ray").mkdir()
-    printed: dict[Path, int] = {}
-    for text in ("one\n", "two\n"):
-        with worker.output_file(tmp_path, 0, "stdout").open("a") as file:
-            file.write(text)
-        worker.output_file(tmp_path, 1, "stderr").write_text("rank 1: three\n")
-        driver._print_new(tmp_path, printed, {"stdout": sys.stdout, "stderr": sys.stderr})
-    assert capsys.readouterr() == ("one\ntwo\n", "rank 1: three\n")
-
-
 def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):

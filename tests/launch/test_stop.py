@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import Command
+from tests.support.processes import processes_with
 
 LAUNCHERS = {
     "own": [sys.executable, "-m"],
@@ -70,18 +71,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def left_over(mark: str) -> list[str]:
-    """Return the processes that have a text in their environment."""
-    found: list[str] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return [words for words in found if words]  # what has ended and waits to be fetched has none
-
-
 def words_for(strategy: str, *more: str) -> list[str]:
     Path("faulty.py").write_text(FAULTY)
     words = ["train", "baseline", "trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}"]
@@ -101,7 +90,7 @@ def end_of(process: subprocess.Popen[str]) -> list[str]:
         out, err = process.communicate()
     err = out + err
     assert process.returncode, err
-    assert left_over(str(Path.cwd())) == []
+    assert processes_with(str(Path.cwd())) == {}
     return [line for line in err.splitlines() if line.strip(" =")]
 
 
@@ -145,7 +134,7 @@ def test_a_signal_to_one_rank_of_this_process(command: Command, monkeypatch: pyt
     monkeypatch.setenv("FAULT", "SIGTERM:1:step")
     monkeypatch.setenv("MARK", str(Path.cwd()))
     _, out, err = command(*words_for("ddp", "trainer.max_steps=100000"), code=143)
-    assert left_over(str(Path.cwd())) == []
+    assert processes_with(str(Path.cwd())) == {}
     assert_stopped([line for line in (out + err).splitlines() if line.strip(" =")])
 
 

@@ -12,9 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -22,10 +20,9 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.shards import full_tensor
 from lightning_eff.microbatching.fabric import ExactGradient
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
-from tests.support.language import VOCAB_SIZE, LanguageModel, language_model, token_rows, train_reference
+from tests.support.language import VOCAB_SIZE, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
 from tests.support.ranks import is_equal, run_two_ranks
 
@@ -33,7 +30,7 @@ STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
 EXACT = [("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None)]
 EXACT += [(None, 3, True, 0.05), (None, 5, False, None)]
-SHARDED = [(3, 1, True, None), (3, 2, True, 0.05), (3, 2, False, None)]
+
 FAULTS = [("forward", 0), ("backward", 4), ("update", 1)]
 TWO_RANKS = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
 
@@ -78,35 +75,16 @@ def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=batch_size)  # pyright: ignore[reportArgumentType]
 
 
-class Sharded(LanguageModel):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
-
-    def configure_model(self) -> None:
-        if self.device_mesh is not None:
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-
-def exact(
-    size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback, is_sharded: bool = False
-) -> dict[str, Any]:
-    """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six.
-
-    FSDP2: some micro-batches weigh nothing, and their gradients have to come from the forward pass too.
-    """
-    model, counts, keywords = language_model(weighted), Counts(), dict(TWO_RANKS)
-    callbacks = [*others, *([MicroBatch(micro_batch_size=size)] if size is not None else [])]
+def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
+    """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
+    model, counts = language_model(weighted), Counts()
+    callbacks = [*others, *([MicroBatch(micro_batch_size=size)] if size is not None else []), counts]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
-    if is_sharded:
-        model.__class__ = Sharded
-        keywords["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    else:
-        callbacks += [counts]
-    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **keywords)
+    trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TWO_RANKS)
     dataset = TensorDataset(*token_rows(60))
     sampler = range(trainer.global_rank, len(dataset), 2)
     trainer.fit(model, DataLoader(dataset, batch_size=8, sampler=sampler))
-    return {"weights": [full_tensor(p).detach() for p in model.parameters()], "ddp": counts.times}
+    return {"weights": [p.detach() for p in model.parameters()], "ddp": counts.times}
 
 
 class Unweighted(StatefulModel):
@@ -223,9 +201,6 @@ def main(folder: str) -> None:
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     rank = int(torch.distributed.get_rank())
     results["rejected"] = rejected()
-    results["sharded"] = [
-        exact(*case, is_sharded=True) for case in SHARDED
-    ]  # last: this strategy sets environment up anew
     torch.save(results, Path(folder) / f"rank{rank}.pt")
 
 
@@ -244,18 +219,15 @@ def assert_weights(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
         torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [("exact", i) for i in range(len(EXACT))] + [("sharded", i) for i in range(len(SHARDED))],
-)
-def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[Any], kind: str, case: int) -> None:
-    size, window, weighted, clip = {"exact": EXACT, "sharded": SHARDED}[kind][case]
-    one, other = (rank[kind][case] for rank in ranks)
+@pytest.mark.parametrize("case", range(len(EXACT)))
+def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[Any], case: int) -> None:
+    """FSDP2 and ZeRO, with micro-batches and windows, are in tests/test_strategies.py."""
+    size, window, weighted, clip = EXACT[case]
+    one, other = (rank["exact"][case] for rank in ranks)
     assert is_equal(one, other)
     # All samples of a window as one batch: batches of 16, and a last one of 12.
     assert_weights(one["weights"], train_reference(weighted, 4 * window, clip, 9, 15, ranks=2).parameters())
-    in_ddp = kind == "exact" and size != "auto"
-    assert one["ddp"] == (9 if in_ddp else 0), "once a step, or not in DDP at all"
+    assert one["ddp"] == (0 if size == "auto" else 9), "once a step, or not in DDP at all"
 
 
 def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:

@@ -32,8 +32,6 @@ CASES = [
     (1, 13, True, None),
     (2, 13, False, None),
     (2, 13, True, 0.05),
-    (2, 12, True, None),
-    (4, 13, True, None),
     (4, 13, False, 0.05),
     (5, 13, False, None),
     (5, 3, True, None),

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
 from tests.support.models import Net, make_loader, make_trainer
@@ -94,8 +93,3 @@ def test_switched_off_it_shows_nothing(net: Callable[..., Net], capsys: pytest.C
     progress = Progress(every_n_seconds=1e-9)
     progress.disable()
     assert show(net, capsys, progress) == []
-
-
-def test_an_interval_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"every_n_seconds=0\.0"):
-        Progress(every_n_seconds=0.0)

@@ -67,6 +67,18 @@ def end_children(before: set[int]) -> list[str]:
     return found
 
 
+def processes_with(mark: str, name: str = "") -> dict[int, str]:
+    """Return the commands of the processes with a text in their environment and a word in their command."""
+    found: dict[int, str] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = (process / "cmdline").read_text().replace("\0", " ")
+            # What has ended and waits to be fetched has no command.
+            if words and name in words and mark.encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = words
+    return found
+
+
 STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir", "unlink", "rmdir")
 """What a save asks of the system, by name in `os`; and `fcntl.flock`."""
 

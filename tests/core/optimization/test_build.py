@@ -13,7 +13,6 @@ from torch import nn
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.build import build
-from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.optimization.parameter_groups import parameter_groups
 from lightning_eff.optimizer.in_backward import InBackward
 from tests.support.models import Net, make_loader, make_trainer
@@ -84,18 +83,6 @@ def test_what_is_in_no_group_is_left_out_and_nothing_left_is_refused() -> None:
     assert group["params"] == [layer.bias]
     with pytest.raises(ConfigError, match="a module with a trainable parameter"):
         parameter_groups(layer, decays=False, own=[])
-
-
-def test_settings_and_classes_look_inside() -> None:
-    inner = functools.partial(torch.optim.SGD, momentum=0.9, foreach=True)
-    factory = functools.partial(InBackward, lr=0.1, optimizer=inner)
-    assert factory_keywords(factory) == {"lr": 0.1, "optimizer": inner, "momentum": 0.9, "foreach": True}
-    assert optimizer_classes(factory) == [InBackward, torch.optim.SGD]
-    assert optimizer_classes(functools.partial(InBackward, optimizer=torch.optim.SGD)) == [
-        InBackward,
-        torch.optim.SGD,
-    ]
-    assert optimizer_classes(lambda groups: None) == []
 
 
 @pytest.mark.parametrize("form", ["lists", "dict", "dicts", "stepped by the module"])
