@@ -22,6 +22,7 @@ from tests.support.markdown import quoted, table
 from tests.support.techniques import ROOT, TECHNIQUES, class_of, yaml_of
 
 DOCS = ROOT / "docs"
+ON_AN_H100 = ROOT / "benchmarks" / "gpu" / "results" / "techniques.yaml"
 FRAME = re.compile(r"<!-- written by `make pages` from (\S+) -->\n.*?<!-- end -->\n", re.DOTALL)
 HEADINGS = ("Saves", "Costs", "When not", "Conflicts", "Source")
 SLOT = {
@@ -47,22 +48,6 @@ SHOWN = (
 )
 """Rows of the comparison that README shows."""
 COMPARED = ("technique", "samples/s", "times baseline", "peak", "times baseline", "loss difference")
-
-ON_AN_H100 = {
-    "callbacks/attention": "11 of 12 cases ran on the expected kernel; with dropout cuDNN ran in place of flash",
-    "callbacks/channels_last": "convolution, BatchNorm and ReLU in bfloat16: 1.12 times as fast",
-    "callbacks/gradient_checkpointing": "0.44 of the peak of a 170M GPT; `offload` 0.39, but its copies do not "
-    "overlap: 3.0 times the time",
-    "callbacks/micro_batch": "0.32 of the peak of a 170M GPT with 2 of 16 samples at a time",
-    "callbacks/peft_adapter": "LoRA on a Llama of 8B parameters with checkpointing: 5,840 tokens/s, 29.1 GiB",
-    "callbacks/tiled_loss": "128,256 classes in bfloat16: 0.03 of the scratch memory at 1.21 times the time of whole "
-    "logits; 0.14 at 0.99 with a budget of 1,024 MiB. Measured before a fault of its gradients was mended",
-    "callbacks/torch_compile": "0.97 of the peak of a 170M GPT",
-    "callbacks/triton_gemm": "SwiGLU layers that accumulate in place: 1.05 to 1.20 times as fast; products alone 0.97",
-    "optimizer/in_backward": "1.00 of the peak of a 170M GPT, whose activations hold the peak",
-    "precision/float8": "a compiled block in tensorwise float8: 1.24 times as fast as bfloat16",
-}
-"""What was measured there (benchmarks/gpu/results); techniques that are not listed were not."""
 
 
 def pages() -> dict[Path, str]:
@@ -101,10 +86,11 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
     summary, body, sections = card(name)
     entry = next(entry for entry in catalog.options() if entry.name == name)
     in_python = SLOT[group].format(name=class_of(name).__name__)
+    measured = yaml.safe_load(ON_AN_H100.read_text(encoding="utf-8"))
     rows = [
         ["**Use**", f"`lightning-eff train RECIPE {entry.use}`, or {in_python}"],
         *([f"**{heading}**", sections[heading]] for heading in ("Saves", "Costs", "When not", "Conflicts")),
-        *([["**On an H100**", ON_AN_H100[name]]] if name in ON_AN_H100 else []),
+        *([["**On an H100**", measured[name]]] if name in measured else []),
     ]
     parts = [summary, table(["", ""], rows), *([quoted(body)] if is_alone else [])]
     parameters = catalog.yaml_parameters(yaml_of(name))
