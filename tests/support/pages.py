@@ -86,11 +86,11 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
     summary, body, sections = card(name)
     entry = next(entry for entry in catalog.options() if entry.name == name)
     in_python = SLOT[group].format(name=class_of(name).__name__)
-    measured = yaml.safe_load(ON_AN_H100.read_text(encoding="utf-8"))
+    on_an_h100 = yaml.safe_load(ON_AN_H100.read_text(encoding="utf-8"))
     rows = [
         ["**Use**", f"`lightning-eff train RECIPE {entry.use}`, or {in_python}"],
         *([f"**{heading}**", sections[heading]] for heading in ("Saves", "Costs", "When not", "Conflicts")),
-        *([["**On an H100**", measured[name]]] if name in measured else []),
+        *([["**On an H100**", on_an_h100[name]]] if name in on_an_h100 else []),
     ]
     parts = [summary, table(["", ""], rows), *([quoted(body)] if is_alone else [])]
     parameters = catalog.yaml_parameters(yaml_of(name))
