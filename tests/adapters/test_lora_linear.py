@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -94,55 +95,35 @@ def test_under_autocast_the_error_is_not_larger_than_that_of_peft() -> None:
     assert ours < by_peft
 
 
-def listened_to(model: Any) -> None:
-    model[0].base_layer.register_forward_hook(lambda *_: None)
+def patched(layer: Any) -> None:
+    b = layer.lora_B["default"]
+    b.forward = lambda x: F.linear(x, b.weight * 2.0)
 
 
-def gathered(model: Any) -> None:
-    model[0].lora_B["default"].register_forward_pre_hook(lambda *_: None)
+def twice(layer: Any) -> None:
+    layer.update_layer("second", 2, 2, peft.LoraConfig(r=2))
+    layer.set_adapter(["default", "second"])
 
 
-def backward_listened_to(model: Any) -> None:
-    model[0].base_layer.register_full_backward_hook(lambda *_: None)
+LEFT_TO_PEFT: dict[str, Callable[[Any], object]] = {
+    "hook": lambda layer: layer.base_layer.register_forward_hook(lambda *_: None),
+    "hook before": lambda layer: layer.lora_B["default"].register_forward_pre_hook(lambda *_: None),
+    "hook in backward": lambda layer: layer.base_layer.register_full_backward_hook(lambda *_: None),
+    "patched": patched,
+    "scaled by a tensor": lambda layer: layer.scaling.update(default=torch.tensor(0.5)),
+    "merged": lambda layer: layer.merge(),
+    "disabled": lambda layer: layer.enable_adapters(enabled=False),
+    "other dtypes": lambda layer: layer.base_layer.bfloat16(),
+    "two adapters": twice,
+}
 
 
-def patched(model: Any) -> None:
-    layer = model[0].lora_B["default"]
-    layer.forward = lambda x: F.linear(x, layer.weight * 2.0)
-
-
-def scaled(model: Any) -> None:
-    model[0].scaling["default"] = torch.tensor(0.5)
-
-
-def merged(model: Any) -> None:
-    model[0].merge()
-
-
-def disabled(model: Any) -> None:
-    model[0].enable_adapters(enabled=False)
-
-
-def of_other_dtypes(model: Any) -> None:
-    model[0].base_layer.bfloat16()
-
-
-def twice(model: Any) -> None:
-    model[0].update_layer("second", 2, 2, peft.LoraConfig(r=2))
-    model[0].set_adapter(["default", "second"])
-
-
-LEFT_TO_PEFT = [
-    listened_to, gathered, backward_listened_to, patched, scaled, merged, disabled, of_other_dtypes, twice
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", LEFT_TO_PEFT)
+@pytest.mark.parametrize("change", LEFT_TO_PEFT.values(), ids=list(LEFT_TO_PEFT))
 def test_what_is_not_one_plain_adapter_is_left_to_peft(change: Any) -> None:
     model, other = layers()
     for each in (model, other):
         torch.manual_seed(5)
-        change(each)
+        change(each[0])
     x = torch.randn(T, K, dtype=model[0].base_layer.weight.dtype)
     with Results() as ours:
         y = model(x)

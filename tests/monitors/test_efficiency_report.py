@@ -25,7 +25,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE, SNAPSHOT_FILE
-from tests.support.models import Net, make_loader, make_trainer
+from tests.support.models import Layer, Net, make_loader, make_trainer
 
 
 def fit(model: Net, folder: Path, *extra: Any, **keywords: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path:
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_a_compiled_model_is_timed_and_not_counted(how: str, tmp_path: Path) -> None:
-    model, block = Net(), torch.nn.Tanh()
+    model, block = Net(), Layer(16, 0.0)
     if how == "in place":
         block.compile(fullgraph=True, backend="eager")
     else:
