@@ -139,25 +139,17 @@ def test_rows_by_hand(
     assert data.padding_fraction == (pytest.approx(3 / 12) if is_packed else None)
 
 
-@pytest.mark.parametrize(
-    ("packing", "kept", "lost"), [(True, 40, 0), (False, 16, 25), ("grouped", 16, 25), ("across", 40, 0)]
-)
+@pytest.mark.parametrize("packing", [True, False, "grouped", "across"])
 def test_truncated_text_is_reported(
-    prepare: Prepare,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    packing: bool | str,
-    kept: int,
-    lost: int,
+    prepare: Prepare, tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool | str
 ) -> None:
     write_texts(tmp_path, "abcdefgh" * 5, "XYZ")
     with caplog.at_level("INFO"):
         rows = batches(prepare(tmp_path, packing=packing))
-    assert sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows) == kept
-    assert (f"1 of 2 documents are longer than context_length=16 and were cut; {lost}" in caplog.text) == (
-        packing != "across"
-    )
-    assert any(record.levelname == "WARNING" for record in caplog.records) == bool(lost)
+    kept = sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows)
+    assert kept == (40 if packing in (True, "across") else 16)
+    assert ("1 of 2 documents are longer" in caplog.text) == (packing != "across")
+    assert any(record.levelname == "WARNING" for record in caplog.records) == (kept == 16)
 
 
 def test_best_fit_fills_rows_and_overfills_none() -> None:
@@ -303,13 +295,6 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(
             assert torch.equal(ours, theirs)
 
 
-def test_a_conversation_in_bytes_by_hand() -> None:
-    ids, is_target = TrainingTokenizer().encode_chat(TURNS)
-    spoken = b"user:\nhi\nassistant:\nyo\x00\nuser:\nb\nassistant:\nc\x00\n"
-    assert [0 if i == 256 else i for i in ids] == list(spoken)
-    assert [at for at, target in enumerate(is_target) if target] == [20, 21, 22, 43, 44]
-
-
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
 def test_targets_follow_the_chat_template(tiny_llama: Path, template: str) -> None:
     tokenizer = TrainingTokenizer(str(tiny_llama))
@@ -418,13 +403,11 @@ def test_alpaca_and_sharegpt_become_messages(prepare: Prepare, tmp_path: Path, k
         ("a.jsonl", '{"text": "x"}\n\n{"text": ', "text", "data.paths=.*a.jsonl' cannot be read: .*JSON"),
         ("a.jsonl", "", "text", "data.paths=.*cannot be read: it has no rows"),
         ("a.jsonl", '{"text": "x"}\n{"text": null}', "text", "a.jsonl, row 2: 'text' is neither"),
-        ("a.jsonl", '{"text": 5}', "text", "a.jsonl, row 1: 'text' is neither .*5"),
         ("a.jsonl", '{"text": [{"role": "user"}]}', "text", "row 1: 'text' is neither"),
         ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "text", r"row 1: no turn .*\['user'\]"),
         ("a.jsonl", '{"conversations": [{"from": "alien", "value": "x"}]}', "messages", "row 1: .*'alien'"),
         ("a.jsonl", '{"instruction": 5, "output": "a"}', "messages", "row 1: 'messages' is neither"),
         ("a.txt", b"ab\xff", "text", "data.paths=.*a.txt' cannot be read: .*0xff"),
-        ("a.bin", b"\x89PNG", "text", "data.paths=.*a.bin' cannot be read: .*0x89"),
         ("a.txt", b"", "text", "no document has a target .*context_length=16"),
         ("a.parquet", b"PAR1 and so on", "text", "data.paths=.*a.parquet' cannot be read: .*[Pp]arquet"),
     ],
@@ -457,7 +440,6 @@ def test_a_split_that_a_saved_dataset_lacks_is_named(prepare: Prepare, tmp_path:
         ({"packing": "off"}, "packing='off' "),
         ({"paths": []}, r"paths=\[\] "),
         ({"tokenizer": "./nowhere"}, r"tokenizer='./nowhere' cannot be loaded: .*\n  try: "),
-        ({"paths": "none.txt"}, "paths='none.txt' matches no file"),
         ({"paths": "*.md"}, r"paths='\*.md' matches no file"),
         ({"paths": "."}, "paths='.' has no file that ends in .txt"),
     ],
