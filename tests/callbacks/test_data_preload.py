@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.multiprocessing.reductions import shared_cache
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.core.errors import ConflictError
 from tests.support.models import Net, fit, make_loader, seeded
@@ -69,23 +68,6 @@ def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
     assert losses[0] == losses[1]
     assert drawn[:3] == drawn[3:]
     assert len(set(losses[0])) > 20
-
-
-def test_slow_samples_get_two_workers_and_tiny_ones_none(
-    net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What trials measure depends on the load of the machine: here it is given.
-    def measure(loader: Any, count: int, size: int, budget_s: float) -> float:
-        return 0.016 / max(1, count) if loader.dataset.wait_s else 1e-5 + count * 1e-5
-
-    monkeypatch.setattr(worker_trials, "_seconds_per_batch", measure)
-    for wait_s, num_workers in ((0.002, 2), (0.0, 0)):
-        preload = DataPreload()
-        trained(preload, DataLoader(Samples(400, wait_s), batch_size=8), net(), max_epochs=1)
-        outcome = preload.outcome()
-        assert outcome.numbers["num_workers"] == [num_workers]
-        assert outcome.effective is bool(num_workers)
-        assert f"{num_workers} workers (a batch takes " in outcome.did
 
 
 def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import (
@@ -468,24 +467,6 @@ def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
     other = resumable(shuffled(num_workers=num_workers))
     other.load_state_dict(state)
     assert passes(other, 2) == rest
-
-
-@pytest.mark.parametrize("num_batches", [2, 6, 8])
-def test_a_loader_under_fabric(num_batches: int) -> None:
-    def begin(seed: int) -> Any:
-        torch.manual_seed(seed)
-        return resumable(fabric.setup_dataloaders(shuffled(num_workers=0)))
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    whole = passes(begin(0), 3)
-    loader, saved = begin(0), {}
-    for number, batch in enumerate(itertools.chain.from_iterable(loader for _ in range(3)), start=1):
-        assert numbers([batch]) == [whole[number - 1]]
-        if number == num_batches:
-            saved = loader.state_dict()
-    other = begin(1)
-    other.load_state_dict(saved)
-    assert passes(other, 3)[: len(whole) - num_batches] == whole[num_batches:]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

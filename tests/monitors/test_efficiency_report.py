@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint_io import durable
@@ -116,37 +114,6 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
     report = json.loads((tmp_path / LEDGER_FILE).read_text())
     assert (report["status"], report["num_steps"]) == ("failed", 5)
     assert report["reason"] == "RuntimeError: the label is missing"
-
-
-def test_waiting_for_data_is_seen_and_validation_is_not_part_of_a_batch(
-    clock: SimpleNamespace, tmp_path: Path
-) -> None:
-    class Timed(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            clock.now += 1.0
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            clock.now += 100.0
-
-    class SlowData(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index: int) -> Any:
-            clock.now += 1.0
-            return torch.zeros(8), torch.tensor(0)
-
-    report = EfficiencyReport(dirpath=str(tmp_path))
-    loader = torch.utils.data.DataLoader(SlowData(), batch_size=4)
-    profiler = SimpleProfiler()
-    keywords = {"val_check_interval": 2, "num_sanity_val_steps": 0, "profiler": profiler}
-    trainer = make_trainer(callbacks=[report], **keywords)
-    trainer.fit(Timed(), loader, make_loader(4))
-    measured = report.report["measured"]
-    assert measured["batch_time_s"] == measured["batch_time_p90_s"] == 5.0, "four samples, one step"
-    assert measured["data_wait_share"] == 0.8
-    assert len(profiler.recorded_durations["run_training_batch"]) == 10, "the profiler does its own work"
 
 
 def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path: Path) -> None:

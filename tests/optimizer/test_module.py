@@ -231,27 +231,6 @@ def test_a_recipe_in_parts_ends_as_in_one(
     assert (report["first_step"], report["num_steps"]) == (stop, steps - stop)
 
 
-def test_a_gan_that_failed_goes_on_by_itself(
-    recipe: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["train", *recipe, "ckpt_path=auto"]
-    command(*words, "output_root=whole", code=0)
-    optimizers, calls = pl.LightningModule.optimizers, list[int]()
-
-    def fail_once(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 13:
-            msg = "broken on purpose"
-            raise RuntimeError(msg)
-        return optimizers(self, *arguments, **keywords)
-
-    monkeypatch.setattr(pl.LightningModule, "optimizers", fail_once)
-    command(*words, "output_root=parts", code=1)
-    command(*words, "output_root=parts", code=0)
-    assert len(calls) < 10 + 20, "it began anew"
-    assert is_equal(state(Path("parts"), 40), state(Path("whole"), 40))
-
-
 @pytest.mark.parametrize(
     ("words", "exit_code", "texts"),
     [

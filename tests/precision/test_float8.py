@@ -29,7 +29,6 @@ from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
 from lightning_eff.precision._float8.conversion import convert, recipe_config, unconvert
-from lightning_eff.precision._float8.linear import Float8Linear
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, to_float8
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -196,22 +195,6 @@ def test_a_frozen_weight_has_no_gradient_and_its_layer_keeps_no_input() -> None:
         assert (layer.weight.grad is None) is not is_trained
         gradients.append(x.grad)
     assert torch.equal(*gradients)
-
-
-def test_the_class_comes_and_goes_in_place() -> None:
-    layer, seen = nn.Linear(32, 16), list[Any]()
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    before, weight = dict(vars(layer)), layer.weight
-    convert(layer, recipe_config("rowwise", emulate=True))
-    layer(torch.randn(4, 32))
-    assert type(layer) is Float8Linear
-    assert seen == [1]
-    assert layer.weight is weight
-    assert list(layer.state_dict()) == ["weight", "bias"]
-    unconvert(layer)
-    unconvert(layer)
-    assert type(layer) is nn.Linear
-    assert vars(layer) == before
 
 
 def train(model: Any, plugin: Any, *callbacks: Any, **keywords: Any) -> Any:
