@@ -253,7 +253,6 @@ def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str
     whole = fit(make(), ExactResume(), *techniques(), save_in(tmp_path), **made)
     results: list[bool] = []
     for path in checkpoints(tmp_path)[:-1]:
-        made = {key: value() if key == "validation" else value for key, value in keywords.items()}
         resumed = fit(make(), ExactResume(), *techniques(), ckpt=path, **made)
         pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
         results.append(all(torch.equal(one, other) for one, other in pairs))
@@ -279,12 +278,7 @@ def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
 
 
 @pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        pytest.param(name, first, marks=[] if first == quick else [pytest.mark.slow])
-        for name, quick in {"plain": 2, "generator": 8, "list of loaders that draw": 6, "stream": 8}.items()
-        for first in (2, 6, 8)
-    ],
+    ("name", "first"), [("plain", 2), ("generator", 8), ("list of loaders that draw", 6), ("stream", 8)]
 )
 def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> None:
     make, _ = CASES[name]

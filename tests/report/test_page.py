@@ -110,9 +110,8 @@ def test_a_run_that_was_out_of_memory_has_phase_holders_and_what_would_have_fitt
     assert {*found["sentences"], "+callbacks=micro_batch a=2", "768 B (3 tensors)", "up", "mm"} <= {
         *reader.text
     }
-    assert "With these overrides it fits; the predicted peak is 512 B:" in reader.text
     assert ("width", "75.0") in reader.attributes
-    assert any(text.startswith("memory_snapshot.pickle has every block") for text in reader.text)
+    assert any("memory_snapshot.pickle" in text for text in reader.text)
     assert "failure" not in {value for name, value in Reader(make_page()).attributes if name == "class"}
 
 
