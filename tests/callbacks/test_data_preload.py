@@ -90,20 +90,6 @@ def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch:
     assert pickle.loads(pickle.dumps(preload)).outcome().did == preload.outcome().did
 
 
-def test_after_a_failure_nothing_is_left_and_its_reason_is_told(net: Callable[..., Net]) -> None:
-    class Breaks(Samples):
-        def __getitem__(self, index: int) -> Any:
-            if index == 25:
-                raise RuntimeError("on purpose")
-            return super().__getitem__(index)
-
-    loader = DataLoader(Breaks(wait_s=0.001), batch_size=4)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trained(DataPreload(num_workers=2), loader, net())
-    assert loader.num_workers == 0
-    assert loader._iterator is None
-
-
 @pytest.mark.slow
 def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
     counts: list[tuple[int, ...]] = []

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -31,11 +30,11 @@ from lightning_eff.callbacks._exact_resume import position, random_states
 from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.callbacks.exact_resume import POSITIONS, ExactResume, resumable
+from lightning_eff.callbacks.exact_resume import ExactResume, resumable
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.core.checkpoint_stamp import KEY
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from tests.support.models import make_trainer
+from tests.support.resuming import NUM_SAMPLES, Dropping, Samples, save_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed from", "ignore:Your `IterableDataset` has"),
@@ -43,23 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs save nothing
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),  # stock Lightning
 ]
-NUM_SAMPLES = 12
-
-
-class Samples(Dataset[Tensor]):
-    """Samples that know their index; they draw from all generators if asked to."""
-
-    def __init__(self, length: int = NUM_SAMPLES, *, draws: bool = False) -> None:
-        self.length, self.draws = length, draws
-        self.loaded = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.loaded += 1
-        noise = torch.rand(()) + np.random.rand() if self.draws else torch.zeros(())
-        return torch.stack([torch.tensor(float(index)), noise.float()])
 
 
 class Stream(IterableDataset[Tensor]):
@@ -73,17 +55,19 @@ class Stream(IterableDataset[Tensor]):
             yield torch.stack([torch.tensor(float(index)), torch.rand(()) if self.draws else torch.zeros(())])
 
 
-class Backwards(Sampler[int]):
-    """A sampler of a user's own."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from reversed(torch.randperm(NUM_SAMPLES).tolist())
+class Indices(Sampler[int]):
+    """Samplers of a user's own, as long as the data."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
 
-class OwnGenerator(Sampler[int]):
+class Backwards(Indices):
+    def __iter__(self) -> Iterator[int]:
+        yield from reversed(torch.randperm(NUM_SAMPLES).tolist())
+
+
+class OwnGenerator(Indices):
     """A sampler that keeps a generator of NumPy, around another sampler with one of torch."""
 
     def __init__(self) -> None:
@@ -94,9 +78,6 @@ class OwnGenerator(Sampler[int]):
         shift = int(self.random.integers(NUM_SAMPLES))
         yield from ((index + shift) % NUM_SAMPLES for index in self.inner)
 
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
 
 class Sized(Stream):
     """A stream that knows its length: Lightning does not fetch ahead."""
@@ -105,16 +86,13 @@ class Sized(Stream):
         return NUM_SAMPLES
 
 
-class Late(Sampler[int]):
+class Late(Indices):
     """A sampler without replacement that draws for each index."""
 
     def __iter__(self) -> Iterator[int]:
         rest = list(range(NUM_SAMPLES))
         while rest:
             yield rest.pop(int(torch.randint(len(rest), ())))
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
 
 class LateLoader(DataLoader[Tensor]):
@@ -140,30 +118,6 @@ def twice_as_many(**keywords: Any) -> DataLoader[Tensor]:
     return shuffled(shuffle=None, sampler=drawn, **keywords)
 
 
-class Dropping(pl.LightningModule):
-    """A layer with dropout, whose steps keep the samples that they saw."""
-
-    def __init__(self, *, asks_for_steps: bool = False) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 3)
-        self.dropout = torch.nn.Dropout(0.5)
-        self.seen: list[list[int]] = []
-        self.asks_for_steps = asks_for_steps
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batches = batch if isinstance(batch, list) else [batch]
-        self.seen.append([int(index) for one in batches for index in one[:, 0]])
-        return self.dropout(self.layer(torch.cat(batches) / NUM_SAMPLES)).pow(2).mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("noise", torch.rand(()) + np.random.rand())
-
-    def configure_optimizers(self) -> Any:
-        if self.asks_for_steps:
-            assert self.trainer.estimated_stepping_batches > 0
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywords: Any) -> Dropping:
     """Train a model with the same seed; validation and the model's options are keywords too."""
     pl.seed_everything(3, verbose=False)
@@ -180,10 +134,6 @@ def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywor
 def assert_continues(resumed: Dropping, whole: Dropping, step: int) -> None:
     assert resumed.seen == whole.seen[step:]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
-
-
-def save_in(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -379,16 +329,6 @@ def test_changed_data_is_refused_in_the_middle_of_an_epoch(make: Callable[[], An
         fit(make(), ExactResume(), ckpt=middle)
     assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle).seen
     assert fit(make(), ExactResume(), ckpt=tmp_path / "step=6.ckpt").seen
-
-
-def test_a_checkpoint_grows_by_less_than_20_kb_of_plain_tensors(tmp_path: Path) -> None:
-    fit(shuffled(), save_in(tmp_path / "without"), max_epochs=1)
-    fit(shuffled(), ExactResume(), save_in(tmp_path / "with"), max_epochs=1)
-    sizes = [(tmp_path / name / "step=3.ckpt").stat().st_size for name in ("without", "with")]
-    assert 0 < sizes[1] - sizes[0] < 20_000
-    saved = torch.load(tmp_path / "with" / "step=3.ckpt", weights_only=True)
-    assert saved[KEY][POSITIONS].shape[0] == 1
-    assert position.unpack(saved[KEY][POSITIONS][0]).loaders[0].num_batches == 3
 
 
 def test_a_stateful_stream_loses_no_batch_to_the_one_that_lightning_fetches_ahead(tmp_path: Path) -> None:

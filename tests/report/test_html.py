@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
-from lightning_eff.report.html import histogram, scatter_chart, stacked_chart
+from lightning_eff.report.html import scatter_chart, stacked_chart
 from lightning_eff.report.recording import CATEGORIES
 from tests.support.reports import MEMORY, TIMELINE, Reader, make_page
 
@@ -91,17 +91,6 @@ def test_areas_are_stacked() -> None:
     assert first[:3] == second[:2:-1], "activations stand on parameters"
     zero, top = first[-1][1], second[1][1]
     assert zero - top == pytest.approx(10 * (zero - first[0][1]), rel=0.01), "100 MiB are ten times 10 MiB"
-
-
-def test_the_columns_of_a_histogram_are_fractions_of_the_batches() -> None:
-    chart = histogram("a", "b", [[1.0, 1.0, 1.0, 31.0, 99.0], [1.0, 1.0]], "ms", 31.0)
-    theirs, mine = (points(f" d={line}") for line in re.findall(r' d=("[^"]*")', chart.svg))
-    assert len(mine) == len(theirs) == 2 + 2 * 30
-    zero = mine[0][1]
-    assert zero - theirs[1][1] == pytest.approx((zero - mine[1][1]) * 5 / 3, rel=0.01), "100 % and 60 %"
-    assert zero - mine[-2][1] == pytest.approx((zero - mine[1][1]) * 2 / 3, rel=0.01), "40 %"
-    assert {y for _, y in mine[3:-3]} == {zero}
-    assert chart.legend == [("this run", 0), ("baseline", 1)]
 
 
 def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() -> None:
