@@ -273,13 +273,21 @@ def test_a_plan_says_what_is_converted_on_a_device_that_is_not_there() -> None:
 
 def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Deep]) -> None:
     """On the GPU of a prediction: this CPU multiplies float8 too, slowly, when it is told to."""
-    model, plugin = deep(width=2048), Float8()
-    plugin.planned = devices.named("h200")
-    model.trainer = make_trainer(plugins=[plugin], max_steps=0)
-    model.trainer.strategy.connect(model)
-    with pytest.warns(SlowPathWarning, match=r"try: TorchCompile\(\)"):
-        plugin.convert_module(model)
-    assert "rowwise float8 in 3 of 5 Linear" in plugin.outcome().did
+    for compiled in (False, True):
+        model, plugin = deep(width=2048), Float8()
+        plugin.planned = devices.named("h200")
+        callbacks = [TorchCompile(backend="eager")] if compiled else []
+        trainer = make_trainer(plugins=[plugin], callbacks=callbacks, max_steps=0)
+        trainer.strategy.connect(model)
+        model.trainer = trainer
+        if compiled:
+            callbacks[0]._apply(model)
+            plugin.convert_module(model)
+            callbacks[0].cleanup.close()
+            continue
+        with pytest.warns(SlowPathWarning, match=r"slower than bfloat16(.|\n)*try: TorchCompile\(\)"):
+            plugin.convert_module(model)
+        assert "rowwise float8 in 3 of 5 Linear" in plugin.outcome().did
 
 
 @pytest.mark.slow
