@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
 
-from lightning_eff.adapters.export import merge_adapters, save_adapter
+from lightning_eff.adapters.export import merge_adapters
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core.errors import ConfigError
 
@@ -94,14 +92,3 @@ def test_names_and_all_linear_together_adapt_all_layers_of_a_cnn() -> None:
     assert list(adapt(cnn())) == ["2"], "no convolution that is not asked for"
     with pytest.raises(ConfigError, match=r"no linear layer\n  try: .*target_modules=\[0\]"):
         adapt(cnn()[:1])
-
-
-def test_an_exported_adapter_is_pefts_own(tmp_path: Path) -> None:
-    model, base = nn.Sequential(nn.Conv2d(3, 8, 3)), nn.Sequential(nn.Conv2d(3, 8, 3))
-    base.load_state_dict(model.state_dict())
-    adapt(model, target_modules=["0"], options={"r": 2, "init_lora_weights": False})
-    save_adapter(model, tmp_path)
-    x = torch.randn(2, 3, 6, 6)
-    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path))
-    assert torch.equal(loaded(x), model(x))
-    assert not torch.allclose(model[0].base_layer(x), model(x), atol=1e-2)

@@ -26,38 +26,18 @@ from lightning_eff.callbacks.attention import Attention, checked_backends
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.planner.prediction import predict
-
-QUIET: dict[str, Any] = {
-    "logger": False, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False,
-    "enable_model_summary": False, "max_steps": 2,
-}  # fmt: skip
+from tests.support.attending import Attending
+from tests.support.models import make_trainer
 
 
-class Net(pl.LightningModule):
-    """One call of attention [1, 2, 8, 4]."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.layer, self.options, self.flags = nn.Linear(4, 4), options, list[bool]()
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.flags.append(torch.backends.cuda.math_sdp_enabled())
-        x = self.layer(torch.ones(1, 2, 8, 4))
-        return F.scaled_dot_product_attention(x, x, x, **self.options).mean()
-
-    @override
-    def train_dataloader(self) -> Any:
-        return [torch.zeros(1)] * 2
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def run(net: pl.LightningModule, callback: Attention) -> Attention:
+    make_trainer(callbacks=[callback], max_steps=2).fit(net)
+    return callback
 
 
 def test_only_the_chosen_backend_is_enabled_and_flags_and_functions_are_restored() -> None:
-    callback, net, attend = Attention(backend="flash"), Net(is_causal=True), F.scaled_dot_product_attention
-    pl.Trainer(callbacks=[callback], **QUIET).fit(net)
+    net, attend = Attending(is_causal=True), F.scaled_dot_product_attention
+    callback = run(net, Attention(backend="flash"))
     assert net.flags == [False, False]
     assert torch.backends.cuda.math_sdp_enabled()
     assert F.scaled_dot_product_attention is attend
@@ -65,16 +45,14 @@ def test_only_the_chosen_backend_is_enabled_and_flags_and_functions_are_restored
 
 
 def test_a_call_that_only_math_accepts_is_rejected_before_the_first_step() -> None:
-    net, attend = Net(dropout_p=0.1), F.scaled_dot_product_attention
+    net, attend = Attending(dropout_p=0.1), F.scaled_dot_product_attention
     before = net.layer.weight.detach().clone()
-    trainer = pl.Trainer(callbacks=[Attention(backend=["cudnn", "flash"])], **QUIET)
     with pytest.raises(ConflictError, match=r"\(dropout(.|\n)*dropout 0.0(.|\n)*backend=None"):
-        trainer.fit(net)
+        run(net, Attention(backend=["cudnn", "flash"]))
     assert torch.equal(net.layer.weight, before)
     assert F.scaled_dot_product_attention is attend
     assert torch.backends.cuda.math_sdp_enabled()
-    callback = Attention(backend=["flash", "math"])
-    pl.Trainer(callbacks=[callback], **QUIET).fit(net)
+    callback = run(net, Attention(backend=["flash", "math"]))
     assert callback.outcome().numbers["calls"] == {"math": 1}
 
 
@@ -97,10 +75,10 @@ def test_every_way_to_call_it_is_checked_in_the_dtype_of_autocast() -> None:
 @pytest.mark.parametrize("backend", ["fast", [], ["flash", "fast"], "efficient"])
 def test_unknown_backends_and_those_of_another_device_are_rejected(backend: Any) -> None:
     with pytest.raises(ConfigError, match="backend="):
-        pl.Trainer(callbacks=[Attention(backend=backend)], **QUIET).fit(Net())
+        run(Attending(), Attention(backend=backend))
 
 
-class OwnSoftmax(Net):
+class OwnSoftmax(Attending):
     """Computes its scores itself."""
 
     @override
@@ -109,10 +87,10 @@ class OwnSoftmax(Net):
         return ((x @ x.mT).softmax(-1) @ x).mean()
 
 
-@pytest.mark.parametrize(("backend", "net"), [(None, Net), ("flash", OwnSoftmax)])
-def test_nothing_chosen_or_no_call_is_no_effect(backend: Any, net: type[Net]) -> None:
+@pytest.mark.parametrize(("backend", "net"), [(None, Attending), ("flash", OwnSoftmax)])
+def test_nothing_chosen_or_no_call_is_no_effect(backend: Any, net: type[Attending]) -> None:
     with pytest.warns(NoEffectWarning):
-        pl.Trainer(callbacks=[Attention(backend=backend)], **QUIET).fit(net())
+        run(net(), Attention(backend=backend))
 
 
 def by_document(
@@ -180,7 +158,7 @@ def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, ba
 def test_a_call_that_is_not_checked_has_the_remedy_as_a_note(is_compiled: bool) -> None:
     """Of a later batch, or traced by the compiler."""
 
-    class Later(Net):
+    class Later(Attending):
         @override
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             self.options = {"dropout_p": 0.1 * (is_compiled or len(self.flags) > 0)}
@@ -190,7 +168,7 @@ def test_a_call_that_is_not_checked_has_the_remedy_as_a_note(is_compiled: bool) 
     if is_compiled:
         net.training_step = CompiledCall(net.training_step, {})
     with pytest.raises(Exception, match=r"No available kernel") as found:
-        pl.Trainer(callbacks=[Attention(backend="flash")], **QUIET).fit(net)
+        run(net, Attention(backend="flash"))
     assert "callbacks.attention.backend=null" in found.value.__notes__[-1]
     assert len(net.flags) == 2 or is_compiled
 
@@ -204,8 +182,8 @@ def test_a_call_that_is_not_checked_has_the_remedy_as_a_note(is_compiled: bool) 
     ],
 )
 def test_a_prediction_for_a_gpu_applies_its_rules(backend: str, options: dict[str, Any], reason: str) -> None:
-    trainer = pl.Trainer(callbacks=[Attention(backend=backend)], devices=1, **QUIET)
-    found = predict(Net(**options), torch.zeros(1), trainer=trainer, capability=90)
+    trainer = make_trainer(callbacks=[Attention(backend=backend)], max_steps=2)
+    found = predict(Attending(**options), torch.zeros(1), trainer=trainer, capability=90)
     if reason:
         assert isinstance(found.error, ConflictError)
         assert reason in str(found.error)
@@ -350,7 +328,7 @@ LEFT = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
 CALL: dict[str, Any] = {"input_ids": torch.zeros_like(PACKED), "position_ids": PACKED, "use_cache": False}
 
 
-class Packed(Net):
+class Packed(Attending):
     """Calls a model of transformers, or the one without its head, on packed rows."""
 
     def __init__(self, model: Any, *, is_inner: bool = False, **changes: Any) -> None:
@@ -378,9 +356,8 @@ class Packed(Net):
 )
 def test_documents_that_transformers_would_join_are_rejected(changes: dict[str, Any], rejected: str) -> None:
     model = hf_model("Llama")
-    trainer = pl.Trainer(callbacks=[Attention(backend="flash")], **QUIET)
     with pytest.raises(ConflictError, match=rejected) if rejected else nullcontext():
-        trainer.fit(Packed(model, **changes))
+        run(Packed(model, **changes), Attention(backend="flash"))
     assert not model._forward_hooks
     assert not model.model._forward_hooks
 
@@ -399,10 +376,10 @@ def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
     reason = why_not_varlen(model, torch.device("cpu"), torch.bfloat16)
     net = Packed(model)
     with pytest.warns(NoEffectWarning, match=f"dense mask: {reason}"):
-        pl.Trainer(callbacks=[Attention()], **QUIET).fit(net)
+        run(net, Attention())
     for packing in ("varlen", "flex"):
         with pytest.raises(ConfigError, match=f"packing='{packing}'"):
-            pl.Trainer(callbacks=[Attention(packing=packing)], **QUIET).fit(net)
+            run(net, Attention(packing=packing))
 
 
 def test_the_kernel_of_torch_takes_what_we_pass(monkeypatch: pytest.MonkeyPatch) -> None:

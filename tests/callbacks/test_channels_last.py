@@ -134,16 +134,6 @@ def test_weights_and_batches_are_converted_and_the_result_is_the_plain_runs(
     assert all(value.is_contiguous() for value in model.state_dict().values()), "restored"
 
 
-def test_sharded_weights_stay_contiguous() -> None:
-    callback = ChannelsLast()
-    try:
-        model = train(callback, strategy=FSDP2(cpu_offload=True))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert callback.outcome().numbers == {"weights": 0, "images": 6}
-    assert {*model.formats} == {(True, True)}
-
-
 class Encoding(UserDict[str, Tensor]):
     """Moves itself, as those of tokenizers do."""
 
@@ -283,7 +273,7 @@ def main(folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_like_without_it(tmp_path: Path) -> None:
-    """FSDP2 and DeepSpeed take contiguous weights only."""
+    """FSDP2 and DeepSpeed take contiguous weights only; images are converted for them too."""
     done = run_two_ranks(__name__, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = torch.load(tmp_path / "found.pt")

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.multiprocessing.reductions import shared_cache
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_eff.callbacks._data_preload import worker_trials
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.core.errors import ConflictError
 from tests.support.models import Net, fit, make_loader, seeded
@@ -71,23 +70,6 @@ def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
     assert len(set(losses[0])) > 20
 
 
-def test_slow_samples_get_two_workers_and_tiny_ones_none(
-    net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What trials measure depends on the load of the machine: here it is given.
-    def measure(loader: Any, count: int, size: int, budget_s: float) -> float:
-        return 0.016 / max(1, count) if loader.dataset.wait_s else 1e-5 + count * 1e-5
-
-    monkeypatch.setattr(worker_trials, "_seconds_per_batch", measure)
-    for wait_s, num_workers in ((0.002, 2), (0.0, 0)):
-        preload = DataPreload()
-        trained(preload, DataLoader(Samples(400, wait_s), batch_size=8), net(), max_epochs=1)
-        outcome = preload.outcome()
-        assert outcome.numbers["num_workers"] == [num_workers]
-        assert outcome.effective is bool(num_workers)
-        assert f"{num_workers} workers (a batch takes " in outcome.did
-
-
 def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "0")  # else Lightning sets a function that seeds them
     loader = make_loader()
@@ -106,20 +88,6 @@ def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch:
     assert vars(loader) == before
     assert "process_dataloader" not in trainer.strategy.__dict__
     assert pickle.loads(pickle.dumps(preload)).outcome().did == preload.outcome().did
-
-
-def test_after_a_failure_nothing_is_left_and_its_reason_is_told(net: Callable[..., Net]) -> None:
-    class Breaks(Samples):
-        def __getitem__(self, index: int) -> Any:
-            if index == 25:
-                raise RuntimeError("on purpose")
-            return super().__getitem__(index)
-
-    loader = DataLoader(Breaks(wait_s=0.001), batch_size=4)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trained(DataPreload(num_workers=2), loader, net())
-    assert loader.num_workers == 0
-    assert loader._iterator is None
 
 
 @pytest.mark.slow

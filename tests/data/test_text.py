@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -10,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_eff.callbacks.exact_resume import ExactResume
+from lightning_eff.callbacks.exact_resume import resumable
 from lightning_eff.data import text as module
 from lightning_eff.data._packing import best_fit_bins
 from lightning_eff.data._tokenizer import TrainingTokenizer
 from lightning_eff.data.text import Text
-from lightning_eff.models.hf_causal_lm import HFCausalLM
-from tests.support.models import make_trainer
 
 datasets = pytest.importorskip("datasets")
 N = -100
@@ -139,25 +137,17 @@ def test_rows_by_hand(
     assert data.padding_fraction == (pytest.approx(3 / 12) if is_packed else None)
 
 
-@pytest.mark.parametrize(
-    ("packing", "kept", "lost"), [(True, 40, 0), (False, 16, 25), ("grouped", 16, 25), ("across", 40, 0)]
-)
+@pytest.mark.parametrize("packing", [True, False, "grouped", "across"])
 def test_truncated_text_is_reported(
-    prepare: Prepare,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    packing: bool | str,
-    kept: int,
-    lost: int,
+    prepare: Prepare, tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool | str
 ) -> None:
     write_texts(tmp_path, "abcdefgh" * 5, "XYZ")
     with caplog.at_level("INFO"):
         rows = batches(prepare(tmp_path, packing=packing))
-    assert sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows) == kept
-    assert (f"1 of 2 documents are longer than context_length=16 and were cut; {lost}" in caplog.text) == (
-        packing != "across"
-    )
-    assert any(record.levelname == "WARNING" for record in caplog.records) == bool(lost)
+    kept = sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows)
+    assert kept == (40 if packing in (True, "across") else 16)
+    assert ("1 of 2 documents are longer" in caplog.text) == (packing != "across")
+    assert any(record.levelname == "WARNING" for record in caplog.records) == (kept == 16)
 
 
 def test_best_fit_fills_rows_and_overfills_none() -> None:
@@ -274,40 +264,24 @@ def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
         prepare(folder, val_fraction=0.25)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Total length of `list` across ranks is zero", "ignore:The dirpath has changed from"
-)
 @pytest.mark.parametrize("packing", [False, "grouped"])
-def test_a_run_resumes_in_the_middle_of_an_epoch(
-    prepare: Prepare, tiny_llama: Path, folder: Path, tmp_path: Path, packing: Any
-) -> None:
-    def run(name: str, ckpt_path: Path | None = None) -> tuple[HFCausalLM, list[list[int]]]:
-        seen: list[list[int]] = []
-        model: Any = HFCausalLM(name=str(tiny_llama))
-        model.on_train_batch_start = lambda batch, _: seen.append(batch["input_ids"][:, 0].tolist())
-        model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)
-        saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = make_trainer(max_steps=12, callbacks=[saver, ExactResume()], enable_checkpointing=True)
-        data = prepare(folder, packing=packing)
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-        return model, seen
+def test_an_epoch_resumes_in_the_middle(prepare: Prepare, folder: Path, packing: Any) -> None:
+    def firsts(given: Any) -> list[list[int]]:
+        return [batch["input_ids"][:, 0].tolist() for batch in given]
 
-    whole, seen = run("whole")
-    assert seen[:6] != seen[6:], "another order in the second epoch"
-    for epoch in (seen[:6], seen[6:]):
+    torch.manual_seed(0)
+    loader = resumable(prepare(folder, packing=packing).train_dataloader())
+    iterator = iter(loader)
+    begun = firsts(itertools.islice(iterator, 2))
+    state = loader.state_dict()
+    rest, second = firsts(iterator), firsts(loader)
+    assert begun + rest != second, "another order in the second epoch"
+    for epoch in (begun + rest, second):
         assert sorted(first for batch in epoch for first in batch) == list(range(97, 109))
-    for stopped in (2, 6, 9):  # six batches an epoch: inside the first, at its end, inside the second
-        resumed, rest = run(f"from_{stopped}", tmp_path / "whole" / f"step={stopped}.ckpt")
-        assert rest == seen[stopped:], stopped
-        for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def test_a_conversation_in_bytes_by_hand() -> None:
-    ids, is_target = TrainingTokenizer().encode_chat(TURNS)
-    spoken = b"user:\nhi\nassistant:\nyo\x00\nuser:\nb\nassistant:\nc\x00\n"
-    assert [0 if i == 256 else i for i in ids] == list(spoken)
-    assert [at for at, target in enumerate(is_target) if target] == [20, 21, 22, 43, 44]
+    torch.manual_seed(1)
+    other = resumable(prepare(folder, packing=packing).train_dataloader())
+    other.load_state_dict(state)
+    assert firsts(other) + firsts(other) == rest + second
 
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
@@ -418,13 +392,11 @@ def test_alpaca_and_sharegpt_become_messages(prepare: Prepare, tmp_path: Path, k
         ("a.jsonl", '{"text": "x"}\n\n{"text": ', "text", "data.paths=.*a.jsonl' cannot be read: .*JSON"),
         ("a.jsonl", "", "text", "data.paths=.*cannot be read: it has no rows"),
         ("a.jsonl", '{"text": "x"}\n{"text": null}', "text", "a.jsonl, row 2: 'text' is neither"),
-        ("a.jsonl", '{"text": 5}', "text", "a.jsonl, row 1: 'text' is neither .*5"),
         ("a.jsonl", '{"text": [{"role": "user"}]}', "text", "row 1: 'text' is neither"),
         ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "text", r"row 1: no turn .*\['user'\]"),
         ("a.jsonl", '{"conversations": [{"from": "alien", "value": "x"}]}', "messages", "row 1: .*'alien'"),
         ("a.jsonl", '{"instruction": 5, "output": "a"}', "messages", "row 1: 'messages' is neither"),
         ("a.txt", b"ab\xff", "text", "data.paths=.*a.txt' cannot be read: .*0xff"),
-        ("a.bin", b"\x89PNG", "text", "data.paths=.*a.bin' cannot be read: .*0x89"),
         ("a.txt", b"", "text", "no document has a target .*context_length=16"),
         ("a.parquet", b"PAR1 and so on", "text", "data.paths=.*a.parquet' cannot be read: .*[Pp]arquet"),
     ],
@@ -457,7 +429,6 @@ def test_a_split_that_a_saved_dataset_lacks_is_named(prepare: Prepare, tmp_path:
         ({"packing": "off"}, "packing='off' "),
         ({"paths": []}, r"paths=\[\] "),
         ({"tokenizer": "./nowhere"}, r"tokenizer='./nowhere' cannot be loaded: .*\n  try: "),
-        ({"paths": "none.txt"}, "paths='none.txt' matches no file"),
         ({"paths": "*.md"}, r"paths='\*.md' matches no file"),
         ({"paths": "."}, "paths='.' has no file that ends in .txt"),
     ],

@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
-from lightning_eff.precision import auto
 from lightning_eff.precision.auto import AutoPrecision, step_context
-from tests.support.models import Net, fit, make_loader
+from tests.support.models import Net, fit
 from tests.support.tf32 import SWITCHES, in_forks
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
@@ -118,14 +116,6 @@ def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
     loss.backward()
     assert module.layer.weight.grad is not None
     assert float(module.layer.weight.grad.abs().sum()) > 0
-
-
-def test_evaluation_keeps_no_casts(net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = Mock(wraps=auto.step_context)
-    monkeypatch.setattr(auto, "step_context", spy)
-    trainer = fit(net(), plugins=[AutoPrecision(precision="bf16-mixed")], max_steps=1)
-    trainer.validate(net(), make_loader(4), verbose=False)
-    assert [call.kwargs["keep_casts"] for call in spy.call_args_list] == [True, False]
 
 
 def test_device_is_the_strategys_also_for_an_accelerator_object(net: Callable[..., Net]) -> None:

@@ -29,7 +29,6 @@ from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8.choice import reasons, speedup
 from lightning_eff.precision._float8.conversion import convert, recipe_config, unconvert
-from lightning_eff.precision._float8.linear import Float8Linear
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, to_float8
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -198,22 +197,6 @@ def test_a_frozen_weight_has_no_gradient_and_its_layer_keeps_no_input() -> None:
     assert torch.equal(*gradients)
 
 
-def test_the_class_comes_and_goes_in_place() -> None:
-    layer, seen = nn.Linear(32, 16), list[Any]()
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    before, weight = dict(vars(layer)), layer.weight
-    convert(layer, recipe_config("rowwise", emulate=True))
-    layer(torch.randn(4, 32))
-    assert type(layer) is Float8Linear
-    assert seen == [1]
-    assert layer.weight is weight
-    assert list(layer.state_dict()) == ["weight", "bias"]
-    unconvert(layer)
-    unconvert(layer)
-    assert type(layer) is nn.Linear
-    assert vars(layer) == before
-
-
 def train(model: Any, plugin: Any, *callbacks: Any, **keywords: Any) -> Any:
     return fit(model, *callbacks, plugins=[plugin], **keywords)
 
@@ -229,13 +212,13 @@ def test_the_report_lists_each_linear_and_the_run_ends_with_the_classes_it_began
         name: "float8, rowwise" if name.startswith("blocks") else outside for name in LINEARS
     }
     assert outcome.numbers["fraction"] == 3 * 16 * 16 / (3 * 16 * 16 + 8 * 16 + 16 * 3)
-    assert outcome.did == (
-        f"rowwise float8 in 3 of 5 Linear, 81% of their products, emulated; 2: {outside}; "
-        "no gradients with NaN or infinity in the first 3 steps"
-    )
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
     train(model, plugin, max_steps=3)  # and again
     assert plugin.outcome().numbers["layers"]["blocks.0.linear"] == "float8, rowwise"
+    model.training_step = lambda *_: 1 / 0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ZeroDivisionError):
+        train(model, plugin)
+    assert type(model.blocks[0].linear) is nn.Linear, "after a failure too"
 
 
 def test_a_layer_whose_weight_something_else_reads_is_not_said_to_be_in_float8(
@@ -258,14 +241,6 @@ def test_a_layer_whose_weight_something_else_reads_is_not_said_to_be_in_float8(
     assert type(model.blocks[1].linear.layer) is nn.Linear
 
 
-def test_a_failure_leaves_the_classes(deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = deep()
-    monkeypatch.setattr(model, "training_step", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train(model, Float8(emulate=True))
-    assert type(model.blocks[0].linear) is nn.Linear
-
-
 def test_a_cpu_says_that_it_has_no_float8_and_trains_in_bf16(deep: Callable[..., Deep]) -> None:
     plain = deep()
     train(plain, AutoPrecision(precision="bf16-mixed"))
@@ -278,19 +253,6 @@ def test_a_cpu_says_that_it_has_no_float8_and_trains_in_bf16(deep: Callable[...,
     outcome = plugin.outcome()
     assert not outcome.effective
     assert set(outcome.numbers["layers"]) == LINEARS
-
-
-@pytest.mark.parametrize(
-    ("name", "word"), [("a100", "A100 has no float8 products"), ("h100", "16 x 16 features: 0.01x as fast")]
-)
-def test_a_gpu_that_gains_nothing_says_so(
-    name: str, word: str, deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = Float8(skip=())
-    plugin.planned = devices.named(name)
-    with pytest.warns(NoEffectWarning, match=word):
-        train(deep(), plugin, max_steps=1)
-    assert not plugin.outcome().effective
 
 
 def test_a_plan_says_what_is_converted_on_a_device_that_is_not_there() -> None:
@@ -396,8 +358,6 @@ def test_saved_in_float8_and_resumed_in_bf16_is_bit_equal(deep: Callable[..., De
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in model.state_dict().items())
     _, resumed = run(AutoPrecision(precision="bf16-mixed"), 3, path)
     assert all(itertools.starmap(torch.equal, zip(resumed.parameters(), model.parameters(), strict=True)))
-    _, on = run(AutoPrecision(precision="bf16-mixed"), 5, path)
-    assert len(on.losses) == 2
 
 
 def halves(trainer: Any) -> DataLoader[Any]:

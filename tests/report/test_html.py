@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
-from lightning_eff.report.html import histogram, scatter_chart, stacked_chart
+from lightning_eff.report.html import scatter_chart, stacked_chart
 from lightning_eff.report.recording import CATEGORIES
 from tests.support.reports import MEMORY, TIMELINE, Reader, make_page
 
@@ -94,35 +93,6 @@ def test_areas_are_stacked() -> None:
     assert zero - top == pytest.approx(10 * (zero - first[0][1]), rel=0.01), "100 MiB are ten times 10 MiB"
 
 
-def test_the_columns_of_a_histogram_have_the_fractions_of_the_batches_and_the_last_one_the_slow_ones() -> (
-    None
-):
-    chart = histogram("a", "b", [[1.0, 1.0, 1.0, 31.0, 99.0], [1.0, 1.0]], "ms", 31.0)
-    theirs, mine = (points(f" d={line}") for line in re.findall(r' d=("[^"]*")', chart.svg))
-    assert len(mine) == len(theirs) == 2 + 2 * 30
-    zero = mine[0][1]
-    assert zero - theirs[1][1] == pytest.approx((zero - mine[1][1]) * 5 / 3, rel=0.01), "100 % and 60 %"
-    assert zero - mine[-2][1] == pytest.approx((zero - mine[1][1]) * 2 / 3, rel=0.01), "40 %"
-    assert {y for _, y in mine[3:-3]} == {zero}
-    assert chart.legend == [("this run", 0), ("baseline", 1)]
-
-
-def test_the_dots_of_a_scatter_are_where_their_values_are_and_no_names_overlap() -> None:
-    dots = {"baseline": (1.0, 1.0), **{f"row {number}": (0.5, 2.0) for number in range(20)}}
-    text = scatter_chart("a", "b", dots, "baseline", "memory", "speed").svg
-    placed = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[59]" fill="var\(--c(\d)\)"', text)
-    assert [color for *_, color in placed].count("1") == 1
-    (x, _, color), *others = placed
-    assert color == "1"
-    assert {(float(each[0]) * 2, float(each[1])) for each in others} == {(float(x), 0.0)}, "the top is 2"
-    names = re.findall(r'<text x="[\d.]+" y="([\d.]+)" dy="0.32em" font-size="14">([^<]*)<', text)
-    heights = [float(height) for height, _ in names]
-    assert len(names) == 21
-    assert names[-1][1] == "baseline", "the slowest"
-    assert min(b - a for a, b in pairwise(heights)) >= 16.9
-    assert heights[-1] <= 17 * 21 + 1
-
-
 def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() -> None:
     figures = {"samples_per_s": 10.0, "speed_ratio": 1.0, "peak_bytes": 2048, "peak_ratio": 1.0}
     half = {"samples_per_s": 5.0, "speed_ratio": 0.5, "peak_bytes": 512, "peak_ratio": 0.25}
@@ -132,8 +102,4 @@ def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() ->
     reader = Reader(comparison_page(content, rows))
     verdict = "Fastest: baseline, 1.00 times the baseline. Least memory: half, 0.25 of the baseline."
     assert {verdict, "<odd>", "failed: no end after 3 s", "512 B", "a=<b>"} <= {*reader.text}
-    assert reader.tags.count("svg") == 1
-    assert reader.tags.count("circle") == 2
-    assert {"baseline", "half", "peak memory, times the baseline's", "speed, times the baseline's"} <= {
-        *reader.text
-    }
+    assert (reader.tags.count("svg"), reader.tags.count("circle")) == (1, 2)

@@ -51,9 +51,6 @@ def test_what_a_host_lacks_has_its_command(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {checks[name].status for name in names} == {"note"}
     assert checks["compiler"].fix == "apt-get install g++"
     assert checks["Python.h"].fix == "apt-get install python3-dev"
-    assert checks["disk"].fix == "output_root=/another/disk"
-    assert checks["this folder"].found == "read-only: runs cannot be written"
-    assert "shm-size" in checks["shared memory"].fix
 
 
 @pytest.mark.parametrize(("cuda", "fix"), [(None, "pip install"), ("13.0", "nvidia-smi")])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.logged import norm_of
@@ -63,13 +64,19 @@ def test_each_logger_of_a_plain_trainer_gets_the_numbers_of_the_steps_that_are_l
         clock.now += 1.5
         return step(*arguments)
 
+    def validation_step(*_: Any) -> None:
+        clock.now += 100.0  # no part of a batch
+
     model.training_step = training_step  # pyright: ignore[reportAttributeAccessIssue]
+    model.validation_step = validation_step  # pyright: ignore[reportAttributeAccessIssue]
+    profiler = SimpleProfiler()
     loggers = [CSVLogger(tmp_path, "a", ""), TensorBoardLogger(str(tmp_path), "b", "")]
     trainer = make_trainer(
         callbacks=[report], logger=loggers, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=3,
-        max_steps=-1, gradient_clip_val=0.01,
+        max_steps=-1, gradient_clip_val=0.01, val_check_interval=2, num_sanity_val_steps=0, profiler=profiler,
     )  # fmt: skip
-    trainer.fit(model, torch.utils.data.DataLoader(Ticks(), batch_size=4))
+    trainer.fit(model, torch.utils.data.DataLoader(Ticks(), batch_size=4), make_loader(4))
+    assert len(profiler.recorded_durations["run_training_batch"]) == 30, "the profiler does its own work"
     rows = rows_of(tmp_path / "a")
     assert list(rows) == [3, 6, 9, 12, 15]
     assert len(model.rates) == 15

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -120,55 +123,31 @@ def test_what_is_asked_of_it_its_loader_answers_and_what_is_set_is_set_there() -
         _ = loader.nonsense
 
 
-class FakeStream:
-    """Notes what is done on a stream, without a GPU."""
-
-    log: ClassVar[list[Any]] = []
-
-    def __init__(self, name: Any = "side") -> None:
-        self.name = str(name)
-
-    def record_event(self) -> str:
-        self.log.append(("record", self.name))
-        return f"event {len(self.log)}"
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(("wait", self.name, event))
-
-    def __enter__(self) -> FakeStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 class OnDevice(torch.Tensor):
-    """Notes which stream uses it."""
+    """Tells the stream that uses it."""
 
-    def record_stream(self, stream: FakeStream) -> None:
-        stream.log.append(("uses", stream.name, int(self)))
+    def record_stream(self, stream: Any) -> None:
+        stream.uses(int(self))
 
 
-def on_fake_device(monkeypatch: pytest.MonkeyPatch, move: Any) -> None:
-    monkeypatch.setattr(FakeStream, "log", [])
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream("main"))
+def on_fake_device(monkeypatch: pytest.MonkeyPatch, move: Any) -> Mock:
+    """Return what notes the calls of the `main` and the `side` stream of a GPU that is not there."""
+    streams = Mock()
+    streams.side.record_event.side_effect = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.side)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.main)
     monkeypatch.setattr(prefetch, "move_data_to_device", move)
+    return streams
 
 
 def test_batches_are_copied_on_a_stream_of_their_own_and_waited_for_by_the_one_that_uses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    on_fake_device(monkeypatch, lambda batch, device: batch.as_subclass(OnDevice))
+    streams = on_fake_device(monkeypatch, lambda batch, device: batch.as_subclass(OnDevice))
     loader = prefetched(Source(2), 1, device=torch.device("cuda", 0))
     assert [int(batch) for batch in loader] == [0, 1]
-    side = f"{torch.device('cuda', 0)}"
-    assert FakeStream.log == [
-        ("record", side),
-        ("record", side),
-        ("wait", "main", "event 1"),
-        ("uses", "main", 0),
-        ("wait", "main", "event 2"),
-        ("uses", "main", 1),
-    ]
+    assert streams.mock_calls == [
+        call.side.record_event(), call.side.record_event(),
+        call.main.wait_event(1), call.main.uses(0), call.main.wait_event(2), call.main.uses(1),
+    ]  # fmt: skip

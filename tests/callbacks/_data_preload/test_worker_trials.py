@@ -24,14 +24,18 @@ def choose(dataset: Any, batch_size: int, max_workers: int, budget_s: float) -> 
     )
 
 
-class Noting(Dataset[int]):
+class Counted(Dataset[int]):
+    length = 100
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Noting(Counted):
     """Notes which samples were requested in this process, and draws random numbers."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []
-
-    def __len__(self) -> int:
-        return 100
 
     def __getitem__(self, index: int) -> int:
         self.requests.append(index)
@@ -56,14 +60,13 @@ def test_a_trial_reads_samples_by_index_and_leaves_sampler_and_random_states_alo
     assert set(dataset.requests) == set(range((batch_size or 1) * 2 * NUM_BATCHES))
 
 
-class Sleeps(Dataset[int]):
+class Sleeps(Counted):
     """Takes 2 ms for a sample, and counts those of all processes."""
+
+    length = 4000
 
     def __init__(self) -> None:
         self.num_made = multiprocessing.Value("i", 0)
-
-    def __len__(self) -> int:
-        return 4000
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.002)
@@ -107,15 +110,12 @@ def test_the_budget_bounds_the_samples_of_trials() -> None:
     assert set(choice.seconds_per_batch) == {0, 1, 2}
 
 
-class ByProcess(Dataset[int]):
+class ByProcess(Counted):
     """Depends on the process that makes it, as what reads from a shared handle does."""
 
     def __init__(self, *, draws: bool) -> None:
         self.home = os.getpid()
         self.draws = draws
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.002)
@@ -131,15 +131,12 @@ def test_workers_with_other_samples_are_not_used_unless_samples_are_random() -> 
     assert (choice.reason, set(choice.seconds_per_batch)) == ("", {0, 1, 2})
 
 
-class Hangs(Dataset[int]):
+class Hangs(Counted):
     """Asks a thread that a forked process does not have."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
         self.pool.submit(int).result()
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> int:
         return self.pool.submit(int, index).result()

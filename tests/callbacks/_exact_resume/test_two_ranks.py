@@ -11,8 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_eff.callbacks.exact_resume import ExactResume, resumable
@@ -20,6 +18,7 @@ from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import make_trainer
 from tests.support.ranks import is_equal, run_two_ranks
+from tests.support.resuming import Dropping, Samples, save_in
 
 NUM_SAMPLES = 24
 STRATEGIES: dict[str, Any] = {
@@ -30,22 +29,6 @@ STRATEGIES: dict[str, Any] = {
 NAMES = [name for name in STRATEGIES if sys.platform == "linux" or name != "zero2"]
 
 
-class Dropping(pl.LightningModule):
-    """Layers with dropout; keeps the samples that this rank saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen.append([int(index) for index in batch])
-        return self.layers(batch[:, None] / NUM_SAMPLES).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
 def fit(ckpt: Path | None, *callbacks: pl.Callback, **keywords: Any) -> dict[str, Any]:
     """Train two epochs; return the samples of this rank, and all weights."""
     pl.seed_everything(3, verbose=False)
@@ -53,8 +36,7 @@ def fit(ckpt: Path | None, *callbacks: pl.Callback, **keywords: Any) -> dict[str
     model, resume = Dropping(), ExactResume()
     is_saving = {"enable_checkpointing": bool(callbacks), "max_epochs": 2, "max_steps": -1}
     trainer = make_trainer(callbacks=[resume, *callbacks], **(is_saving | keywords))
-    data = [torch.tensor(float(index)) for index in range(NUM_SAMPLES)]
-    trainer.fit(model, DataLoader(data, batch_size=3, shuffle=True), ckpt_path=ckpt)  # pyright: ignore[reportArgumentType]
+    trainer.fit(model, DataLoader(Samples(NUM_SAMPLES), batch_size=3, shuffle=True), ckpt_path=ckpt)
     weights = trainer.strategy.lightning_module_state_dict()  # a sharding strategy gathers them on rank 0
     return {
         "seen": model.seen,
@@ -89,9 +71,8 @@ def under_fabric(folder: Path) -> dict[int, list[list[float]]]:
 def main(folder: str) -> None:
     root, results, rank = Path(folder), {}, 0
     for name in NAMES:
-        saving = ModelCheckpoint(dirpath=root / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         two = {"devices": 2, "strategy": STRATEGIES[name]()}
-        results[name] = {0: fit(None, saving, **two)}
+        results[name] = {0: fit(None, save_in(root / name), **two)}
         for step in (1, 3, 4, 6):
             two = {"devices": 2, "strategy": STRATEGIES[name]()}
             results[name][step] = fit(root / name / f"step={step}.ckpt", **two)
@@ -106,8 +87,7 @@ def main(folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Return a folder of checkpoints, of two ranks and of one, and the results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    saving = ModelCheckpoint(dirpath=folder / "one", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    torch.save(fit(None, saving, max_epochs=1)["seen"], folder / "one.pt")
+    torch.save(fit(None, save_in(folder / "one"), max_epochs=1)["seen"], folder / "one.pt")
     done = run_two_ranks(__name__, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
