@@ -56,13 +56,6 @@ def test_an_exclusion_and_a_need_speak_whatever_the_order() -> None:
     assert finding.found == "callbacks/gradient_checkpointing"
 
 
-def test_a_finding_says_who_with_whom_why_and_three_remedies() -> None:
-    (finding,) = rules.check_rules([stating(excludes=(rule("x"),))], {"x": "the thing"})
-    assert str(finding).splitlines() == [
-        *("Stating with the thing: it breaks", "  try: a=1", "  try: b=2", "  try: c=3")
-    ]
-
-
 def test_what_is_refused_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:
     conflicts = rules.check_rules(
         [stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"}
