@@ -1,4 +1,4 @@
-"""The allocator of each kind of device: which of its numbers is read, and what it is told."""
+"""Memory that the CPU holds, and the history of allocations that CUDA alone records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What annotations accept, item by item, and how it is said."""
+"""Constructors take what reads as the type that they declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exit codes for everything that can end the process, and errors in the words of whoever asked."""
+"""Exit codes for everything that can end the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts against facts: every rule speaks when it should, at the three moments, with a remedy."""
+"""Facts against facts: every rule speaks when it should."""
 
 from __future__ import annotations
 

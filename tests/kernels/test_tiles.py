@@ -1,4 +1,4 @@
-"""The cost model and its explanations, against arithmetic done by hand."""
+"""Which configs fit and how they rank, against arithmetic done by hand."""
 
 from __future__ import annotations
 

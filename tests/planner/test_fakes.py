@@ -1,4 +1,4 @@
-"""Fake tensors that a training runs on: copies, conversions, values, and torch as it was afterwards."""
+"""Fake tensors that a training runs on: values that it reads, and torch as it was afterwards."""
 
 from __future__ import annotations
 
