@@ -6,14 +6,12 @@ import json
 import runpy
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_eff.comparison.result_table import ComparisonRow
 from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support import benchmarks
 
@@ -131,35 +129,3 @@ def test_what_is_kept_was_measured_with_tested_versions(name: str) -> None:
     again = f"benchmarks/{name}.json: {', '.join(old)}; measure again: {known['command']}; then make pages"
     assert not old, again
     assert benchmarks.versions(content).keys() >= {"python", "torch"}
-
-
-@pytest.mark.parametrize("key", ["versions", "environment"])
-def test_another_minor_release_is_outdated_and_a_patch_is_not(key: str) -> None:
-    content: dict[str, Any] = dict(benchmarks.kept()["host_time"])
-    tested = content.pop("versions")
-    major, minor, _ = tested["torch"].split(".")
-    assert benchmarks.outdated({key: tested | {"torch": f"{major}.{minor}.99+cu130"}}) == []
-    (said,) = benchmarks.outdated({key: tested | {"torch": f"{major}.{int(minor) - 1}.0+cpu"}})
-    assert said.startswith(f"torch {major}.{int(minor) - 1}.0+cpu, tested is {major}.{minor}.")
-
-
-def test_comparisons_are_shown_with_command_date_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        ComparisonRow("baseline", "measured", samples_per_s=10.0, speed_ratio=1.0, num_rounds=1),
-        ComparisonRow("muon", "failed", "no room"),
-    ]
-    environment = {"python": "3.11.7", "torch": "2.13.0", "device": "AMD EPYC", "threads": 2, "cores": 4}
-    content = {"recipe": "lm", "command": "lightning-eff compare lm", "steps": 8, "rounds": 1}
-    content |= {"environment": environment, "rows": [asdict(row) for row in rows]}
-    monkeypatch.setattr(benchmarks, "kept", lambda: {"compare_lm": content | {"date": "2026-11-30T10:00"}})
-    shown = benchmarks.frame("benchmarks/compare")
-    assert shown.startswith("## `lm`\n\n| technique | samples/s | x base |")
-    assert "\n| muon | - | - | - | - | - | failed: no room |\n\n" in shown
-    line = (
-        "Measured by `lightning-eff compare lm`: 2026-11-30, python 3.11.7, torch 2.13.0; AMD EPYC, 2 of 4 "
-    )
-    assert f"{line}cores. 8 steps a trial, rounds: 1. Only one round" in shown
-    monkeypatch.setattr(benchmarks, "kept", lambda: {"compare_lm": content})
-    assert "compare lm`: python 3.11.7" in benchmarks.frame("benchmarks/compare")
-    monkeypatch.setattr(benchmarks, "kept", dict)
-    assert benchmarks.frame("benchmarks/compare") == "No comparison has been kept yet."

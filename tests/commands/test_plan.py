@@ -86,16 +86,6 @@ def test_a_missing_compiler_is_the_environments_fault(
     assert "apt-get install g++" in err
 
 
-def test_a_recipe_of_ones_own_is_planned(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own.yaml").write_text(
-        "defaults:\n  - lm\n  - callbacks: [gradient_checkpointing]\n  - _self_\n"
-    )
-    found = rows(command, "own", "--config-dir", "mine")
-    assert found["callbacks/gradient_checkpointing"]["set_by"] == "recipe own"
-    assert found["callbacks/empty_cache"]["set_by"] == "recipe lm"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -271,24 +261,6 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
         assert alone["weights_bytes"] - alone["gradients_bytes"] < 200, "rotary frequencies"
         assert alone["gathered_bytes"] == alone["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
         assert alone["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
-
-
-@pytest.mark.slow  # tests/planner/test_longest.py searches a smaller recipe
-def test_the_peak_of_long_context_gives_its_longest_sequence(
-    command: Command, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_eff.planner.longest.MAX_TOKENS", 4096)
-    for index in range(2):
-        (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)
-    words = [f"model.name={tiny_llama}", f"data.paths=[{tmp_path}/*.txt]", "data.context_length=64"]
-    words += ["trainer.accelerator=cpu", "device=h200", "--json"]
-    found = json.loads(command("plan", "long_context", *words, code=0)[1])["longest"]
-    assert (found["num_tokens"], found["too_long"], found["reason"]) == (4096, None, ""), "a tiny model"
-    assert found["host_bytes"] == 0
-    offload = "callbacks.gradient_checkpointing.policy=offload"
-    offloaded = json.loads(command("plan", "long_context", *words, offload, code=0)[1])["longest"]
-    assert offloaded["host_bytes"] > 0
-    assert offloaded["peak_bytes"] < found["peak_bytes"]
 
 
 def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:

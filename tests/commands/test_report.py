@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from lightning_eff.commands._run_reports import find_runs
-from lightning_eff.commands._run_table import comparison_lines, setting_differences
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.summary import report_text
 from tests.support.command_line import Command
@@ -168,51 +167,3 @@ def test_a_damaged_report_is_named_and_its_page_kept(
     assert "was not written: No space left" in command("report", "mine", code=2)[2]
     assert page.read_bytes() == original
     assert sorted(each.suffix for each in run.iterdir()) == [".html", ".json", ".yaml"]
-
-
-def test_only_what_differs_is_shown() -> None:
-    adamw = {"_target_": "torch.optim.AdamW", "lr": 1.0, "betas": [1, 2]}
-    sgd = {"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9}
-    callbacks = {"a": {"_target_": "x.A", "n": 1}}
-    found = setting_differences([
-        {"optimizer": adamw, "callbacks": callbacks, "strategy": None, "same": 1},
-        {"optimizer": sgd, "callbacks": {"a": {"_target_": "x.A", "n": 2}}, "strategy": None, "same": 1},
-        {"optimizer": adamw, "strategy": {"_target_": "y.FSDP2"}, "same": 1},
-    ])  # fmt: skip
-    assert found == [
-        {"optimizer": "torch.optim.AdamW", "optimizer.lr": "1.0", "callbacks.a": "x.A", "strategy": "null"},
-        {"optimizer": "torch.optim.SGD", "optimizer.lr": "0.5", "callbacks.a": "x.A", "strategy": "null"},
-        {"optimizer": "torch.optim.AdamW", "optimizer.lr": "1.0", "callbacks.a": None, "strategy": "y.FSDP2"},
-    ]
-    first, second = ({"callbacks": {"a": {"_target_": "x.A", "n": n}}} for n in (1, 2))
-    assert setting_differences([first, second]) == [{"callbacks.a.n": "1"}, {"callbacks.a.n": "2"}]
-
-
-def test_long_settings_stand_below_the_table() -> None:
-    def lines(*settings: dict[str, str | None] | None) -> list[str]:
-        figures = dict.fromkeys([
-            "num_steps", "samples_per_s", "speed_ratio", "peak_bytes", "peak_ratio", "train_loss", "fit_s",
-        ])  # fmt: skip
-        same = figures | {"status": "finished", "reason": "", "metrics": {}}
-        rows = [{"run": f"a/{number}", "settings": each} | same for number, each in enumerate(settings)]
-        shown = comparison_lines({"metric": "val_loss", "rows": rows, "notes": []})
-        return "\n".join(shown).splitlines()
-
-    fits = {"model.name": "x" * 30, "seed": None}
-    header, first, *_ = lines(fits, {})
-    assert header.split()[:3] == ["run", "settings", "steps"]
-    assert f"model.name={'x' * 30} seed unset" in first
-    table, below = (found := lines(fits | {"trainer.max_steps": "2"}, {}, None))[:4], found[4:]
-    assert table[0].split()[:2] == ["run", "steps"]
-    assert not any("model.name" in line for line in table)
-    assert below == [
-        " settings that differ:",
-        " a/0",
-        f"   model.name={'x' * 30}",
-        "   seed unset",
-        "   trainer.max_steps=2",
-        " a/1",
-        "   -",
-        " a/2",
-        "   unknown",
-    ]

@@ -13,8 +13,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from lightning_eff.commands import _sweep, train
-from lightning_eff.config.recipes import RecipePath
+from lightning_eff.commands import _sweep
 from lightning_eff.config.sweeps import OPTUNA, check_metric, check_storage
 from lightning_eff.core.errors import ConfigError, SweepRunError
 from tests.support.command_line import Command
@@ -118,19 +117,6 @@ def test_a_metric_that_no_run_logs_is_an_error_of_a_sweep_and_harms_no_single_ru
     report = json.loads(out)
     assert report["optimized_metric"] == {"name": "val_loss", "value": report["metrics"]["val_loss"]}
     assert "only the sweepers of -m read it" in err
-
-
-@pytest.mark.parametrize(("is_sweep", "as_json"), [(False, False), (True, False), (False, True)])
-def test_ranks_leave_the_standard_output_to_a_table_or_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_sweep: bool, as_json: bool
-) -> None:
-    passed: list[bool] = []
-    monkeypatch.setattr(train, "run_ranks", lambda *_, as_json: passed.append(as_json))
-    monkeypatch.setattr(train, "check_global_batch", lambda *_: None)
-    job = train._Job("lm", RecipePath(), as_json=as_json)
-    job.is_sweep = is_sweep
-    job.run_ranks({"trainer": {"devices": 2}}, [], tmp_path)
-    assert passed == [is_sweep or as_json]
 
 
 def test_what_optuna_needs_is_checked_before_the_first_run(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from lightning_eff.commands.tune import (
     UNCHANGED,
     Results,
     Search,
-    combinations,
     fingerprint,
     single_changes,
 )
@@ -202,16 +201,6 @@ def test_changes_keep_the_global_batch() -> None:
     assert set(images) - set(normed) == {word for word in images if "micro_batch" in word}
 
 
-def test_combinations_have_one_option_of_each_kind() -> None:
-    checkpointing = [
-        ("+callbacks=gradient_checkpointing", "policy=selective"),
-        ("+callbacks=gradient_checkpointing",),
-    ]
-    assert combinations([*checkpointing, ("precision=auto",)]) == [
-        (*checkpointing[0], "precision=auto"), (*checkpointing[1], "precision=auto"),
-    ]  # fmt: skip
-
-
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Measure nothing: each trial is as fast as its command is long; return the commands."""
@@ -250,19 +239,6 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     found = json.loads(command(*words, "--json")[1])
     assert last.endswith(" ".join(found["overrides"]))
     assert found["left_out"]["+callbacks=channels_last"] == "no effect: channels_last"
-
-
-def test_the_command_names_a_recipe_as_it_was_typed(
-    command: Command, tiny: list[str], trials: list[list[str]]
-) -> None:
-    Path("mine").mkdir()
-    Path("mine/own.yaml").write_text("# Own.\ndefaults: [lm, _self_]\n")
-    for words in (["mine/own.yaml"], ["own", "--config-dir", "mine"]):
-        code, out, err = command("tune", *words, *tiny, "data.batch_size=4", "--minutes", "2")
-        assert code == EXIT_OK, err
-        assert out.splitlines()[-1].startswith(f"lightning-eff train {' '.join(words)} trainer.")
-    for number in ("nan", "inf"):
-        assert f"{number}: expected at least 0.1" in command("tune", "lm", "--minutes", number, code=2)[2]
 
 
 def test_a_limit_that_nothing_fits_is_said(

@@ -94,14 +94,3 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
         ("one", FAILED, "it is odd"),
         ("never", NOT_RUN, "needs CUDA"),
     ]
-
-
-def test_techniques_without_effect_are_named() -> None:
-    names = ("callbacks/empty_cache", "checkpoint_io/durable")
-    idle = [{"technique": name, "status": "no effect"} for name in names]
-    results = [TrialResult(MEASURED, report={**report(10.0, None).report, "ledger": idle})]
-    rows = ("x", "empty_cache", "optimizer=y")
-    reasons = [result_table.summarize_rounds(name, [], results).reason for name in rows]
-    assert reasons == ["no effect: empty_cache", "no effect", "no effect"]
-    slow = result_table.summarize_rounds("x", [], [report(1.0, None, first_batch_s=31.0)])
-    assert result_table.cells(slow)[3:] == ("-", "-", "-", "measured, first batch 31 s")

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from lightning_eff.config import composition, targets
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
-from tests.support.command_line import Command
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -122,20 +119,6 @@ def test_what_cannot_be_used_is_rejected_by_its_key(words: str, empty_folder: Pa
     assert caught.value.key == REJECTED_AT[words]
     assert len(str(caught.value).splitlines()) <= 4
     assert list(empty_folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "nearest"),
-    [
-        ("optimizer.lrr=3", "'lr'"),
-        ("model._target_=lightning_eff.models.gpt.GTP", "'GPT'"),
-        ("+optimzer.lr=3", "'optimizer'"),
-    ],
-)
-def test_a_typo_gets_the_nearest_name(override: str, nearest: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(override)
-    assert f"did you mean {nearest}" in caught.value.allowed
 
 
 def test_a_file_in_the_place_of_the_output_root_is_refused(empty_folder: Path) -> None:
@@ -319,26 +302,6 @@ def test_every_extra_is_declared() -> None:
     declared = tomllib.loads(text)["project"]["optional-dependencies"]
     for package, extra in targets.EXTRAS.items():
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
-
-
-def test_a_run_and_each_job_of_a_sweep_are_composed_once(
-    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sweep's own config has its launcher and folders; those of the jobs are composed to be checked."""
-    made: list[list[str]] = []
-    compose_with_hydra = ConfigLoaderImpl._load_configuration_impl
-
-    def counted(self: ConfigLoaderImpl, **options: Any) -> Any:
-        made.append([line for line in options["overrides"] if "seed=" in line])
-        return compose_with_hydra(self, **options)
-
-    monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
-    command("train", "baseline", *tiny, code=0)
-    command("train", "baseline", *tiny, "-m", "seed=1,2", "logger=none", code=0)
-    assert made == [[], ["seed=1,2"], ["seed=1"], ["seed=2"]]
-    (folder,) = Path("outputs/baseline").glob("sweep_*")
-    seeds = [yaml.safe_load((folder / job / ".hydra" / "config.yaml").read_text())["seed"] for job in "01"]
-    assert seeds == [1, 2]
 
 
 def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

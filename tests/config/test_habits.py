@@ -54,29 +54,6 @@ def test_what_is_proposed_composes(row: tuple[str, str]) -> None:
     compose_recipe("lm", tries[0].removeprefix("  try: ").split())
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "words"),
-    [
-        ("lm", ["batch_size=8", "seed=3", "steps=2"], "data.batch_size=8 trainer.max_steps=2"),
-        ("lm", ["epochs=2"], "trainer.max_epochs=2 trainer.max_steps=-1"),
-        (
-            "low_memory",
-            ["micro_batch_size=2"],
-            "+callbacks=micro_batch callbacks.micro_batch.micro_batch_size=2",
-        ),
-        ("lm", ["resume=last"], "ckpt_path=last"),
-        ("lm", ["callbacks=lora"], "+callbacks=peft_adapter"),
-        ("lm", ["precision=16"], "precision=fp16_mixed"),
-        ("lm", ["trainer.strategy=deepspeed_stage_3"], "strategy=deepspeed_zero strategy.stage=3"),
-        ("lm", ["optimizer.learning_rate=0.1"], "optimizer.lr=0.1"),
-    ],
-)  # fmt: skip
-def test_habits_find_their_key(recipe: str, overrides: list[str], words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compose_recipe(recipe, overrides)
-    assert str(caught.value).splitlines()[1:] == [f"  try: {words}"]
-
-
 def test_all_proposals_of_a_habit_are_shown_and_a_typo_is_none() -> None:
     with pytest.raises(UsageError) as caught:
         compose_recipe("images", ["hidden_size=32"])

@@ -17,9 +17,7 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "nul": (f"{TOP}seed: 1\0\n", "mine/nul.yaml:2: character 0x00 is not allowed"),
     "latin": (f"{TOP}output_root: café\n".encode("latin-1"), "mine/latin.yaml:2: byte 0xe9 is not UTF-8"),
     "tag": (f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n", "mine/tag.yaml:2: tag !!"),
-    "path": (f"{TOP}output_root: !!python/object/apply:pathlib.Path [a]\n", "path.yaml:2: tag !!python/"),
     "alias": (f"{TOP}trainer: &a\n  x: *a\n", "mine/alias.yaml:3: aliases are not read: ${key} refers to"),
-    "merged": (f"{TOP}logger: {{<<: {{name: x}}}}\n", "mine/merged.yaml:2: tag !!merge is not allowed"),
     "nested": (f"{TOP}seed: {'[' * 3000}{']' * 3000}\n", "mine/nested.yaml:2: nested deeper than 50 levels"),
     "digits": (f"{TOP}seed: {'1' * 5000}\n", "mine/digits.yaml:2: a number of 5000 characters"),
     "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:2: '0x_' is not a number"),
@@ -29,10 +27,8 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "circle": ("defaults:\n  - lm\n  - other\n", "mine/other.yaml:2: defaults that never end: circle -> "),
     "option": ("defaults:\n  - lm\n  - override logger: circle\n", "circle.yaml:1: defaults that never end"),
     "seven": ("# a recipe\ndefaults: 7\n", "mine/seven.yaml:2: defaults: expected a list"),
-    "null": ("defaults:\n", "mine/null.yaml:1: defaults: expected a list"),
     "entry": ("defaults:\n  - lm\n  - 7\n", "mine/entry.yaml:3: defaults: 7: expected a name"),
     "listed": ("defaults:\n  - {model: [7]}\n", "mine/listed.yaml:2: defaults: {'model': [7]}: expected a"),
-    "list": ("- 1\n", "mine/list.yaml:1: expected lines of key: value"),
     "empty": ("", "mine/empty.yaml:1: expected lines of key: value"),
     "folderless": ("seed: 1\n", "output_root=None: expected a folder; a recipe that builds on baseline"),
     "unset": (f"{TOP}output_root: ${{oc.env:NO_SUCH_VARIABLE}}\n", "'NO_SUCH_VARIABLE' not found"),
@@ -103,20 +99,16 @@ def test_every_verb_refuses_them_and_options_that_an_override_chooses(
 
 OVERRIDES: dict[str, str] = {
     f"seed={'1' * 5000}": "...: a number with too many digits",
-    f"seed={'1' * 4000}": "seed='111111111111...': expected a whole number of at most 64 bits",
     f"trainer.max_steps={2**64}": "trainer.max_steps='184467440737...': expected a whole number of at most",
     f"seed={'[' * 3000}{']' * 3000}": "...: nested too deep",
-    f"seed={'a' * 5000}": "expected a whole number",
     "trainer.gradient_clip_val=nan": "trainer.gradient_clip_val=nan: expected a number",
     "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val=-1: expected a number of at least 0",
     "optimizer.betas=[nan,0.9]": "optimizer.betas[0]=nan: expected a number",
     "hydra.launcher._target_=os.system": "_target_='os.system': expected a Launcher",
     "hydra.sweeper._target_=subprocess.Popen": "_target_='subprocess.Popen': expected a Sweeper",
     "hydra.launcher=${hydra.sweeper}": "hydra.launcher._target_='${hydra.sweeper}': expected a Launcher",
-    "hydra.sweeper=7": "hydra.sweeper._target_=7: expected a Sweeper",
     "+hydra.launcher.x._target_=os.system": "hydra.launcher.x._target_='os.system': expected no class here",
     "+hydra.sweeper.custom_search_space=os.system": "custom_search_space='os.system': expected null",
-    "+hydra.sweeper.x=${oc.create:a}": "hydra.sweeper.x='${oc.create:a}': expected a value",
 }
 
 

@@ -18,7 +18,6 @@ CSV = "lightning.pytorch.loggers.CSVLogger"
 TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 FILES = {
     "logger/bare.yaml": f"_target_: {CSV}\nsave_dir: ${{run_dir}}\n",
-    "logger/bare_too.yaml": f"_target_: {CSV}\nsave_dir: ${{run_dir}}\n",
     "unnamed.yaml": "defaults: [lm, _self_]\nlogger:\n  name: mine\n",
     "adds.yaml": "defaults:\n  - lm\n  - logger: [tensorboard]\n  - _self_\nlogger:\n  csv: {name: mine}\n",
     "overrides.yaml": "defaults:\n  - lm\n  - override logger: bare\n  - _self_\nlogger:\n  name: mine\n",
@@ -38,23 +37,18 @@ def compose(recipe: str, *overrides: str) -> dict[str, Any]:
 BOTH = ["logger=[csv,tensorboard]"]
 FORMS: list[tuple[str, list[str], dict[str, str | None]]] = [
     ("lm", [], {"csv": "metrics"}),
-    ("lm", ["logger=csv"], {"csv": "metrics"}),
     ("lm", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
     ("lm", BOTH, {"csv": "metrics", "tensorboard": "tensorboard"}),
     ("lm", ["+logger=tensorboard"], {"csv": "metrics", "tensorboard": "tensorboard"}),
     ("lm", [*BOTH, "logger.tensorboard.name=tb"], {"csv": "metrics", "tensorboard": "tb"}),
     ("lm", ["+logger=tensorboard", "~logger.csv"], {"tensorboard": "tensorboard"}),
     ("lm", ["logger=none"], {}),
-    ("lm", ["logger=[none]"], {}),
     ("lm", ["logger=[]"], {}),
-    ("lm", ["~logger"], {}),
     # Without a name: the only logger's.
     ("lm", ["logger.name=mine"], {"csv": "mine"}),
     ("lm", ["logger=tensorboard", "logger.name=mine"], {"tensorboard": "mine"}),
     ("lm", ["logger=bare"], {"bare": None}),
     ("unnamed", [], {"csv": "mine"}),
-    ("unnamed", ["logger=none"], {}),
-    ("unnamed", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
     ("unnamed", ["+logger=tensorboard"], {"csv": "mine", "tensorboard": "tensorboard"}),
     ("adds", [], {"csv": "mine", "tensorboard": "tensorboard"}),
     ("adds", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
@@ -78,12 +72,10 @@ REFUSED = [
     ([*BOTH, "logger.name=x"], "logger.name", "of one logger: logger.csv.name or logger.tensorboard.name"),
     (["logger=none", "logger.name=x"], "logger.name", "a logger that has it; there is none"),
     (["logger.nme=x"], "logger.csv.nme", "did you mean 'name'"),
-    (["logger=[csv,none]"], "logger", "none alone"),
     (["logger.tensorboard.name=x"], "logger.tensorboard", "'tensorboard' is not in logger"),
     (["logger.tensorbord.name=x"], "logger.tensorbord", "did you mean 'tensorboard'"),
     (["logger=comet", "logger.comet.online=false"], "logger.comet.online", "logs nothing at all"),
     (["logger=[csv,bare]"], "logger", "begin its YAML with `# @package logger.NAME`"),
-    (["logger=[bare,bare_too]"], "logger", "begin its YAML with `# @package logger.NAME`"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The allocator of each kind of device: which of its numbers is read, and what it is told."""
+"""Memory that the CPU holds, and the history of allocations that CUDA alone records."""
 
 from __future__ import annotations
 
@@ -12,40 +12,6 @@ from lightning_eff.core import allocator
 
 CPU = torch.device("cpu")
 MIB = 2**20
-
-
-ANSWERS: dict[Any, dict[str, Any]] = {
-    torch.accelerator: {
-        "memory_reserved": 900, "get_memory_info": (111, 2000), "max_memory_allocated": 700,
-        "reset_peak_memory_stats": None, "empty_cache": None,
-    },
-    torch.mps: {"driver_allocated_memory": 90, "recommended_max_memory": 300, "empty_cache": None},
-}  # fmt: skip
-"""What PyTorch's functions answer, in the order in which they are called."""
-
-
-@pytest.mark.parametrize(
-    ("device", "module", "figures"),
-    [
-        (torch.device("cuda", 1), torch.accelerator, (900, 2000, 700)),
-        (torch.device("mps"), torch.mps, (90, 300, None)),  # it keeps no peak, so none is reset
-    ],
-)
-def test_a_device_answers_through_its_module(
-    device: torch.device, module: Any, figures: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, Any]] = []
-    for owner, answers in ANSWERS.items():
-        for name, value in answers.items():
-            key = (owner, name)
-            monkeypatch.setattr(*key, lambda on=None, key=key, value=value: calls.append((*key, on)) or value)
-    assert allocator.has_cache(device)
-    found = (allocator.held_bytes(device), allocator.total_bytes(device), allocator.peak_bytes(device))
-    assert found == figures
-    allocator.reset_peak(device)
-    allocator.empty_cache(device)
-    asked = device if module is torch.accelerator else None
-    assert calls == [(module, name, None if name == "empty_cache" else asked) for name in ANSWERS[module]]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")

@@ -95,22 +95,16 @@ ROWS = [
     ({"dropout": 0.125}, "flash flash cudnn", ""),
     ({"mask": "bool"}, "efficient efficient cudnn", "mask"),  # check_for_attn_mask
     ({"mask": "float", "mask_requires_grad": True}, "efficient efficient efficient", "mask"),
-    ({"mask": "float", "dropout": 0.1}, "efficient efficient efficient", "mask"),
     (GROUPED, "flash flash cudnn", ""),
     (GROUPED | {"mask": "bool"}, "math math cudnn", "mask"),
-    (GROUPED | {"dtype": torch.float32}, "math math math", NOT_HALF),
     (GROUPED | {"enable_gqa": False}, "math math math", "number of heads"),
     ({"dtype": torch.float32}, "efficient efficient efficient", NOT_HALF),
-    ({"dtype": torch.float16}, "flash flash cudnn", ""),
     ({"dtype": torch.float64}, "math math math", NOT_HALF),
     (sized(12), "flash flash flash", ""),  # flash pads to a multiple of 8, cuDNN refuses
     (sized(12) | {"mask": "bool"}, "math math math", "mask"),
-    (sized(12) | {"dtype": torch.float32}, "efficient efficient efficient", NOT_HALF),
-    (sized(64, 32), "efficient efficient cudnn", "head sizes differ"),
     (sized(192, 128), "efficient efficient cudnn", "head sizes differ"),
     (sized(208), "flash efficient flash", ""),  # flash has no backward for (192, 224] on 8.6 to 8.9
     (sized(208) | {"requires_grad": False}, "flash flash flash", ""),
-    (sized(256), "flash flash flash", ""),
     (sized(256) | {"dropout": 0.1}, "flash efficient flash", ""),
     (sized(512), "efficient efficient efficient", "head size > 256"),
     (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.core.dtypes import dtype_support, matmul_dtype
+from lightning_eff.core.dtypes import dtype_support
 
 
 @pytest.mark.parametrize(
@@ -40,15 +40,3 @@ def test_cuda_is_asked_without_emulation(native: bool, monkeypatch: pytest.Monke
     assert asked == [False]
     assert dtype_support("cuda", torch.float16).native
     assert dtype_support("cuda", torch.float32).native
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16),
-        ("16-mixed", torch.float16), ("16-true", torch.float16), ("64-true", torch.float64),
-        ("transformer-engine-float16", torch.float8_e4m3fn), ("nf4", torch.float32),
-    ],
-)  # fmt: skip
-def test_a_precision_computes_in_one_format(precision: str, dtype: torch.dtype) -> None:
-    assert matmul_dtype(precision, "cpu") == dtype

@@ -1,4 +1,4 @@
-"""Exit codes for everything that can end the process, and errors in the words of whoever asked."""
+"""Exit codes for everything that can end the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_eff.core import errors
-from lightning_eff.core.errors import ConfigError, exit_code, root_cause_line, suggest_name
+from lightning_eff.core.errors import ConfigError, exit_code
 
 
 @pytest.mark.parametrize(
@@ -39,50 +39,6 @@ def test_the_cpus_allocator_refusing_is_out_of_memory() -> None:
         torch.empty(2**60, dtype=torch.uint8)
     assert type(refused.value) is RuntimeError, "it has no class of its own"
     assert exit_code(refused.value) == 4
-
-
-def test_config_error_names_key_value_allowed_and_three_remedies() -> None:
-    error = ConfigError("stage", "four", allowed="1, 2 or 3", remedies=iter(["a", "b", "c", "d"]))
-    assert str(error).split("\n") == ["stage='four': expected 1, 2 or 3", "  try: a", "  try: b", "  try: c"]
-    assert error.remedies == ("a", "b", "c", "d")
-    assert isinstance(error, ValueError)
-
-
-def test_under_puts_a_path_in_front_and_leaves_the_error_as_it_was() -> None:
-    error = ConfigError("every_n_steps", 0, allowed="at least 1", remedies=["every_n_steps=1"])
-    longer = error.under("empty_cache").under("callbacks")
-    assert longer.key == "callbacks.empty_cache.every_n_steps"
-    assert (longer.value, longer.allowed, longer.remedies) == (0, "at least 1", ("every_n_steps=1",))
-    assert str(longer).startswith("callbacks.empty_cache.every_n_steps=0: expected at least 1\n")
-    assert error.key == "every_n_steps"
-
-
-@pytest.mark.parametrize(
-    ("word", "known", "said"),
-    [
-        ("emty_cache", ["mixed", "empty_cache"], "did you mean 'empty_cache'?"),
-        ("bf16", ["bf16_true", "bf16_mixed", "fp16_mixed"], "did you mean 'bf16_mixed' or 'bf16_true'?"),
-        ("Linear", ["x.linear", "linearity", "bilinear"], "did you mean 'linearity' or 'x.linear'?"),
-        ("a.*", ["a.bcde", "abcdef"], "there are: a.bcde, abcdef"),
-        ("", [], "there are none"),
-    ],
-)
-def test_nearest_says_the_closest_or_what_there_is(word: str, known: list[str], said: str) -> None:
-    assert suggest_name(word, iter(known)) == said
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (RuntimeError("first\nsecond"), "RuntimeError: first"),
-        (RuntimeError(), "RuntimeError"),
-        (KeyError("loss"), "KeyError: 'loss'"),
-        (errors.UsageError("no verb\nthere are: fit"), "no verb\nthere are: fit"),
-    ],
-    ids=repr,
-)
-def test_root_cause_is_one_line_and_ours_keep_all_of_theirs(error: BaseException, line: str) -> None:
-    assert root_cause_line(error) == line
 
 
 def test_out_of_memory_is_known_behind_what_it_caused_also_in_a_circle() -> None:

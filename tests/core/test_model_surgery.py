@@ -76,26 +76,6 @@ def test_stages_decide_and_not_the_list(kind: type[Net], order: tuple[int, ...])
     assert log == changed
 
 
-def test_every_run_of_a_trainer_calls_it_again_and_leaves_the_module_as_it_was() -> None:
-    log: list[Any] = []
-    model = Late()
-    trainer = make_trainer(callbacks=[Queues(Stage.TILE, log)], max_steps=1)
-    trainer.fit(model, make_loader())
-    for _ in range(2):
-        trainer.validate(model, make_loader(), verbose=False)
-        assert "configure_model" not in model.__dict__
-    assert [new for _, new, _ in log] == [True, False, False], "the second time there is nothing to do"
-
-
-def test_a_configure_model_on_the_instance_comes_back() -> None:
-    model, calls = Net(), []
-    model.configure_model = own = lambda: calls.append("own")
-    trainer = make_trainer(callbacks=[Queues(Stage.TILE, calls)], max_steps=1)
-    trainer.fit(model, make_loader())
-    assert calls == ["own", ("TILE", True, False)]
-    assert model.configure_model is own
-
-
 def test_a_queued_change_counts_once_also_in_a_copy_and_lightning_finds_it() -> None:
     log: list[Any] = []
     model, trainer, callback = Net(), make_trainer(), Queues(Stage.TILE, log)

@@ -15,7 +15,6 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import LittleReachedWarning
-from lightning_eff.core.reach import Reach, weight_matrices
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.optimizer.muon import Muon
 
@@ -101,30 +100,3 @@ def test_the_compiler_without_blocks_names_a_part_that_it_compiles() -> None:
     callback = TorchCompile(backend="eager", target="net")
     fit(mlp(), callback, ROWS)
     assert callback.outcome().effective
-
-
-@pytest.mark.parametrize(
-    ("weights", "layers", "little"),
-    [
-        ({"conv.weight": 900, "head.weight": 9}, ["head"], False),  # half of them
-        ({"a.weight": 9, "b.weight": 9, "head.weight": 9}, ["head"], True),  # the head only
-        ({f"{i}.weight": 9 for i in range(5)}, ["2"], True),  # less than a quarter
-        ({"rnn.weight_ih_l0": 9, "rnn.weight_hh_l0": 9, "head.weight": 9}, ["head"], True),
-        ({"10.weight": 9, "11.weight": 9, "1.weight": 9}, ["1"], True),  # not every name that begins so
-    ],
-)
-def test_little_is_the_head_only_or_less_than_a_quarter(
-    weights: dict[str, int], layers: list[str], little: bool
-) -> None:
-    assert Reach.of(weights, layers).is_little is little
-
-
-def test_transformers_are_far_from_little() -> None:
-    """Also `nn.MultiheadAttention`, half of whose block has no linear layer, and one block alone."""
-    for num_layers in (1, 4):
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
-        model = nn.ModuleDict({"table": nn.Embedding(999, 8), "encoder": encoder, "head": nn.Linear(8, 3)})
-        sizes = {name: weight.numel() for name, weight in weight_matrices(model).items()}
-        linear = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-        assert not Reach.of(sizes, linear).is_little

@@ -93,7 +93,6 @@ def test_no_override_is_left_in_a_plain_trainer(cases: list[str]) -> None:
 @pytest.mark.parametrize(
     ("remedy", "python"),
     [
-        ("callbacks.micro_batch.micro_batch_size=4", "MicroBatch(micro_batch_size=4)"),
         (
             "optimizer.max_parameter_norm=1.0 in place of that method",
             "partial(InBackward, max_parameter_norm=1.0) in place of that method",

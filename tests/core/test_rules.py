@@ -1,4 +1,4 @@
-"""Facts against facts: every rule speaks when it should, at the three moments, with a remedy."""
+"""Facts against facts: every rule speaks when it should."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ def test_an_exclusion_and_a_need_speak_whatever_the_order() -> None:
     provided = stating(excludes=(rule("recompute"),))
     (finding,) = rules.check_rules([provided, GradientCheckpointing()], {})
     assert finding.found == "callbacks/gradient_checkpointing"
-
-
-def test_a_finding_says_who_with_whom_why_and_three_remedies() -> None:
-    (finding,) = rules.check_rules([stating(excludes=(rule("x"),))], {"x": "the thing"})
-    assert str(finding).splitlines() == [
-        *("Stating with the thing: it breaks", "  try: a=1", "  try: b=2", "  try: c=3")
-    ]
 
 
 def test_what_is_refused_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:

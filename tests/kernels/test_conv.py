@@ -285,16 +285,6 @@ def test_gradients_of_16_bits_are_added_in_32() -> None:
     assert float(grad) == 64 * 64
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 4, padding="same")])
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-def test_padding_and_dilation_that_are_changed_later_count(layer: nn.Conv2d) -> None:
-    layer, x = layer.double(), image()
-    layer.dilation = (2, 3)
-    torch.testing.assert_close(tiled([layer], x, tiles=3), layer(x), rtol=1e-12, atol=1e-12)
-    layer.padding, layer.stride, layer.dilation = (3, 2), 2, 1  # pyright: ignore[reportAttributeAccessIssue]
-    torch.testing.assert_close(tiled([layer], x, tiles=3), layer(x), rtol=1e-12, atol=1e-12)
-
-
 def batch_norm() -> nn.BatchNorm2d:
     norm = nn.BatchNorm2d(4).double().eval()
     nn.init.uniform_(norm.running_var, 0.5, 2)

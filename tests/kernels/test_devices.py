@@ -39,17 +39,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("name", "num_sms", "memory_gib", "capability", "in_table"),
     [
         ("NVIDIA H200", 132, 139.8, 90, "h200"),
-        ("NVIDIA H100 80GB HBM3", 132, 79.1, 90, "h100"),
         ("NVIDIA A100-SXM4-40GB", 108, 39.4, 80, "a100"),
-        ("NVIDIA A10", 72, 22.1, 86, "a10"),
-        ("Tesla T4", 40, 14.6, 75, "t4"),
         ("NVIDIA GeForce RTX 4090", 128, 23.5, 89, "rtx4090"),
         ("NVIDIA GH200 480GB", 132, 94.5, 90, None),  # no H200
-        ("NVIDIA GB200", 148, 184.0, 100, None),  # no B200
-        ("NVIDIA H100 NVL", 132, 93.1, 90, None),
         ("NVIDIA H100 PCIe", 114, 79.2, 90, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7, 89, None),
-        ("NVIDIA A10G", 80, 22.1, 86, None),
     ],
 )
 def test_sizes_are_the_drivers_and_peaks_the_tables_or_unknown(
@@ -64,17 +58,6 @@ def test_sizes_are_the_drivers_and_peaks_the_tables_or_unknown(
     table = devices.DEVICES.get(in_table or "", found)
     assert found.peak_tflops == table.peak_tflops
     assert found.name == (name if in_table is None else table.name)
-
-
-def test_the_table_is_plausible() -> None:
-    """Tensor cores are twice as fast with half the bits."""
-    for name, device in devices.DEVICES.items():
-        rates = device.peak_tflops
-        assert name == device.name.lower().replace(" ", "")
-        assert rates["float16"] / rates.get("tf32", rates["float16"] / 2) == pytest.approx(2, rel=0.02)
-        assert rates["float8"] / rates["float16"] == pytest.approx(2, rel=0.03) if "float8" in rates else True
-        assert ("bfloat16" in rates) == (device.capability >= devices.AMPERE or not device.capability)
-        assert ("float8" in rates) == (device.capability >= 89 or not device.capability)
 
 
 def test_a_gpu_with_unknown_peaks_is_ranked_but_no_peak_is_shown(gpu: Any) -> None:

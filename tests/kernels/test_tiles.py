@@ -1,4 +1,4 @@
-"""The cost model and its explanations, against arithmetic done by hand."""
+"""Which configs fit and how they rank, against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -24,37 +24,6 @@ def cost(**sizes: int) -> Cost:
 
 def fitting(shape: Shape, device: devices.Device) -> list[TileConfig]:
     return [config for config in CONFIGS if fits(config, shape, device)]
-
-
-def test_waves_and_edges_are_counted() -> None:
-    # 4352 / 128 = 34 rows of tiles, 4096 / 256 = 16 columns: 544 on 132 SMs.
-    full = cost(M=4352, N=4096, K=4096)
-    assert (full.grid, full.num_tiles) == ((34, 16), 544)
-    assert full.waves == pytest.approx(4.1212, abs=1e-4)
-    assert full.wave_quantization == pytest.approx(1 - 544 / 660)
-    assert full.tile_quantization == 0.0
-    assert cost(M=128 * 33, N=256 * 16, K=512).wave_quantization == 0.0, "4 waves"
-    # 129 x 257 takes 2 x 2 tiles of 128 x 256: 33,153 of 131,072 elements are wanted.
-    assert cost(M=129, N=257, K=64).tile_quantization == pytest.approx(1 - 33153 / 131072)
-
-
-def test_traffic_is_that_of_operands_and_result() -> None:
-    # Operands of 2 MiB stay in the cache: each is read once, the result is written once.
-    small = cost(M=1024, N=1024, K=512)
-    assert small.memory_bytes == 2 * (1024 * 512 * 2) + 1024 * 1024 * 2
-    assert small.l2_bytes == 8 * 4 * (128 + 256) * 512 * 2
-    # With C, as many elements as the result has are read too.
-    read = Cost(shape=Shape(M=1024, N=1024, K=512, c_itemsize=2), config=LARGE, device=H200)
-    assert read.memory_bytes - small.memory_bytes == 1024 * 1024 * 2
-
-
-def test_time_is_that_of_the_slowest_part() -> None:
-    large = cost(M=8192, N=8192, K=8192)
-    a_tile = 2 * 128 * 256 * 8192 / (989e12 * LARGE.efficiency / 132)
-    assert large.bound == "computing"
-    assert large.seconds == pytest.approx(16 * a_tile + 5e-6), "2048 tiles are 15.5 waves, so 16"
-    assert 0.0 < large.peak_fraction < LARGE.efficiency
-    assert cost(M=128, N=131072, K=64).bound == "memory"
 
 
 def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.commands import _rank, train
-from lightning_eff.config.composition import recipe_app
-from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import ConfigError, SweepRunError, UsageError
+from lightning_eff.commands import _rank
+from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import job
 from lightning_eff.launch.job import (
@@ -148,29 +145,6 @@ def test_sweeps_that_cannot_be_are_refused_with_what_works(
     code, _, err = command("train", "lm", "-m", "seed=1,2", *words)
     assert code == expected
     assert all(message in err for message in messages), err
-
-
-def test_a_job_that_was_taken_elsewhere_leaves_what_went_wrong_as_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    monkeypatch.setattr(train, "configure_logging", lambda _: None)
-    task = ["trainer.max_steps=0", f"output_root={tmp_path}"]
-    section: dict[str, Any] = {"runtime": {"output_dir": str(tmp_path / "0")}, "job": {"num": 0}}
-    section["overrides"] = {"task": task}
-    (tmp_path / "0").mkdir()
-    with recipe_app("baseline", task) as app:
-        cfg = app.config()
-    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(section))
-    here = train._Job("baseline", RecipePath())
-    here.is_sweep = True
-    there = pickle.loads(pickle.dumps(here))
-    there._home_pid = -1
-    with pytest.raises(SweepRunError, match=r"trainer\.max_steps=0") as raised:
-        there(cfg)
-    assert pickle.loads(pickle.dumps(raised.value)).exit_code == 2
 
 
 def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,16 +34,6 @@ def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
     others = {"TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     assert Launch.of(WORKER) == Launch.of(others | WORKER) == Launch("ray", 3, 4, 2)
     check_tasks({"devices": "auto"}, Launch("ray", 3, 4, 2))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"workers": 0}, {"workers": [1, 2, 3]}, {"workers": [2, 1]}, {"cpus": 0}, {"max_failures": -2}],
-)
-def test_settings_that_cannot_be_used_are_rejected(options: dict[str, Any]) -> None:
-    ((key, value),) = options.items()
-    with pytest.raises(ConfigError, match=re.escape(f"{key}={value}")):
-        Ray(**options)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +127,6 @@ def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
 def test_ray_starts_no_ranks_in_ranks(started: Launch) -> None:
     with pytest.raises(ConfigError, match=f"{started.by} has started the ranks already"):
         check_not_started(started)
-
-
-def test_no_pod_of_several_starts_a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_NNODES", "2")
-    with pytest.raises(ConfigError, match="Kubeflow has started the ranks already"):
-        check_not_started(Launch())
-    monkeypatch.setenv("PET_NNODES", "1")
-    check_not_started(Launch())
 
 
 @pytest.mark.parametrize("missing", ["ray", "ray.train.torch"])

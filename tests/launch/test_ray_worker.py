@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,19 +128,6 @@ def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> 
         sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
         streams["stdout"].write("{}\n")
     assert capsys.readouterr() == ("{}\n", "(raylet) Raylet is terminated.\n")
-
-
-def test_a_signal_ends_a_run_that_waits_for_room(
-    in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Waiting:
-        fit = threading.Event().wait
-
-    torch: Any = SimpleNamespace(TorchTrainer=lambda *_, **__: Waiting)
-    train: Any = in_worker
-    train.ScalingConfig = train.RunConfig = train.FailureConfig = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "ray.train.torch", torch)
-    assert driver._fit(Ray(), {}, tmp_path, [signal.SIGINT]) is None
 
 
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:

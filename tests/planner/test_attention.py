@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -92,13 +91,6 @@ def test_the_operator_of_a_gpu_runs(capability: int, options: dict[str, Any], op
     assert run(capability, **options)[0] == [operator]
 
 
-def test_flash_pads_heads_as_torch_does() -> None:
-    names, num_bytes, out = run(80, size=12)
-    assert names == ["flash_attention"]
-    assert out.shape == (B, H, T, 12)
-    assert num_bytes == QKV_OUT + LOGSUMEXP + 16 + 8
-
-
 @pytest.mark.parametrize(("keys", "mask_bytes"), [(40, T * 40 * 2), (44, T * 48 * 2)])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_mask_goes_to_the_efficient_kernel_with_rows_of_8(keys: int, mask_bytes: int, kind: str) -> None:
@@ -110,25 +102,6 @@ def test_a_mask_goes_to_the_efficient_kernel_with_rows_of_8(keys: int, mask_byte
     qkv_out = 2 * B * H * (T + keys) * E * 2
     logsumexp = B * H * 64 * 4  # rows of a multiple of 32
     assert num_bytes == qkv_out + logsumexp + mask_bytes + 16
-
-
-def test_a_trained_mask_gets_its_gradient() -> None:
-    masks: list[Tensor] = []
-
-    def mask() -> Tensor:
-        masks.append(torch.empty(T, T, dtype=HALF, requires_grad=True))
-        return masks[0]
-
-    assert run(90, mask=mask)[0] == ["efficient_attention"]
-    assert masks[0].grad is not None
-
-
-def test_math_on_cuda_saves_a_mask_of_bool_for_dropout() -> None:
-    names, with_dropout, _ = run(80, dtype=torch.float64, dropout_p=0.1)
-    assert names == ["_safe_softmax", "native_dropout"]
-    without = run(80, dtype=torch.float64)[1]
-    scores = B * H * T * T
-    assert with_dropout - without == scores * (8 + 1)
 
 
 def test_a_backend_that_is_switched_off_is_not_taken() -> None:
@@ -206,16 +179,3 @@ def test_flops_are_the_same_and_the_peak_with_dropout_has_no_scores_on_cuda() ->
     held, saved = (each.peak.by_phase["backward"]["activations"] for each in (here, there))
     # The softmax's backward pass, where the peak is, has freed one of the three tensors.
     assert held - saved > here.attention[0].score_bytes * 2 // 3
-
-
-def test_reentrant_checkpoints_are_counted_once() -> None:
-    layer = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def step(model: Any, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for _ in range(3):
-            x = checkpoint(lambda y: model(y, y, y, need_weights=False)[0], x, use_reentrant=True)
-        return x.sum()
-
-    found = predict_step(layer, torch.ones(2, 8, 16), step, SGD, capability=80)
-    assert backends(found) == [("efficient", "torch.float32")] * 3
