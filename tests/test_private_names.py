@@ -1,15 +1,20 @@
-"""Upstream code without a promise that the suite leans on, where a change would be silent.
-
-A private name that is merely gone is an AttributeError in the tests of what uses it.
-"""
+"""Upstream names without a promise that the suite leans on: when one changes, this says which."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+
+from lightning_eff.report.throughput import FETCH_ACTION
 
 LOOPS = "lightning.pytorch.loops"
 EPOCH_LOOP = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
@@ -54,6 +59,50 @@ SOURCES = [
     ("lightning.fabric.strategies.strategy:Strategy.checkpoint_io.fget", "self._checkpoint_io"),
     ("lightning.fabric.strategies.strategy:Strategy.precision.fget", "self._precision"),
 ]
+# module:attribute, and the names of its first parameters
+PARAMETERS = [
+    ("lightning.pytorch.plugins.precision:Precision._after_closure", "self model optimizer"),
+    (
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+        "fn preserve_rng_state context_fn determinism_check debug early_stop args kwargs",
+    ),
+    (f"{LOOPS}.utilities:_block_parallel_sync_behavior", "strategy block"),
+    (
+        f"{LOOPS}.optimization.automatic:ClosureResult.from_training_step_output",
+        "training_step_output normalize",
+    ),
+    ("lightning.pytorch.trainer.call:_call_strategy_hook", "trainer hook_name"),
+    ("torch.nn:Module._apply", "self fn recurse"),
+    ("torch.cuda.memory:_record_memory_history", "enabled"),
+    ("torch.cuda.memory:_dump_snapshot", "filename"),
+]
+# module:attribute, and what it has
+NAMES = {
+    AUTOMATIC: "_training_step _make_zero_grad_fn _optimizer_step _on_before_zero_grad _optimizer_zero_grad",
+    # What these mean is tested where they are used, by kernels and report.
+    "torch:_C": "_will_engine_execute_node _len_torch_dispatch_stack _current_graph_task_id "
+    "_current_autograd_node",
+    "torch.cuda:memory": "_record_memory_history _dump_snapshot",
+    "torch._guards:TracingContext": "try_get",
+    "torch._C:_functorch": "maybe_current_level peek_interpreter_stack",
+    "torch._C:_autograd": "_top_saved_tensors_default_hooks",
+    "torch.nn:Module": "_call_impl",
+    "torch:autograd": "_get_sequence_nr",
+    "torch.autograd:forward_ad": "_current_level",
+    "torch:Tensor": "_post_accumulate_grad_hooks _version _make_wrapper_subclass",
+    "torch.library:Library": "_destroy",
+    "torch.nn:attention": "_cur_sdpa_kernel_backends",
+    "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu _local_scalar_dense "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
+    "_scaled_dot_product_flash_attention_for_cpu_backward _amp_foreach_non_finite_check_and_unscale_",
+    "torch._dynamo:config": "recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit",
+    "torch._dynamo:exc": "BackendCompilerFailed",
+    "torch._dynamo.callback:CallbackTrigger": "DYNAMO",
+    "torch._dynamo.callback:callback_handler": "start_callbacks end_callbacks",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
+    "torch.utils:_python_dispatch": "TorchDispatchMode _disable_current_modes",
+}
 # Read from its files: importing DeepSpeed settles on an accelerator for the whole process.
 DEEPSPEED_FILES = {
     "runtime/zero/stage_1_and_2.py": (
@@ -88,9 +137,66 @@ def found(place: str) -> Any:
 def test_upstream_has_what_is_called_replaced_and_read() -> None:
     for place, text in SOURCES:
         assert text in inspect.getsource(found(place)), place
+    for place, names in PARAMETERS:
+        expected = names.split()
+        assert list(inspect.signature(found(place)).parameters)[: len(expected)] == expected, place
+    for place, names in NAMES.items():
+        assert [name for name in names.split() if not hasattr(found(place), name)] == [], place
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None
     assert spec.origin is not None
     for file, texts in DEEPSPEED_FILES.items():
         source = (Path(spec.origin).parent / file).read_text()
         assert [text for text in texts if text not in source] == [], file
+
+
+def test_objects_keep_what_is_looked_at() -> None:
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+    from torch._dynamo.callback import CallbackArgs
+    from torch._dynamo.utils import counters
+    from torch._functorch import config
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.utils.data import DataLoader
+    from torchmetrics import MeanMetric
+
+    assert pl.callbacks.ModelCheckpoint()._last_global_step_saved == 0
+    assert f"[{_TrainingEpochLoop.__name__}].train_dataloader_next" == FETCH_ACTION
+    assert inspect.getsource(_TrainingEpochLoop).count("self._should_accumulate()") >= 4
+    assert isinstance(pl.Trainer._results, property)
+    assert {"batch", "batch_size"} <= vars(_ResultCollection(training=True)).keys()
+    assert set(MeanMetric()._defaults) == {"mean_value", "weight"}
+    assert DDPStrategy(static_graph=True)._ddp_kwargs == {"static_graph": True}
+    assert DDPStrategy(ddp_comm_hook=print)._ddp_comm_hook is print
+    assert FSDPStrategy(activation_checkpointing_policy={torch.nn.Linear})._activation_checkpointing_kwargs
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert _configure_optimizers({"optimizer": optimizer}) == ([optimizer], [], None)
+    assert hasattr(iter(DataLoader([1])), "_sampler_iter")  # pyright: ignore[reportArgumentType]
+    assert DataLoader([1])._iterator is None  # pyright: ignore[reportArgumentType]
+    assert issubclass(torch.nn.SyncBatchNorm, _BatchNorm)
+    assert {field.name for field in dataclasses.fields(CallbackArgs)} == {"callback_trigger", "compile_id"}
+    assert isinstance(counters["stats"]["unique_graphs"], int)
+    assert config.activation_memory_budget == 1.0
+    assert not torch.utils._python_dispatch.TorchDispatchMode.is_infra_mode()
+    module = torch.nn.Linear(1, 1)
+    assert module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
+
+
+def test_fake_tensors_have_what_a_prediction_needs() -> None:
+    from bitsandbytes import functional
+    from bitsandbytes.backends import utils
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = torch.ones(2)
+        assert isinstance(x, FakeTensor)
+        assert x.fake_device == torch.device("cpu")
+        assert torch.tensor(1.0).constant is not None
+        assert _get_current_dispatch_mode() is mode
+        with _pop_mode_temporarily():
+            assert not isinstance(torch.ones(1), FakeTensor)
+    assert isinstance(functional.name2qmap, dict)
+    assert isinstance(utils._code_4bit_cache, dict)
