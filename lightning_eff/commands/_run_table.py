@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_eff.commands._run_reports import RunReport
-from lightning_eff.config.ckpt_path import portable_settings
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.text import human_bytes, text_table
 
@@ -29,6 +28,8 @@ def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str,
         runs: At least one to compare.
         metric: Any that the runs log, for the last of the columns with losses.
     """
+    from lightning_eff.config.ckpt_path import portable_settings  # imports Lightning
+
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
     rows = [_row(run, next(differing) if config else None) for run, config in zip(runs, configs, strict=True)]
