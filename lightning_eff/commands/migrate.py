@@ -19,7 +19,6 @@ PLACEHOLDERS = {
     "data.paths": ("PATH", "PATH is a file, a folder, or hf://datasets/OWNER/NAME"),
 }
 """What a language model's recipe needs, if the file does not have it."""
-OWN_CLASSES = "the recipe's own model and data are trained: set model._target_=CLASS and data._target_=CLASS"
 
 
 def main(options: argparse.Namespace) -> int:
@@ -50,7 +49,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     Raises:
         UsageError: The file cannot be read, or belongs to no known tool.
     """
-    from lightning_eff.commands._migration.conversions import convert
+    from lightning_eff.commands._migration.conversions import CONVERSIONS
     from lightning_eff.commands._migration.engine import Migration
     from lightning_eff.commands._migration.tables import read_file, read_table, recognize
     from lightning_eff.config.composition import compose_recipe
@@ -59,16 +58,15 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     name = source or recognize(content, file)
     found = Migration(read_table(name), file.parent)
     found.add(content, found.table)
-    convert(found)
+    for conversion in CONVERSIONS:
+        if parts := found.parts.get(conversion.__name__):
+            conversion(found, parts)
     found.settle()
     notes = [*found.notes, *([found.table.note] if found.table.note else [])]
-    words = [setting.word for setting in found.settings.values()]
-    if name == "lightning":
-        notes += [OWN_CLASSES] if not found.word("model._target_") else []
-    else:
-        missing = [key for key in PLACEHOLDERS if not found.word(key)]
-        words = [*(f"{key}={PLACEHOLDERS[key][0]}" for key in missing), *words]
-        notes += [PLACEHOLDERS[key][1] for key in missing]
+    missing = [key for key in PLACEHOLDERS if name != "lightning" and not found.word(key)]
+    words = [f"{key}={PLACEHOLDERS[key][0]}" for key in missing]
+    words += [setting.word for setting in found.settings.values()]
+    notes += [PLACEHOLDERS[key][1] for key in missing]
     words.sort(key=lambda word: not word.startswith(("model", "data")))
     rejected, code = "", EXIT_OK
     logging.disable(logging.WARNING)  # of settings that another option leaves out
@@ -91,7 +89,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
             {"key": each.key, "value": each.value, "reason": why} for each, why in found.lacking
         ],
         "not_needed": found.same,
-        "unknown": [{"key": key, "nearest": nearest} for key, nearest in found.unknown],
+        "unknown": found.unknown,
     }, code
 
 
@@ -104,16 +102,13 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if found["rejected"]:
         yield f"\nThis command cannot run as it is: {found['rejected']}"
     if found["no_counterpart"]:
-        rows = [[row["key"], _shown(row["value"]), row["reason"]] for row in found["no_counterpart"]]
+        rows = [
+            [row["key"], str(row["value"])[:MAX_VALUE_CHARACTERS], row["reason"]]
+            for row in found["no_counterpart"]
+        ]
         yield "\nno counterpart:"
         yield text_table(["key", "value", "why, or what is nearest"], rows)
     if found["unknown"]:
-        yield "\nunknown keys:"
-        yield text_table(["key", "nearest"], [[row["key"], row["nearest"]] for row in found["unknown"]])
+        yield f"\nunknown keys: {', '.join(found['unknown'])}"
     if found["not_needed"]:
         yield f"\nnot needed here: {', '.join(found['not_needed'])}"
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 3]}..."

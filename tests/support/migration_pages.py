@@ -42,7 +42,9 @@ def code(words: str) -> str:
     """Return overrides as code."""
     if words.startswith("!"):
         return f"-, {words[1:].strip()}"
-    shown = re.sub(r"\{key\}", "NAME", re.sub(r"\{(value|text|whole|number|fraction)\}", "VALUE", words))
+    shown = re.sub(
+        r"\{key\}", "NAME", re.sub(r"\{(value|text|dataset|whole|number|fraction)\}", "VALUE", words)
+    )
     recipe, _, rest = shown.replace("{inverse}", "1/VALUE").removeprefix("recipe=").partition(" ")
     if shown.startswith("recipe="):
         return f"the recipe `{recipe}` with `{rest}`"

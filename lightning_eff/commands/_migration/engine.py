@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._migration.overrides import filled
+from lightning_eff.commands._migration.overrides import filled, number
 from lightning_eff.commands._migration.tables import Row, Table, flatten
 from lightning_eff.config.recipes import RecipePath, read_chain
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import suggest_name
 
 AUTO = "auto"
 """A value by which DeepSpeed leaves a setting to the Trainer."""
@@ -36,7 +35,8 @@ class Setting:
 
     given: Given
     word: str
-    needs: str = ""
+    is_of_option: bool
+    """Whether the row also chooses the option that has the key."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Migration:
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
     """Keys without a counterpart, and why."""
     same: list[str] = field(default_factory=list[str])
-    unknown: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    unknown: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
     batches_per_step: int = 1
 
@@ -69,8 +69,7 @@ class Migration:
             elif found is not None and value is not None:
                 self._look_up(Given(f"{prefix}{key}", value), *found)
             elif value not in (None, {}, []):
-                hint = suggest_name(key, order)
-                self.unknown.append((f"{prefix}{key}", hint if hint.startswith("did") else "-"))
+                self.unknown.append(f"{prefix}{key}")
         if not prefix:
             self._add_defaults(flat, table)
             self.notes += [f"left to the recipe (auto): {', '.join(left_to_us)}"] if left_to_us else []
@@ -89,17 +88,19 @@ class Migration:
     def _look_up(self, given: Given, row: Row, name: str) -> None:
         if any(given.key.startswith(f"{other.key}.") for other, _ in self.lacking):
             return  # an argument of a class without a counterpart
-        is_default = given.value == row.default
+        is_default = row.default is not None and row.default in (given.value, number(given.value))
         if is_default and not given.is_default and not row.always:
             return  # the tool's own value, without a consequence
         given = replace(given, is_default=given.is_default or is_default)
-        if row.convert:
+        if row.needs and self.word(_target(row.needs)) != row.needs:
+            self.lack(given, f"has an effect only with {row.needs}")
+        elif row.convert:
             function, _, part = row.convert.partition(".")
             self.parts.setdefault(function, {})[part] = given
         elif isinstance(row.ours, Mapping):
             self._by_value(given, row, row.ours)
         elif row.ours:
-            self.set(given, row.ours, name, row.needs)
+            self.set(given, row.ours, name)
         elif given.value not in OFF and row.same:
             self.same.append(given.key)
         elif given.value not in OFF:
@@ -118,17 +119,20 @@ class Migration:
             if words.startswith("!"):
                 self.lack(replace(given, value=value), words[1:].strip())
             elif words:
-                self.set(replace(given, value=value), words, needs=row.needs)
+                self.set(replace(given, value=value), words)
 
-    def set(self, given: Given, words: str | list[str], name: str = "", needs: str = "") -> None:
-        """Set overrides, a list or a text with spaces; a value that does not fit has no counterpart."""
-        words = words.split() if isinstance(words, str) else words
+    def set(self, given: Given, words: str, name: str = "") -> None:
+        """Set overrides, a text with spaces; a value that does not fit has no counterpart."""
         name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
-        try:
-            settings = [Setting(given, filled(word, given.value, name), needs) for word in words]
-        except (ValueError, RecursionError) as error:
-            self.lack(given, str(error))
-            return
+        options = [word.partition("=")[0] for word in words.split()]
+        settings: list[Setting] = []
+        for word in words.split():
+            is_of_option = ".init_args." in given.key or word.partition(".")[0] in options
+            try:
+                settings.append(Setting(given, filled(word, given.value, name), is_of_option))
+            except ValueError as error:
+                self.lack(given, str(error))
+                return
         for setting in settings:
             if not self._put(setting):
                 return  # the rest belongs to an option that is not chosen
@@ -152,53 +156,41 @@ class Migration:
             if is_choice and not old.given.is_default:
                 self.lack(old.given, f"{setting.given.key} sets {setting.word}")
             for key in [key for key in self.settings if is_choice and key.startswith(f"{target}.")]:
-                if self.settings[key].given.key == old.given.key:  # belongs to the option that is replaced
+                if self.settings[key].is_of_option:  # which is replaced
                     del self.settings[key]
         self.settings[target] = setting
         return True
 
     def settle(self) -> None:
-        """Choose the recipe, and drop what it has or what nothing in the command would read."""
+        """Choose the recipe, and drop what it has and what the chosen options do not read."""
         chosen = self.settings.pop("recipe", None)
         self.recipe = chosen.word.partition("=")[2] if chosen else self.table.recipe
         chain = read_chain(self.recipe, RecipePath())
         listed = {name: chain.options(name) or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
-            adds, removes = setting.word.startswith("+"), setting.word.startswith("~")
-            if (adds and option in listed[group]) or (removes and option not in listed[group]):
-                del self.settings[target]
-        for target, setting in list(self.settings.items()):
-            reason = self._without_effect(target, setting, listed)
-            if reason:
+            is_listed = option in listed.get(group, ())
+            reason = "" if setting.is_of_option else self._unread(target, listed)
+            if reason or setting.word.startswith("+" if is_listed else "~"):
                 del self.settings[target]
             if reason and not setting.given.is_default:
                 self.lack(setting.given, reason)
 
-    def _without_effect(self, target: str, setting: Setting, listed: Mapping[str, set[str]]) -> str:
-        """Return why nothing would read an override, or an empty text."""
+    def _unread(self, target: str, listed: Mapping[str, set[str]]) -> str:
+        """Return why the chosen options do not read a key, or an empty text."""
         group, *rest = target.split(".")
-        if setting.needs and setting.needs not in [each.word for each in self.settings.values()]:
-            return f"has an effect only with {setting.needs}"
         if group in MULTI_CHOICE_GROUPS and len(rest) > 1:
-            added = f"+{group}={rest[0]}"
-            is_there = rest[0] in listed[group] or self.word(f"{group}.{rest[0]}") == added
-            return "" if is_there else f"has an effect only with {added}"
-        choice = self.settings.get(group)
-        is_of_class = ".init_args." in setting.given.key or (choice and choice.given.key == setting.given.key)
-        if group in ONE_OPTION_GROUPS and rest and not is_of_class:
-            option = choice.word.partition("=")[2] if choice else max(listed[group])
+            word = self.word(f"{group}.{rest[0]}")
+            is_chosen = word.startswith("+") or (not word and rest[0] in listed[group])
+            return "" if is_chosen else f"has an effect only with +{group}={rest[0]}"
+        if group in ONE_OPTION_GROUPS and rest:
+            option = self.word(group).partition("=")[2] or max(listed[group])
             return "" if rest[0] in _keys(group, option) else f"{group}={option} has no {rest[0]}"
         return ""
 
 
 def _target(word: str) -> str:
-    """Return what an override sets.
-
-    Example:
-        >>> _target("optimizer.lr=1"), _target("+callbacks=x"), _target("~callbacks.x")
-        ('optimizer.lr', 'callbacks.x', 'callbacks.x')
-    """
+    """Return what an override sets: `+callbacks=x` and `~callbacks.x` set `callbacks.x`."""
     key, _, value = word.lstrip("+~").partition("=")
     return f"{key}.{value}" if word.startswith("+") else key
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".txt", ".md")
+"""Endings by which a name of a dataset is a file."""
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE)
 """A text that needs no quotation marks and is read as no other value."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_PLACEHOLDER = re.compile(r"\{(value|text|whole|number|fraction|inverse)\}")
+_PLACEHOLDER = re.compile(r"\{(value|text|dataset|whole|number|fraction|inverse)\}")
 
 
 def filled(template: str, value: Any, key: str = "") -> str:
@@ -21,16 +24,15 @@ def filled(template: str, value: Any, key: str = "") -> str:
         ValueError: The value does not fit; the text says what is expected.
 
     Example:
-        >>> filled("seed={whole}", "7"), filled("tags=[{text}]", 7), filled("data.paths=hf://{text}", "a b")
-        ('seed=7', 'tags=["7"]', 'data.paths="hf://a b"')
+        >>> filled("seed={whole}", "7"), filled("tags=[{text}]", 7), filled("data.paths={dataset}", "a/b")
+        ('seed=7', 'tags=["7"]', 'data.paths=hf://datasets/a/b')
         >>> filled("trainer.{key}={value}", [0, 1], "devices"), filled("x={inverse}", 4)
         ('trainer.devices=[0,1]', 'x=0.25')
     """
     name, sign, text = template.partition("=")
-    name = name.replace("{key}", key)
     match = _PLACEHOLDER.search(text)
     kind, found = match[1] if match else "", number(value)
-    if kind == "text" and isinstance(value, Mapping | list):
+    if kind in ("text", "dataset") and isinstance(value, Mapping | list):
         raise ValueError("expected a text")
     if kind == "number" and found is None:
         raise ValueError("expected a number")
@@ -39,15 +41,20 @@ def filled(template: str, value: Any, key: str = "") -> str:
     if kind in ("whole", "inverse") and (found is None or found != int(found) or found < (kind == "inverse")):
         raise ValueError("expected a whole number")
     if kind == "text":
-        is_list = text.startswith("[")
-        return (
-            f"{name}={f'[{quoted(str(value))}]' if is_list else quoted(text.replace('{text}', str(value)))}"
-        )
-    if kind == "whole":
-        value = int(found or 0)
+        value = quoted(str(value))
+    elif kind == "dataset":
+        value = quoted(_place(str(value)))
     elif kind == "inverse":
-        value = 1 / (found or 1)
-    return f"{name}{sign}{_PLACEHOLDER.sub(lambda _: written(value), text)}"
+        value = written(1 / (found or 1))
+    elif kind:
+        value = written(int(found or 0) if kind == "whole" else value)
+    return f"{name.replace('{key}', key)}{sign}{_PLACEHOLDER.sub(lambda _: value, text)}"
+
+
+def _place(path: str) -> str:
+    """Return a dataset's name as `data.paths` takes it: a file, a folder, or a name on the hub."""
+    is_local = path.startswith((".", "/", "~")) or path.endswith(FILES) or os.path.exists(path)  # noqa: PTH110
+    return path if is_local else f"hf://datasets/{path}"
 
 
 def number(value: Any) -> float | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.config.strict_yaml import MAX_DEPTH, file_error, is_file, read_yaml
+from lightning_eff.config.strict_yaml import file_error, is_file, read_yaml
 from lightning_eff.core.errors import UsageError
 
 FOLDER = Path(__file__).parent
 SHARED = "shared"
+MAX_BYTES = 1_000_000
+"""A larger file is no config; reading it would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Row:
     always: bool | str = False
     convert: str = ""
     needs: str = ""
+    like: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Table:
 
     title: str
     recipe: str
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     sections: Mapping[str, Mapping[str, Row]]
     note: str = ""
     variant: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -65,38 +67,28 @@ def tools() -> list[str]:
 
 @cache
 def read_table(name: str) -> Table:
-    """Read the table of one tool."""
+    """Read the table of one tool; its own rows win against those of the sections that it includes."""
     content, shared = (read_yaml(FOLDER / f"{each}.yaml").content for each in (name, SHARED))
-    templates = {key: fields for section in shared.values() for key, fields in _rows(section)}
-    shared_rows = {
-        title: {f"{prefix}{key}": fields for prefix in prefixes for key, fields in _rows(shared[title])}
-        for title, prefixes in content.get("include", {}).items()
-    }
-    sections: dict[str, dict[str, Row]] = {}
-    known: set[str] = set()
-    for title, rows in [
-        *((title, dict(_rows(own))) for title, own in content["sections"].items()),
-        *shared_rows.items(),
-    ]:
-        sections[title] = {key: _row(fields, templates) for key, fields in rows.items() if key not in known}
-        known |= rows.keys()
-    others = {key: content[key] for key in ("note", "variant") if key in content}
-    return Table(content["title"], content["recipe"], tuple(content["marks"]), sections, **others)
+    templates = {key: row for section in shared.values() for key, row in _rows(section, {}).items()}
+    sections = {title: _rows(section, templates) for title, section in content["sections"].items()}
+    own = {key for rows in sections.values() for key in rows}
+    for title, prefixes in content.pop("include", {}).items():
+        rows = _rows(shared[title], {})
+        names = {f"{prefix}{key}": row for prefix in prefixes for key, row in rows.items()}
+        sections[title] = {key: row for key, row in names.items() if key not in own}
+    return Table(**content | {"sections": sections})
 
 
-def _rows(section: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for names, fields in section.items():
-        yield from ((name, fields) for name in names.split())
-
-
-def _row(fields: Mapping[str, Any], templates: Mapping[str, Any]) -> Row:
-    own = {key: value for key, value in fields.items() if key != "like"}
-    complete = {**templates.get(fields.get("like", ""), {}), **own}
-    ours = complete.get("ours", "")
-    if isinstance(ours, Mapping):
-        by_value = {value: words for values, words in ours.items() for value in str(values).lower().split()}
-        complete["ours"] = by_value
-    return Row(**complete)
+def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str, Row]:
+    """Return a section's rows by key, and overrides by value: in YAML both may be several words."""
+    found: dict[str, Row] = {}
+    for keys, fields in section.items():
+        row = replace(templates.get(fields.get("like", ""), Row()), **fields)
+        if isinstance(row.ours, Mapping):
+            ours = {each: words for values, words in row.ours.items() for each in str(values).lower().split()}
+            row = replace(row, ours=ours)
+        found |= dict.fromkeys(keys.split(), row)
+    return found
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
@@ -105,73 +97,51 @@ def recognize(content: Mapping[str, Any], file: Path) -> str:
     Raises:
         UsageError: It has none.
     """
-    tables = {name: read_table(name) for name in tools()}
-    marks = {name: sum(key in content for key in table.marks) for name, table in tables.items()}
-    best = max(tables, key=lambda name: marks[name])
+    marks = {name: sum(key in content for key in read_table(name).marks) for name in tools()}
+    best = max(marks, key=lambda name: marks[name])
     if marks[best]:
         return best
-    known = ", ".join(f"{name} ({', '.join(table.marks)})" for name, table in tables.items())
-    raise UsageError(f"{file}: expected keys of {known}\n  try: lightning-eff migrate FILE --from TOOL")
+    allowed = "; ".join(f"{name}: {', '.join(read_table(name).marks)}" for name in marks)
+    raise UsageError(f"{file}: expected keys of {allowed}\n  try: lightning-eff migrate FILE --from TOOL")
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file as plain values; nothing in it is run.
+    """Return the content of a YAML or JSON file, which is YAML too, as plain values.
 
     Raises:
-        UsageError: It cannot be read, is empty or no mapping, or has a key twice; with file and line.
+        UsageError: It cannot be read or is no mapping; with file and line.
     """
-    if not is_file(file):  # opening a FIFO would block
-        raise file_error(file, 1, "expected a regular file" if file.exists() else "no such file")
-    content: Any = None
-    if file.suffix.lower() == ".json":
-        try:
-            content = json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=_unique)
-        except (OSError, RecursionError, ValueError) as error:
-            raise file_error(file, getattr(error, "lineno", 1), f"not JSON: {error}") from error
-    else:
-        content = read_yaml(file).content
-    if not isinstance(content, dict) or not content:
-        found = type(content).__name__ if content else "nothing"
-        raise file_error(file, 1, f"expected settings as key: value, not {found}")
+    if not is_file(file) or file.stat().st_size > MAX_BYTES:
+        raise file_error(file, 1, f"expected an existing regular file of at most {MAX_BYTES:,} bytes")
+    content: dict[Any, Any] = read_yaml(file, expect_mapping=True).content
     return {str(key): value for key, value in content.items()}
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"duplicate key among {', '.join(map(repr, found))}")
-    return found
-
-
 def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key; a mapping stays whole if the table has a row for it.
+    """Return values by dotted key; a mapping stays whole if the table has a row for it, and none below.
 
     A class of LightningCLI in the `trainer` section becomes a part of the key.
-
-    Raises:
-        UsageError: It is nested too deep.
 
     Example:
         >>> strategy = {"class_path": "x.DDP", "init_args": {"c": 2}}
         >>> flatten({"a": {"b": 1}, "trainer": {"strategy": strategy}}, read_table("lightning"))
         {'a.b': 1, 'trainer.strategy.DDP': True, 'trainer.strategy.DDP.c': 2}
     """
-    if prefix.count(".") > MAX_DEPTH:
-        raise UsageError(f"{prefix[:MAX_DEPTH]}...: nested deeper than {MAX_DEPTH} levels")
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
         key = f"{prefix}{name}"
-        classes: list[Any] = value if isinstance(value, list) else [value]
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        is_section = key not in rows or f"{key}.*" in rows
         if key.startswith("trainer.") and all(
-            isinstance(one, dict) and "class_path" in one for one in classes
+            isinstance(one, dict) and "class_path" in one for one in entries
         ):
-            for one in classes:
+            for one in entries:
                 inner = f"{key}.{str(one['class_path']).rpartition('.')[2]}"
                 arguments = one.get("init_args") or {}
                 arguments = arguments if isinstance(arguments, dict) else {"init_args": arguments}
                 found |= {inner: True} | {f"{inner}.{argument}": each for argument, each in arguments.items()}
-        elif isinstance(value, dict) and value and key not in rows:
-            found |= flatten(value, table, f"{key}.")
+        elif is_section and len(entries) == 1 and isinstance(entries[0], dict) and entries[0]:
+            found |= flatten(entries[0], table, f"{key}.")
         else:
             found[key] = value
     return found
