@@ -68,10 +68,15 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     words += [setting.word for setting in found.settings.values()]
     notes += [PLACEHOLDERS[key][1] for key in missing]
     words.sort(key=lambda word: not word.startswith(("model", "data")))
+    # Composing a class imports it: what a file names is not run.
+    named = {key for key, _, value in (word.partition("._target_=") for word in words) if value}
+    if named:
+        notes.append(f"not checked, since that would import your classes: {', '.join(sorted(named))}")
+    checked = [word for word in words if not any(word.startswith(f"{key}.") for key in named)]
     rejected, code = "", EXIT_OK
     logging.disable(logging.WARNING)  # of settings that another option leaves out
     try:
-        compose_recipe(found.recipe, words)
+        compose_recipe(found.recipe, checked)
     except PRE_RUN_ERRORS as error:
         rejected, code = str(error), error.exit_code
     finally:

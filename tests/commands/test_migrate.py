@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,12 +224,12 @@ CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_ch
         (ARGS | {"ddp_broadcast_buffers": False, "ddp_bucket_cap_mb": 8},
          "strategy=ddp strategy.broadcast_buffers=false strategy.bucket_cap_mb=8", ""),
         # Datasets: one, of a kind that is known.
-        ({"dataset_name": "a/b", "dataset_text_field": "body", "learning_rate": "2e-5"},
+        (ARGS | {"dataset_name": "a/b", "dataset_text_field": "body", "learning_rate": "2e-5"},
          "data.paths=hf://datasets/a/b data.field=body optimizer.lr=2e-5", "assistant_only_loss"),
         ({"base_model": "a/b", "datasets": [{"path": "c/d", "split": "x"}], "streaming": True},
-         "data=chat data.paths=hf://datasets/c/d", "datasets.split streaming"),
+         "data=chat data.paths=hf://datasets/c/d", "streaming datasets.split"),
         ({"base_model": "a/b", "datasets": [{"path": "c.jsonl", "type": {"format": "x"}}]},
-         "data=chat data.paths=c.jsonl", "datasets.type.format"),
+         "data.paths=c.jsonl", "datasets.type"),
         ({"base_model": "a/b", "datasets": [{"path": "c/d"}, {"path": "e/f"}]},
          "data.paths=PATH", "datasets"),
         (ARGS | {"deepspeed": "lost.json"}, "strategy=deepspeed_zero", "deepspeed"),
@@ -282,6 +283,24 @@ def test_unknown_keys_and_odd_values_are_listed() -> None:
         "weight_decay", "adam_beta1", "logging_steps",
     }  # fmt: skip
     assert "optimizer.betas=[0.9,0.97]" in found["overrides"]
+
+
+def test_classes_of_a_file_are_named_and_not_imported(command: Command) -> None:
+    Path("trains.py").write_text("raise SystemExit('imported')\n")
+    arguments = {"width": 2, "x=y": 4, "b.c": 3}
+    config = {"trainer": {"max_epochs": 2}, "model": {"class_path": "trains.Net", "init_args": arguments}}
+    Path("given.json").write_text(json.dumps(config))
+    code, out, _ = command("migrate", "given.json", "--from", "lightning", "--json")
+    found = json.loads(out)
+    assert (code, found["rejected"], "trains" in sys.modules) == (0, "", False)
+    assert {"model._target_=trains.Net", "model.width=2"} <= {*found["overrides"]}
+    assert len(found["no_counterpart"]) == 2
+
+
+def test_texts_of_any_script_stay_what_they_are() -> None:
+    found = migrated({"model_name_or_path": "mödel/日本", "optim": "sgd", "run_name": "\u0663"})
+    assert found["rejected"] == ""
+    assert {'model.name="mödel/日本"', 'tags=["\u0663"]'} <= {*found["overrides"]}
 
 
 def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) -> None:

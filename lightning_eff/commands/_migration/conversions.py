@@ -12,6 +12,7 @@ from lightning_eff.commands._migration.engine import OFF, Given, Migration
 from lightning_eff.commands._migration.overrides import number
 from lightning_eff.commands._migration.tables import read_file, read_table
 from lightning_eff.config.strict_yaml import is_file
+from lightning_eff.core.errors import UsageError
 
 Parts = Mapping[str, Given]
 ACCUMULATION = "callbacks.gradient_accumulation"
@@ -29,7 +30,11 @@ def deepspeed(found: Migration, parts: Parts) -> None:
         if file is None:
             found.lack(given, "no such file")
             return
-        content = read_file(file)
+        try:
+            content = read_file(file)
+        except UsageError as error:
+            found.lack(given, str(error))
+            return
     own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # the Trainer logs
     found.add(own, read_table("deepspeed"), f"{given.key}.")
 
@@ -43,6 +48,8 @@ def batches(found: Migration, parts: Parts) -> None:
         found.set(parts["per_device"], "data.batch_size={whole}")
     if ranks:
         machines = sizes.get("machines") or 1
+        if ranks % machines:
+            found.lack(parts["processes"], f"expected a multiple of the {machines} machines")
         nodes = f" trainer.num_nodes={machines}" if machines > 1 else ""
         found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}{nodes}")
     given = parts.get("accumulation") or parts.get("per_device")

@@ -110,7 +110,8 @@ class Migration:
         """Set the overrides of a value, or of each value in a list or in a text of several words."""
         values: Any = given.value
         if not isinstance(values, list):
-            values = [values] if "*" in ours else str(values).replace(",", " ").split()
+            is_one = "*" in ours or isinstance(values, Mapping)
+            values = [values] if is_one else str(values).replace(",", " ").split()
         for value in values:
             text = str(value).lower()
             text = text.rpartition(".")[2] if given.key.endswith("class_path") else text
@@ -124,6 +125,9 @@ class Migration:
     def set(self, given: Given, words: str, name: str = "") -> None:
         """Set overrides, a text with spaces; a value that does not fit has no counterpart."""
         name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
+        if name and not all(part.isidentifier() for part in name.split(".")):
+            self.lack(given, "expected the name of an argument")
+            return
         options = [word.partition("=")[0] for word in words.split()]
         settings: list[Setting] = []
         for word in words.split():

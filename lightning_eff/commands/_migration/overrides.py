@@ -11,9 +11,9 @@ from typing import Any
 
 FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".txt", ".md")
 """Endings by which a name of a dataset is a file."""
-_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE)
+_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE | re.ASCII)
 """A text that needs no quotation marks and is read as no other value."""
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _PLACEHOLDER = re.compile(r"\{(value|text|dataset|whole|number|fraction|inverse)\}")
 
 
@@ -82,7 +82,9 @@ def written(value: Any) -> str:
     dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if "\\" in dumped or "${" in dumped or not dumped.isprintable():
         raise ValueError("expected printable text without quotation marks, backslashes and ${")
-    dumped = re.sub(r'"(\w+)":', r"\1:", dumped)  # in Hydra's grammar a key is a word without quotation marks
+    dumped = re.sub(
+        r'"(\w+)":', r"\1:", dumped, flags=re.ASCII
+    )  # in Hydra's grammar a key is a word without quotation marks
     if '":' in dumped:
         raise ValueError("expected keys that are words")
     return dumped

@@ -129,7 +129,8 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     """
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
-        key = f"{prefix}{name}"
+        # A dot in a key of the file is no level: quoted, it is no name of an argument either.
+        key = f"{prefix}{name!r}" if prefix and "." in str(name) else f"{prefix}{name}"
         entries: list[Any] = value if isinstance(value, list) else [value]
         is_section = key not in rows or f"{key}.*" in rows
         if key.startswith("trainer.") and all(
