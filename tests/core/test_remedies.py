@@ -16,6 +16,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarnin
 from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.remedies import format_remedies, keep_overrides, override_as_python
 from lightning_eff.core.rules import RuleFinding
+from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -73,7 +74,10 @@ def test_each_remedy_removes_what_it_is_for(case: str) -> None:
             left = findings(f"{case} {remedy}")
             names = {(each.technique, each.rule.name) for each in left}
             assert (finding.technique, finding.rule.name) not in names, remedy
-            assert names <= before, f"{remedy} is refused in turn"
+            warned = {
+                (each.technique, each.rule.name) for each in left if each.rule.verdict is Verdict.WARNED
+            }
+            assert names <= before | warned, f"{remedy} is rejected in turn"  # a CPU may be slow in a format
             tried += 1
     assert tried
 
