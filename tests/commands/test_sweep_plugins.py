@@ -74,14 +74,15 @@ def test_optuna_optimizes_the_last_value_and_goes_on_after_failures_that_it_may_
 def test_optuna_with_joblib_counts_a_failed_run_and_maximizes(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    words = ["model.dropout=choice(0.0,0.5,0.1)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=3"]
-    words += ["hydra/sweeper/sampler=grid", "hydra.sweeper.direction=maximize"]
+    words = ["model.dropout=choice(0.0,0.5)", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
+    words += ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.direction=maximize"]
     out, _ = sweep(
-        tmp_path, *optuna, *joblib, *words, "hydra.sweeper.max_failure_rate=0.5", "--json", expected=0
+        tmp_path, *optuna, *joblib, *words, "hydra.sweeper.max_failure_rate=1.0", "--json", expected=0
     )
     rows = json.loads(out)["rows"]
-    found = {row["settings"]["model.dropout"]: row["metrics"].get("val_loss") for row in rows}
-    assert sorted(found) == ["0.0", "0.1", "0.5"]
-    assert found.pop("0.5") is None
+    found = [row["metrics"].get("val_loss") for row in rows]
+    finished = [value for value in found if value is not None]
+    assert len(rows) == 4
+    assert 0 < len(finished) < 4
     (file,) = tmp_path.rglob("optimization_results.yaml")
-    assert yaml.safe_load(file.read_text())["best_value"] == max(found.values())
+    assert yaml.safe_load(file.read_text())["best_value"] == max(finished)

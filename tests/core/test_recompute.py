@@ -62,6 +62,7 @@ def train(block: nn.Module, call: Callable[[nn.Module, Tensor], Any], backwards:
 
 CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "by position": lambda block, x: block(x, 2.0),
+    "by keyword": lambda block, x: block(scale=x.detach().mean(), x=x),
     "keyword-only tensors": lambda block, x: block(x, shift=x * 2, how="replace"),
     "twice in a forward": lambda block, x: block(block(x)["y"]),
 }
