@@ -110,7 +110,8 @@ class Migration:
         """Set the overrides of a value, or of each value in a list or in a text of several words."""
         values: Any = given.value
         if not isinstance(values, list):
-            values = [values] if "*" in ours else str(values).replace(",", " ").split()
+            is_one = "*" in ours or isinstance(values, Mapping)
+            values = [values] if is_one else str(values).replace(",", " ").split()
         for value in values:
             text = str(value).lower()
             text = text.rpartition(".")[2] if given.key.endswith("class_path") else text
