@@ -229,7 +229,7 @@ CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_ch
         ({"base_model": "a/b", "datasets": [{"path": "c/d", "split": "x"}], "streaming": True},
          "data=chat data.paths=hf://datasets/c/d", "streaming datasets.split"),
         ({"base_model": "a/b", "datasets": [{"path": "c.jsonl", "type": {"format": "x"}}]},
-         "data.paths=c.jsonl", "datasets.type"),
+         "data.paths=c.jsonl !data=", "datasets.type"),
         ({"base_model": "a/b", "datasets": [{"path": "c/d"}, {"path": "e/f"}]},
          "data.paths=PATH", "datasets"),
         (ARGS | {"deepspeed": "lost.json"}, "strategy=deepspeed_zero", "deepspeed"),
