@@ -10,8 +10,8 @@ rows by kernels of variable length (half precision on CUDA), else by compiled Fl
 the dense mask, as on a CPU; the run's report has its bytes. Batches without packed documents are left to
 `sdpa`.
 
-Saves: scores and dense masks of attention, B x T x T values a layer; or nothing, and then it says which
-    kernel ran.
+Saves: scores and dense masks of attention, B x T x T values a layer. Where a fused kernel runs already,
+    nothing: the report names the kernel.
 Costs: none after the first batch; the documents of a packed batch are found once, with one wait for the GPU.
     Kernels of variable length add in another order than the dense mask's.
 When not: the report names a fused backend already.
