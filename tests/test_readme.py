@@ -87,7 +87,6 @@ def test_make_targets_exist() -> None:
         ("fabric", "[4, 4]"),
         ("checkpoints", ""),
         ("techniques/tiled_loss", "float32 loss: True"),
-        ("images", "['0', '2']\nTrue\n"),
     ],
 )
 def test_the_python_of_a_page_prints(

@@ -27,7 +27,7 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
         ('lm', ['mine'])
         >>> find_recipe("train", "lm.yaml", [])
         Traceback (most recent call last):
-        lightning_eff.core.errors.UsageError: train: there is no file lm.yaml here; ...
+        lightning_eff.core.errors.UsageError: train: there is no file lm.yaml here...
     """
     folders = list(config_dir)
     if "/" not in word and not word.endswith((SUFFIX, ".yml")):
