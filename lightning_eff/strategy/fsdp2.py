@@ -15,11 +15,11 @@ With `cpu_offload` one device is enough: all but the weights of the block that c
 for LoRA on a frozen base that does not fit. The run is then the same as without the strategy.
 
 Saves: optimizer state, gradients and weights, divided by the number of devices or offloaded.
-Costs: 1.5 times the communication of DDP; a block's full weights at a time; full gradients while
-    they are accumulated, unless every micro-batch is reduced. Offloaded weights are copied to the device twice per batch; one
-    device waits for each copy (torch 2.13), several prefetch. A checkpoint in one file gathers one tensor
-    after another, and every rank reads all of it; a folder does neither. Ranks must run the same modules;
-    they compare that, 16 bytes per step (_shared/collectives.py).
+Costs: 1.5 times the communication of DDP; a block's full weights at a time; full gradients while they are
+    accumulated, unless every micro-batch is reduced. Offloaded weights are copied to the device twice per
+    batch; one device waits for each copy (torch 2.13), several prefetch. A checkpoint in one file gathers one
+    tensor after another, and every rank reads all of it; a folder does neither. Ranks must run the same
+    modules; they compare that, 16 bytes per step (_shared/collectives.py).
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters.
