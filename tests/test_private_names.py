@@ -164,6 +164,7 @@ def test_objects_keep_what_is_looked_at() -> None:
     assert f"[{_TrainingEpochLoop.__name__}].train_dataloader_next" == FETCH_ACTION
     assert inspect.getsource(_TrainingEpochLoop).count("self._should_accumulate()") >= 4
     assert isinstance(pl.Trainer._results, property)
+    assert pl.LightningModule().to(torch.bfloat16)._dtype == torch.bfloat16
     assert {"batch", "batch_size"} <= vars(_ResultCollection(training=True)).keys()
     assert set(MeanMetric()._defaults) == {"mean_value", "weight"}
     assert DDPStrategy(static_graph=True)._ddp_kwargs == {"static_graph": True}

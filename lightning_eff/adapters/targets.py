@@ -6,11 +6,13 @@ PEFT ignores a name that matches no layer as long as another one does; here each
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
@@ -20,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
-from lightning_eff.adapters.module_tree import check_module_names, tied_parameters
+from lightning_eff.adapters.module_tree import check_module_names, outermost, tied_parameters
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.reach import CONVOLUTIONS, MAX_NAMES, ends_of_names
 
@@ -48,18 +50,21 @@ def resolve_targets(model: nn.Module, config: PeftConfig) -> dict[str, nn.Module
     _replace_all_linear(model, config, modules)
     check_module_names("target_modules", _names(config, "target_modules"), modules)
     check_module_names("options.exclude_modules", _names(config, "exclude_modules"), modules)
-    _reject_tied_copies(model, config, modules)
     try:
         layers = {
             name: module for name, module in modules.items() if check_target_module_exists(config, name)
         }
     except re.error as error:
         raise peft_rejects(error, "target_modules", fields.target_modules) from error
+    _reject_tied_copies(model, config, layers)
+    _check_indices(config, modules)
+    _check_patterns(config, layers)
     for name, layer in layers.items():
         if any(isinstance(parameter, UninitializedParameter) for parameter in layer.parameters()):
             allowed = f"layers with a known size: {name} is lazy; run one batch through it in configure_model"
             raise ConfigError(key="target_modules", value=name, allowed=allowed)
         _check_convolution(name, layer, config)
+    _reject_frozen_copies(model, layers)
     return layers
 
 
@@ -152,16 +157,85 @@ def _check_convolution(name: str, layer: nn.Module, config: Any) -> None:
         raise ConfigError(key="target_modules", value=name, allowed=allowed, remedies=remedies)
 
 
-def _reject_tied_copies(model: nn.Module, config: PeftConfig, modules: Mapping[str, nn.Module]) -> None:
-    """Reject `modules_to_save` with a tied weight: only the copy would be trained."""
-    if getattr(config, "ensure_weight_tying", False) and isinstance(model, PreTrainedModel):
-        return  # PEFT ties the copies itself
-    saved = _names(config, "modules_to_save")
-    for name, module in modules.items():
-        if not any(f".{name}".endswith(f".{end}") for end in saved):
-            continue
-        for key, tied_to in tied_parameters(model, module).items():
-            allowed = f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
-            remedies = [f"{name} in target_modules: an adapter leaves the tied weight unchanged"]
-            remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
-            raise ConfigError(key="modules_to_save", value=name, allowed=allowed, remedies=remedies)
+def _reject_tied_copies(model: nn.Module, config: Any, layers: Mapping[str, nn.Module]) -> None:
+    """Reject modules to save and tokens to train of a tied weight: only a copy would be trained."""
+    is_hugging_face = isinstance(model, PreTrainedModel)  # then PEFT ties trained tokens itself
+    trained: dict[str, Collection[str]] = {}
+    if not (is_hugging_face and getattr(config, "ensure_weight_tying", False)):
+        trained["modules_to_save"] = _names(config, "modules_to_save")
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens and not is_hugging_face:
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        names = [name for name, module in model.named_modules() if module is embedding] or ["embed_tokens"]
+        trained["options.trainable_token_indices"] = tokens if isinstance(tokens, dict) else names
+    if name_of_method(config) == "trainable_tokens" and not is_hugging_face:
+        trained["target_modules"] = layers.keys()
+    for name, module in model.named_modules():
+        for setting, ends in trained.items():
+            if not any(f".{name}".endswith(f".{end}") for end in ends):
+                continue
+            for key, tied_to in tied_parameters(model, module).items():
+                allowed = (
+                    f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
+                )
+                remedies = [f"{name} in target_modules: an adapter leaves the tied weight unchanged"]
+                remedies = remedies if setting != "target_modules" else []
+                remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
+                raise ConfigError(key=setting, value=name, allowed=allowed, remedies=remedies)
+
+
+def _check_indices(config: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Check that each of `layers_to_transform` selects a layer; PEFT ignores the others."""
+    indices = getattr(config, "layers_to_transform", None)
+    targets = config.target_modules
+    # PEFT adapts a layer that the targets name in full, or by a pattern, whatever its index is
+    by_ends = [] if isinstance(targets, str) else [name for name in modules if name not in (targets or ())]
+
+    def is_index(index: int) -> bool:
+        one = dataclasses.replace(config, layers_to_transform=index)
+        return any(check_target_module_exists(one, name) for name in by_ends)
+
+    for index in indices if isinstance(indices, list) else [] if indices is None else [indices]:
+        if not is_index(index):
+            numbers = {int(part) for name in by_ends for part in name.split(".") if part.isdecimal()}
+            found = ", ".join(str(number) for number in sorted(numbers) if is_index(number))
+            allowed = f"indices of blocks, with ends of names in target_modules; found {found or 'none'}"
+            raise ConfigError(key="options.layers_to_transform", value=index, allowed=allowed)
+
+
+def _check_patterns(config: Any, layers: Iterable[str]) -> None:
+    """Check that each pattern of an option for some layers matches a layer; PEFT ignores the others."""
+    if getattr(config, "target_parameters", None):
+        return  # whose names the patterns may match
+    for option in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, option, None) or ():
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):  # as PEFT matches it
+                allowed = "names, ends of names or patterns of targeted layers"
+                raise ConfigError(key=f"options.{option}", value=pattern, allowed=allowed)
+
+
+def _reject_frozen_copies(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Reject layers of a target or momentum network: a frozen copy, equal to a network that is trained."""
+    targets = set(layers.values())
+    networks = {name: part for name, part in model.named_modules() if not targets.isdisjoint(part.modules())}
+    values = {name: dict(part.named_parameters()) for name, part in networks.items()}
+    trained = {name for name in networks if any(p.requires_grad for p in values[name].values())}
+    copies: dict[str, str] = {}
+    for name in outermost(model, lambda name, _: name in networks and name not in trained):
+        for other in sorted(trained):
+            if values[other].keys() == values[name].keys() and all(
+                not p.is_meta and p.dtype == values[other][key].dtype and torch.equal(p, values[other][key])
+                for key, p in values[name].items()
+            ):
+                copies[name] = other
+    if copies:
+        found = ", ".join(f"{name} is a frozen copy of {other}" for name, other in copies.items())
+        pattern = "|".join(f"{name}.*" for name in copies)
+        network = next(iter(copies.values()))
+        remedies = [
+            f"callbacks.peft_adapter.options.exclude_modules={pattern}",
+            f"adapt({network}) before it is copied, if adapters are averaged too",
+            "requires_grad_(True) on the copy, to train its adapters",
+        ]
+        allowed = f"layers that are trained; {found}"
+        raise ConfigError(key="target_modules", value=[*copies], allowed=allowed, remedies=remedies)

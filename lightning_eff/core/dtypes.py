@@ -1,10 +1,13 @@
-"""Dtypes that a device computes natively, and those that it only emulates."""
+"""Dtypes that a device computes natively or only emulates; cast a model to one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,22 @@ def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
 def layer_matmul_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
     """Return the dtype of a layer's matrix products: the run's, or the weight's if the run casts nothing."""
     return weight if computed == torch.float32 else computed
+
+
+def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a module's real floating-point tensors in place.
+
+    `module.to(dtype)` also casts complex ones (rotary embeddings), and drops their imaginary part.
+
+    Example:
+        >>> module = nn.Linear(2, 2)
+        >>> module.register_buffer("phase", torch.tensor([1 + 2j]))
+        >>> [tensor.dtype for tensor in cast_floats(module, torch.bfloat16).state_dict().values()]
+        [torch.bfloat16, torch.bfloat16, torch.complex64]
+    """
+    root: Any = module
+    root._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: SLF001
+    for part in root.modules():
+        if isinstance(part, LightningModule):
+            vars(part)["_dtype"] = dtype  # as its own `to` does, for `self.dtype`
+    return module

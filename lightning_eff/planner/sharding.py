@@ -17,6 +17,7 @@ import torch
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config.ckpt_path import callbacks_of
+from lightning_eff.core.dtypes import cast_floats
 from lightning_eff.core.model_surgery import CastsFrozen, select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.technique import name_of
@@ -116,7 +117,7 @@ def sharding_table_of(values: Mapping[str, Any], trainer: pl.Trainer) -> Shardin
         cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)
-            fake = fake if cast is None else fake.to(cast)
+            fake = fake if cast is None else cast_floats(fake, cast)
             blocks = select_blocks(fake, getattr(strategy, "blocks", None)).values()
             model = ModelWeights.of(fake, blocks, build(fake, choice.optimizer))
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything

@@ -1,9 +1,9 @@
 """Choose number formats: the dtype of the weights, and that of matrix products.
 
 `bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true`
-keeps everything in bfloat16, `32-true` casts nothing. `auto` chooses `bf16-mixed` where the device computes
-bfloat16 natively and `32-true` elsewhere, and reports why: PyTorch runs bfloat16 on any CPU, but several
-times slower where it is emulated.
+keeps everything but complex tensors in bfloat16, `32-true` casts nothing. `auto` chooses `bf16-mixed` where
+the device computes bfloat16 natively and `32-true` elsewhere, and reports why: PyTorch runs bfloat16 on any
+CPU, but several times slower where it is emulated.
 
 Unlike Lightning's MixedPrecision, autocast caches each weight's cast copy for one training step, so a layer
 that is used four times is cast and saved once (evaluation caches no copies); the device is the strategy's,
@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.dtypes import auto_precision, dtype_support
+from lightning_eff.core.dtypes import auto_precision, cast_floats, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
@@ -170,7 +170,7 @@ class AutoPrecision(Precision):
             self._restore_tf32 = set_tf32(enabled=self.tf32)
         self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
         if self.precision == "bf16-true":
-            module.to(dtype=dtype)
+            cast_floats(module, dtype)
         self._bytes_after = sum(parameter.nbytes for parameter in module.parameters())
         if dtype == torch.float32:
             return module

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.precision.auto import AutoPrecision, step_context
+from lightning_eff.precision.float8 import Float8
+from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.models import Net, fit
 from tests.support.tf32 import SWITCHES, in_forks
 
@@ -74,6 +76,37 @@ def test_auto_takes_bf16_where_it_is_native(
     fit(net(), plugins=[plugin], max_steps=1)
     assert plugin.precision == chosen
     assert plugin.outcome().did.startswith(f"{chosen} on cpu: this CPU ")
+
+
+class Complex(Spy):
+    """Has a complex buffer and a complex parameter in a part, as rotary embeddings and Fourier filters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Module()
+        self.part.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j]))
+        self.part.filter = nn.Parameter(torch.tensor([[0.5 - 1j]]))
+        self.part.register_buffer("exact", torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        lambda: AutoPrecision(precision="bf16-true"),
+        lambda: Float8(precision="bf16-true", emulate=True, skip=()),
+        lambda: QuantizedBase(quant_type="bf16", skip_modules=["second"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:precision/float8 has no effect")
+def test_complex_tensors_stay_complex(plugin: Callable[[], Any]) -> None:
+    model, used = Complex(), plugin()
+    model.first.requires_grad_(requires_grad=False)
+    fit(model, plugins=[used], max_steps=1)
+    assert torch.equal(model.part.phase, torch.tensor([1 + 2j, 3 - 4j]))
+    assert torch.equal(model.part.filter, torch.tensor([[0.5 - 1j]]))
+    assert model.first.weight.dtype == torch.bfloat16
+    if used.precision == "bf16-true":
+        assert model.part.exact.dtype == model.dtype == torch.bfloat16
 
 
 class FourTimes(nn.Module):

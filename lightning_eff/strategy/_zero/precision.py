@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import precision as fabric
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from lightning_eff.core.dtypes import auto_precision
+from lightning_eff.core.dtypes import auto_precision, cast_floats
 from lightning_eff.core.errors import ConfigError
 
 
@@ -55,10 +55,4 @@ def cast_module(module: nn.Module, precision: str) -> nn.Module:
     """Cast a module to the 16-bit dtype of a precision; others change nothing."""
     if not precision.endswith("16-true"):
         return module
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    apply: Any = module._apply  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    return apply(cast)  # as `to` does, but for complex numbers
+    return cast_floats(module, torch.bfloat16 if precision == "bf16-true" else torch.float16)
