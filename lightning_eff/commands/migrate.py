@@ -47,7 +47,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
         source: The tool; None recognizes it.
 
     Raises:
-        UsageError: The file cannot be read, or belongs to no known tool.
+        UsageError: The file, or one that it names, cannot be read, or belongs to no known tool.
     """
     from lightning_eff.commands._migration.conversions import CONVERSIONS
     from lightning_eff.commands._migration.engine import Migration

@@ -232,6 +232,10 @@ CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_ch
          "data.paths=c.jsonl !data=", "datasets.type"),
         ({"base_model": "a/b", "datasets": [{"path": "c/d"}, {"path": "e/f"}]},
          "data.paths=PATH", "datasets"),
+        ({"train_batch_size": 8, "scheduler": {"type": "WarmupLR"}},
+         "scheduler=warmup_decay scheduler.decay=none !scheduler.min_lr", "scheduler.params.warmup_type"),
+        ({"train_batch_size": 8, "scheduler": {"type": "WarmupCosineLR"}},
+         "scheduler=cosine scheduler.min_lr_ratio=0.0001", "scheduler.params.warmup_type"),
         (ARGS | {"deepspeed": "lost.json"}, "strategy=deepspeed_zero", "deepspeed"),
     ],
 )  # fmt: skip
@@ -330,9 +334,11 @@ def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) 
         ("a.json", b" " * 2_000_000, "of at most 1,000,000 bytes"),
         ("a.json", b'{"colour": 1, "taste": 2}', "expected keys of accelerate: "),
         ("lost.json", None, "lost.json:1: expected an existing regular file"),
+        ("a.json", b'{"optim": "sgd", "deepspeed": "a.yaml"}', "a.yaml:2: duplicate key"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_none_is_rejected(name: str, content: bytes | None, message: str) -> None:
+    Path("a.yaml").write_text("stage: 1\nstage: 2")
     if content is not None:
         Path(name).write_bytes(content)
     with pytest.raises(UsageError, match=re.escape(message)):

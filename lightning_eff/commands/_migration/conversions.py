@@ -12,7 +12,6 @@ from lightning_eff.commands._migration.engine import OFF, Given, Migration
 from lightning_eff.commands._migration.overrides import number
 from lightning_eff.commands._migration.tables import read_file, read_table
 from lightning_eff.config.strict_yaml import is_file
-from lightning_eff.core.errors import UsageError
 
 Parts = Mapping[str, Given]
 ACCUMULATION = "callbacks.gradient_accumulation"
@@ -30,11 +29,7 @@ def deepspeed(found: Migration, parts: Parts) -> None:
         if file is None:
             found.lack(given, "no such file")
             return
-        try:
-            content = read_file(file)
-        except UsageError as error:
-            found.lack(given, str(error))
-            return
+        content = read_file(file)
     own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # the Trainer logs
     found.add(own, read_table("deepspeed"), f"{given.key}.")
 
