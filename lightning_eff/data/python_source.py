@@ -15,6 +15,7 @@ import logging
 import os
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class PythonSource(pl.LightningDataModule):
     def prepare_data(self) -> None:
         texts = self._read_texts()
         file = self._cache_file(texts)
-        if file.is_file():
+        if is_undamaged(file):
             return
         every = round(1 / self.val_fraction)
         splits = {"train": [t for i, t in enumerate(texts.values()) if i % every]}
@@ -212,3 +213,12 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
         Path(scratch).replace(file)
     finally:
         Path(scratch).unlink(missing_ok=True)
+
+
+def is_undamaged(file: Path) -> bool:
+    """Return whether a file of the cache is there and has its checksums; a memory map checks none."""
+    try:
+        with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False

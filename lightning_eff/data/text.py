@@ -33,7 +33,7 @@ import hashlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from lightning_eff.data._packing import Documents, Packing, Pieces, Rows, collate_padded
 from lightning_eff.data._tokenizer import TrainingTokenizer, Turns
-from lightning_eff.data.python_source import save_whole
+from lightning_eff.data.python_source import is_undamaged, save_whole
 
 log = logging.getLogger(__name__)
 _log = rank_zero_only(log.log)
@@ -152,15 +152,15 @@ class Text(pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Tokenize all documents, unless the cache has them."""
-        self._tokenized()
+        """Tokenize all documents, unless the cache has them undamaged."""
+        self._tokenized(check=is_undamaged)
 
-    def _tokenized(self) -> Documents:
+    def _tokenized(self, check: Callable[[Path], bool] = Path.is_file) -> Documents:
         opened = open_sources(self.sources, self.field, Path(self.cache_dir))
         prints = " ".join(rows._fingerprint for _, rows in opened)  # noqa: SLF001 - datasets has no public one
         facts = f"{FORMAT} {self.field} {self.training_tokenizer.digest()} {prints}"
         file = Path(self.cache_dir) / f"text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
-        if not file.is_file():
+        if not check(file):
             documents = read_documents(opened, self.field)
             save_whole(tokenize(documents, self.training_tokenizer), file)
         return Documents(**torch.load(file, mmap=True, weights_only=True))

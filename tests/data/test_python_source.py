@@ -181,3 +181,15 @@ def test_a_text_too_short_for_its_vocabulary_says_so(
     with caplog.at_level("WARNING"):
         data = make(vocab_size=60_000)
     assert f"gives {data.tokenizer.get_vocab_size()} tokens; the rest of vocab_size=60000" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["flip", "half", "empty"])
+def test_a_damaged_file_of_the_cache_is_written_again(
+    make: Callable[..., PythonSource], tmp_path: Path, how: str
+) -> None:
+    expected = {split: tokens.tolist() for split, tokens in make().tokens.items()}
+    (file,) = (tmp_path / "cache").glob("*.pt")
+    content, middle = bytearray(file.read_bytes()), file.stat().st_size // 2
+    content[middle] ^= 1
+    file.write_bytes({"flip": content, "half": content[:middle], "empty": b""}[how])
+    assert {split: tokens.tolist() for split, tokens in make().tokens.items()} == expected

@@ -235,6 +235,19 @@ def test_a_second_start_tokenizes_nothing(
     assert count() == 3
 
 
+@pytest.mark.parametrize("how", ["flip", "half", "empty"])
+def test_a_damaged_file_of_the_cache_is_written_again(prepare: Prepare, folder: Path, how: str) -> None:
+    """A memory map checks nothing: a changed byte would be trained on."""
+    first = prepare(folder)
+    rows = rows_of(first)
+    (file,) = Path(first.cache_dir).glob("*.pt")
+    content = bytearray(file.read_bytes())
+    del first  # the map of the file that is written to
+    content[content.index(b"d\0\0\0d\0\0\0")] ^= 1
+    file.write_bytes({"flip": content, "half": content[: len(content) // 2], "empty": b""}[how])
+    assert rows_of(prepare(folder)) == rows
+
+
 def test_a_saved_dataset_is_known_by_its_content(prepare: Prepare, tmp_path: Path) -> None:
     saved = write_rows(tmp_path / "rows.saved", [{"text": "abc"}])
     first = rows_of(prepare(saved))
