@@ -5,10 +5,12 @@ the channels of a pixel adjacent: for other images the library transposes inputs
 Here weights of convolutions in two and three dimensions are converted before training, and in each batch the
 images that one of them could take. Values, names and checkpoints stay the same, only strides change.
 
-Weights stay contiguous under FSDP2 and DeepSpeed, and are then converted in each call.
+Weights stay contiguous under FSDP2 and DeepSpeed, and where they share memory with another tensor. They are
+then converted in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
-Costs: a copy of each batch. Code that calls `view` on images or weights may have to call `reshape`.
+Costs: a copy of each batch. Code that calls `view` on images or weights may have to call `reshape`, and
+    `as_strided` on an image of the batch reads other pixels.
 When not: on a GPU in float32 without TF32; where `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers and `torch.optim.LBFGS`, which need contiguous weights.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,9 +80,14 @@ class ChannelsLast(Managed):
     def _apply(self, trainer: pl.Trainer, model: nn.Module) -> int:
         layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, CONVOLUTIONS)]
         self._takes = {(len(layer.kernel_size) + 2, layer.in_channels) for layer in layers}
-        # The weight of a parametrized layer is computed, and no parameter.
-        weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]
+        # Not `layer.weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+        weights = [p for layer in layers for p in layer.parameters(recurse=False)]
         new = [w for w in weights if _is_image(w) and not w.is_contiguous(memory_format=FORMATS[w.ndim])]
+        # A weight that shares its memory with another tensor would be separated from it.
+        tensors = (*model.parameters(), *model.buffers())
+        memories = [tensor.untyped_storage() for tensor in tensors if _is_dense(tensor)]
+        shared = Counter(map(id, memories))
+        new = [w for w in new if shared[id(w.untyped_storage())] == 1]
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             return 0  # it sends weights as bytes, in the order of memory
         self._weights += new
@@ -138,12 +146,15 @@ class ChannelsLast(Managed):
         return Outcome(did=did, effective=any(numbers.values()), numbers=numbers)
 
 
-def _is_image(value: Any) -> bool:
-    """Return whether a value is a dense tensor of floats with the axes of images; not a sharded one."""
+def _is_dense(value: Any) -> bool:
     if not isinstance(value, Tensor) or is_lazy(value) or hasattr(type(value), "__tensor_flatten__"):
         return False
-    is_dense = value.layout == torch.strided and not value.is_nested
-    return is_dense and value.is_floating_point() and value.ndim in FORMATS
+    return value.layout == torch.strided and not value.is_nested
+
+
+def _is_image(value: Any) -> bool:
+    """Return whether a value is a dense tensor of floats with the axes of images; not a sharded one."""
+    return _is_dense(value) and value.is_floating_point() and value.ndim in FORMATS
 
 
 def _in_format(value: Any, formats: dict[int, torch.memory_format]) -> Any:

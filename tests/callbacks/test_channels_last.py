@@ -134,6 +134,45 @@ def test_weights_and_batches_are_converted_and_the_result_is_the_plain_runs(
     assert all(value.is_contiguous() for value in model.state_dict().values()), "restored"
 
 
+class Normed(Images):
+    """Counts power iterations in training mode, at each computation of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.down)
+
+
+class Twins(Images):
+    """Has one memory in two parameters, of which each optimizer step changes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = self.blocks[0][0], self.blocks[1][0]
+        last.weight = nn.Parameter(first.weight.data)
+
+
+class Parts(Images):
+    """Has the weights of convolutions as parts of a vector, which it reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [block[index] for block in self.blocks for index in (0, 2)]
+        self.vector = nn.Parameter(torch.cat([layer.weight.detach().flatten() for layer in layers]))
+        parts = self.vector.detach().split([layer.weight.numel() for layer in layers])
+        for layer, part in zip(layers, parts, strict=True):
+            layer.weight = nn.Parameter(part.view(layer.weight.shape))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.vector.square().sum()
+
+
+@pytest.mark.parametrize("make", [Normed, Twins, Parts])
+def test_weights_that_are_computed_or_share_memory_train_like_without_it(make: type[Images]) -> None:
+    callback = ChannelsLast()
+    assert_close(train(callback, model=make()), train(model=make()))
+    assert callback.outcome().numbers["images"] == 6
+
+
 class Encoding(UserDict[str, Tensor]):
     """Moves itself, as those of tokenizers do."""
 
