@@ -38,7 +38,6 @@ from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.remedies import format_remedies
-from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
@@ -274,7 +273,7 @@ class Float8(AutoPrecision):
         if not self._listed:
             return Outcome(did="nothing converted yet", effective=False)
         whys = {name: why or f"float8, {self.recipe}" for name, (_, why) in self._listed.items()}
-        products = {name: full_shape(layer.weight).numel() for name, (layer, _) in self._listed.items()}
+        products = {name: layer.in_features * layer.out_features for name, (layer, _) in self._listed.items()}
         converted = [name for name, (_, why) in self._listed.items() if not why]
         fraction = sum(products[name] for name in converted) / sum(products.values())
         did = f"{self.recipe} float8 in {len(converted)} of {len(whys)} Linear"

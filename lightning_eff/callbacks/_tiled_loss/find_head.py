@@ -42,9 +42,13 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
             for name, module in named.items()
             if isinstance(_plain(module), nn.Linear) and not name.startswith(inner)
         }
-        embeddings = [module.weight for module in named.values() if isinstance(module, nn.Embedding)]
+        # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+        embeddings = [module for module in named.values() if isinstance(module, nn.Embedding)]
+        weights = {p for module in embeddings for p in module.parameters(recurse=False)}
         tied = {
-            key: each for key, each in outside.items() if any(_plain(each).weight is w for w in embeddings)
+            key: each
+            for key, each in outside.items()
+            if not weights.isdisjoint(_plain(each).parameters(recurse=False))
         }
         wide = {
             key: each for key, each in outside.items() if _plain(each).out_features > _plain(each).in_features

@@ -82,7 +82,7 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
     tables = [layer for layer in module.modules() if isinstance(layer, EMBEDDINGS)]
     vocabulary = max((table.num_embeddings for table in tables), default=0)
     heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    excluded: set[Tensor] = {layer.weight for layer in [*tables, *heads]}
+    excluded = {parameter for layer in [*tables, *heads] for parameter in layer.parameters(recurse=False)}
     return {
         parameter
         for name, parameter in module.named_parameters()

@@ -71,7 +71,9 @@ def reasons(
         gain: Speed of a layer in float8 over that in bfloat16; None converts whatever the dtype allows.
     """
     heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {p for module in embeddings for p in module.parameters(recurse=False)}
     blocks = tuple(f"{name}." for name in repeated_blocks(model))
     adapted = [f"{name}." for name, module in model.named_modules() if name and hasattr(module, ADAPTER)]
     found: dict[str, tuple[nn.Linear, str]] = {}
@@ -81,7 +83,7 @@ def reasons(
         inside = name.removeprefix(max((a for a in adapted if name.startswith(a)), key=len, default=""))
         if is_in_module(plain_name(name), skip):
             why = "listed in skip"
-        elif id(layer) in heads or id(layer.weight) in tied:
+        elif id(layer) in heads or not tied.isdisjoint(layer.parameters(recurse=False)):
             why = "the head"
         elif inside != name and inside.partition(".")[0] not in ("base_layer", "modules_to_save"):
             why = "an adapter"
