@@ -123,15 +123,16 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
         for rank in ranks:
             rank.send_signal(number)
 
-    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], forward):
+    with handled(["SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"], forward):
         yield received
 
 
 @contextmanager
 def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Let a function handle signals that the system has; in the main thread only, as Python demands."""
+    """Handle signals, but none that is ignored (under `nohup`); only in the main thread, as Python asks."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.Signals[name] for name in names if is_main and hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
