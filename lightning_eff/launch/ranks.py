@@ -30,7 +30,7 @@ from lightning_eff.core.errors import (
     EXIT_TERMINATED,
     RankError,
 )
-from lightning_eff.launch.job import RUN_DIR, check_machines, num_devices, num_ranks
+from lightning_eff.launch.job import RUN_DIR, check_devices, check_machines, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
@@ -58,6 +58,7 @@ def run_ranks(
         KeyboardInterrupt, SystemExit: All ranks have stopped, because of a signal to any of them or to us.
     """
     check_machines(trainer)
+    check_devices(trainer)
     command = [sys.executable, "-m", "lightning_eff", verb, *words]
     num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
     first = num_local * int(node)
