@@ -133,7 +133,7 @@ USERS_MODULE = """
 import lightning.pytorch as pl
 
 class Net(pl.LightningModule):
-    def __init__(self, *, width: int = 2, context_length: int = 8) -> None:
+    def __init__(this, *, width: int = 2, context_length: int = 8) -> None:
         super().__init__()
 """
 
