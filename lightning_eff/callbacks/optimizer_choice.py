@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.optimization.build import SchedulerFactory, configure
 from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
@@ -184,6 +185,9 @@ class OptimizerChoice(Managed):
         dataloaders.restore_loader_state(trainer)
         groups = trainer.optimizers[0].param_groups
         self._first_rates = [float(group["lr"]) for group in groups if "lr" in group]
+        if self._first_rates and not any(self._first_rates) and not trainer.lr_scheduler_configs:
+            text = "OptimizerChoice: no effect: the learning rate is 0, so no weight changes"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
         self._set_mode(train=True)
 
     @override

@@ -1,4 +1,4 @@
-"""Check Hydra's own section: it may name installed plugins and a sweeper's sampler, and no other class."""
+"""Check Hydra's own section: it may name installed plugins and a sweeper's sampler, and run no other code."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def check_hydra(section: Any) -> None:
             allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
             key = f"{name}._target_"
             raise ConfigError(key, target, allowed=allowed)
+    # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds what `env_copy` names.
+    if variables := [*(section["job"].get("env_set") or ())]:
+        allowed = "none, nor in env_copy: set environment variables where you start the run"
+        raise ConfigError("hydra.job.env_set", variables, allowed=allowed)
     for path, key, value in walk_leaves(section, "hydra"):
         owner = path.removesuffix("._target_")
         if path == CALLED and value is not None:

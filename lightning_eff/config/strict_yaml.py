@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ MAX_NUMBER_CHARACTERS = 100
 _PREFIX = "tag:yaml.org,2002:"
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")  # Hydra reads it in the first line only
 _NUMBER_TAGS = {f"{_PREFIX}int", f"{_PREFIX}float"}
+_DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Of characters that change the order in which a terminal shows others."""
 _PLAIN_TAGS = _NUMBER_TAGS | {f"{_PREFIX}{kind}" for kind in ("null", "bool", "str", "seq", "map")}
 
 
@@ -66,21 +69,31 @@ class _Loader(yaml.SafeLoader):
         if node.tag not in _PLAIN_TAGS:
             tag = node.tag.replace(_PREFIX, "!!")
             raise _fault(node, f"tag {tag} is not allowed: expected plain values")
-        if node.tag in _NUMBER_TAGS and isinstance(node, yaml.ScalarNode):
-            if len(node.value) > MAX_NUMBER_CHARACTERS:
-                text = f"a number of {len(node.value)} characters: expected at most {MAX_NUMBER_CHARACTERS}"
-                raise _fault(node, text)
-            try:
-                self.construct_object(node)
-            except ValueError:
-                raise _fault(node, f"{node.value!r} is not a number") from None
+        if isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node)
         keys: set[str] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_PREFIX}null":
                 raise _fault(key, "a key must be a string")
             if key.value in keys:
                 raise _fault(key, f"duplicate key {key.value!r}")
             keys.add(key.value)
+
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        for char in node.value:
+            is_control = unicodedata.category(char) == "Cc" and char not in "\n\t"
+            if is_control or unicodedata.bidirectional(char) in _DIRECTIONS:
+                raise _fault(node, f"the control character U+{ord(char):04X} is not allowed")
+        if node.tag in _NUMBER_TAGS:
+            if len(node.value) > MAX_NUMBER_CHARACTERS:
+                text = f"a number of {len(node.value)} characters: expected at most {MAX_NUMBER_CHARACTERS}"
+                raise _fault(node, text)
+            if ":" in node.value:  # YAML 1.1: 1:30 is 90
+                raise _fault(node, f"{node.value} is a number in base 60: put it in quotes for a text")
+            try:
+                self.construct_object(node)
+            except ValueError:
+                raise _fault(node, f"{node.value!r} is not a number") from None
 
 
 def _fault(at: yaml.Node | yaml.Event, text: str) -> MarkedYAMLError:

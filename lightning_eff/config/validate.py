@@ -188,8 +188,10 @@ def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
     """Return a constructor's parameters, and whether it takes any keyword."""
     if getattr(owner.__init__, "__module__", "") in IGNORE_ARGUMENTS:  # a slot of C has none
         return {}, False
-    parameters = dict(inspect.signature(owner.__init__).parameters)
-    parameters.pop("self", None)
+    _, *others = inspect.signature(
+        owner.__init__
+    ).parameters.items()  # the first one, by whatever name, is self
+    parameters = dict(others)
     return parameters, any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
 
 

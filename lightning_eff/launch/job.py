@@ -78,12 +78,33 @@ def num_devices(trainer: Mapping[str, Any]) -> int:
         except ValueError as error:
             allowed = "a number, a list of indices, or auto"
             raise ConfigError(key="trainer.devices", value=text, allowed=allowed) from error
+    return num_gpus(trainer) or 1
+
+
+def num_gpus(trainer: Mapping[str, Any]) -> int:
+    """Return the number of GPUs of this machine that a Trainer's accelerator can use."""
     from lightning.pytorch import accelerators
 
     cuda, mps = accelerators.CUDAAccelerator, accelerators.MPSAccelerator
     name = str(trainer.get("accelerator", "auto"))
     kinds = {"auto": (cuda, mps), "gpu": (cuda, mps), "cuda": (cuda,), "mps": (mps,)}.get(name, ())
-    return next((kind.auto_device_count() for kind in kinds if kind.is_available()), 1)
+    return next((kind.auto_device_count() for kind in kinds if kind.is_available()), 0)
+
+
+def check_devices(trainer: Mapping[str, Any]) -> None:
+    """Reject more processes than this machine has GPUs, or than 4 for each core of its CPU.
+
+    Example:
+        >>> check_devices({"accelerator": "cpu", "devices": 99999})
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: trainer.devices=99999: expected at most ...
+    """
+    on_cpu = str(trainer.get("accelerator", "auto")) in ("auto", "cpu")
+    gpus, cores = num_gpus(trainer), os.cpu_count() or 1
+    most = 4 * cores if on_cpu and not gpus else gpus
+    if num_devices(trainer) > most:
+        has = f"4 for each of {cores} cores" if on_cpu and not gpus else "as many GPUs as this machine has"
+        raise ConfigError("trainer.devices", trainer["devices"], allowed=f"at most {most}, {has}")
 
 
 def num_nodes(trainer: Mapping[str, Any]) -> int:

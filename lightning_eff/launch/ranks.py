@@ -30,7 +30,7 @@ from lightning_eff.core.errors import (
     EXIT_TERMINATED,
     RankError,
 )
-from lightning_eff.launch.job import RUN_DIR, check_machines, num_devices, num_ranks
+from lightning_eff.launch.job import RUN_DIR, check_devices, check_machines, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
@@ -58,6 +58,7 @@ def run_ranks(
         KeyboardInterrupt, SystemExit: All ranks have stopped, because of a signal to any of them or to us.
     """
     check_machines(trainer)
+    check_devices(trainer)
     command = [sys.executable, "-m", "lightning_eff", verb, *words]
     num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
     first = num_local * int(node)
@@ -123,15 +124,16 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
         for rank in ranks:
             rank.send_signal(number)
 
-    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], forward):
+    with handled(["SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"], forward):
         yield received
 
 
 @contextmanager
 def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Let a function handle signals that the system has; in the main thread only, as Python demands."""
+    """Handle signals, but none that is ignored (under `nohup`); only in the main thread, as Python asks."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.Signals[name] for name in names if is_main and hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

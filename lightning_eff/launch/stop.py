@@ -8,8 +8,8 @@ Here the signal handler only records the signal. Before each batch all ranks red
 (in place of the broadcast that Lightning runs at that point), and stop together, between two optimizer steps,
 so that a checkpoint can be saved. A rank that fails saves none.
 
-SIGUSR1, which SLURM can send before a job's time is over, stops a run as SIGTERM does, with an exit code of
-its own, by which a job's script knows that it is to be requeued.
+SIGHUP, which a terminal sends when it is closed, stops a run as SIGTERM does. So does SIGUSR1, which SLURM
+can send before a job's time is over; by its exit code a job's script knows that the run is to be requeued.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
     callbacks.insert(0, stop)
     try:
         # Under SLURM Lightning saves from inside its handler, within a step, unless there is a handler.
-        with handled(["SIGUSR1"], stop.record), _told_by_file(stop.record):
+        with handled(["SIGHUP", "SIGUSR1"], stop.record), _told_by_file(stop.record):
             yield
     except BaseException as error:
         code = exit_code(error)
@@ -159,7 +159,7 @@ class CoordinatedStop(pl.Callback):
     def _agree(self, trainer: pl.Trainer) -> None:
         """Stop here if any rank has received a signal, except between micro-batches of one step."""
         received = torch.tensor([self.received], device=trainer.strategy.root_device)
-        # All ranks of the run take part, before every batch: SIGTERM (15) wins over SIGINT (2) and none (0).
+        # All ranks of the run take part, before every batch: SIGTERM (15) wins over SIGINT (2), SIGHUP (1).
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         number = int(received)
         loop: Any = trainer.fit_loop.epoch_loop

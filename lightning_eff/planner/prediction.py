@@ -2,7 +2,7 @@
 
 The model is built on fake tensors, and `Trainer.fit` runs for two optimizer steps with everything that is in
 the Trainer, on a batch of the right shapes. The bytes counted are those that `EfficiencyReport` counts on a
-CPU, and equal to the byte; for a GPU, attention and dropout are its own (planner/attention.py). Loggers,
+CPU, and equal to the byte; for a GPU, operators and autocast are CUDA's (planner/cuda_operators.py). Loggers,
 checkpoints, validation and callbacks that only observe are left out.
 
 What needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction: `reason`
@@ -28,7 +28,7 @@ from lightning_eff.callbacks.attention import Attention
 from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
 from lightning_eff.kernels.devices import DEVICES, Device
-from lightning_eff.planner.attention import PlannedAttention
+from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import FakeLoader, Fakes
 from lightning_eff.precision.float8 import Float8
 from lightning_eff.report.attention import AttentionRow
@@ -118,7 +118,7 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    with Fakes() as fakes, PlannedAttention(capability), quietly() as warned:
+    with Fakes() as fakes, CudaOperators(capability), quietly() as warned:
         made = trainer() if callable(trainer) else trainer
         _prepare(made, capability)
 
@@ -181,7 +181,7 @@ def predict_step(
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
         'backward'
     """
-    with Fakes() as fakes, PlannedAttention(capability), quietly():
+    with Fakes() as fakes, CudaOperators(capability), quietly():
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.core.optimization.build import build
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
@@ -50,6 +50,14 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     assert numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
     assert isinstance(model.configure_optimizers(), torch.optim.SGD)
     assert "load_checkpoint" not in trainer.strategy.checkpoint_io.__dict__
+
+
+def test_a_rate_of_zero_is_said_unless_a_schedule_raises_it(net: Callable[..., Net]) -> None:
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-400)  # 0 as a number
+    with pytest.warns(NoEffectWarning, match="the learning rate is 0"):
+        fit(net(), OptimizerChoice(optimizer=adamw), max_steps=1)
+    warmup = functools.partial(WarmupDecay, warmup_steps=2)
+    fit(net(), OptimizerChoice(optimizer=adamw, scheduler=warmup), max_steps=1)
 
 
 def test_a_schedule_steps_once_an_optimizer_step_and_is_told_their_number(net: Callable[..., Net]) -> None:
@@ -228,6 +236,7 @@ def test_a_rate_finder_is_refused_because_its_rate_would_be_ignored(net: Callabl
         fit(net(), OptimizerChoice(optimizer=ADAMW), pl.callbacks.LearningRateFinder())
 
 
+@pytest.mark.filterwarnings("ignore:OptimizerChoice. no effect")
 def test_a_modules_own_optimizer_in_the_backward_pass_steps_no_more(net: Callable[..., Net]) -> None:
     model = net()
     model.configure_optimizers = lambda: InBackward(model.parameters(), lr=0.1)

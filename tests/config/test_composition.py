@@ -107,6 +107,8 @@ REJECTED_AT = {
     "model.d_model=[{_target_:os.system}]": "model.d_model[0]._target_",
     "logger._target_=${model._target_}": "logger.csv._target_",
     "logger.name=../../../escaped": "logger.csv.name",
+    "+hydra.job.env_set.LD_PRELOAD=x": "hydra.job.env_set",
+    "hydra.job.env_copy=[PATH]": "hydra.job.env_set",
     "hydra/job_logging=default": "hydra.job_logging.formatters.simple.format",
 }
 REJECTED_AT |= {line: line.partition("=")[0].lstrip("+~") for line in REJECTED.split()}
@@ -131,7 +133,7 @@ USERS_MODULE = """
 import lightning.pytorch as pl
 
 class Net(pl.LightningModule):
-    def __init__(self, *, width: int = 2, context_length: int = 8) -> None:
+    def __init__(this, *, width: int = 2, context_length: int = 8) -> None:
         super().__init__()
 """
 

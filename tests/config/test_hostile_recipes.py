@@ -22,6 +22,13 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "digits": (f"{TOP}seed: {'1' * 5000}\n", "mine/digits.yaml:2: a number of 5000 characters"),
     "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:2: '0x_' is not a number"),
     "keys": (f"{TOP}? [a, b]\n: 1\n", "mine/keys.yaml:2: a key must be a string"),
+    "null": (f"{TOP}model: {{~: 1}}\n", "mine/null.yaml:2: a key must be a string"),
+    "base60": (f"{TOP}seed: 1:30\n", "mine/base60.yaml:2: 1:30 is a number in base 60"),
+    "control": (
+        f'{TOP}tags: ["\\e[2J"]\n',
+        "mine/control.yaml:2: the control character U+001B is not allowed",
+    ),
+    "right": (f"{TOP}see\u202ed: 3\n", "mine/right.yaml:2: the control character U+202E is not allowed"),
     "two": (f"{TOP}---\nseed: 3\n", "mine/two.yaml:2: but found another document"),
     "itself": ("defaults: [itself]\n", "mine/itself.yaml:1: defaults that never end: itself -> itself"),
     "circle": ("defaults:\n  - lm\n  - other\n", "mine/other.yaml:2: defaults that never end: circle -> "),

@@ -64,6 +64,20 @@ def test_one_rank_says_that_all_have_stopped(rank: int, tmp_path: Path) -> None:
     assert bool(raised.value.__dict__.get("is_reported")) is bool(rank)
 
 
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    received: list[int] = []
+    for before in (signal.SIG_IGN, signal.SIG_DFL):
+        original = signal.signal(signal.SIGHUP, before)
+        try:
+            with ranks.handled(["SIGHUP"], lambda number, _: received.append(number)):
+                assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == (before == signal.SIG_IGN)
+                signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == before
+        finally:
+            signal.signal(signal.SIGHUP, original)
+    assert received == [signal.SIGHUP]
+
+
 @pytest.mark.parametrize(("code", "slept"), [(0, 0), (1, 600), (143, 0)])
 def test_ranks_end_together_and_handlers_are_as_before(
     code: int, slept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -144,7 +144,7 @@ def _forwarded(folder: Path) -> Generator[list[int]]:
             raise SystemExit(128 + number)
         stop_file(folder).write_text(str(number))
 
-    with handled(["SIGINT", "SIGUSR1", "SIGTERM"], forward):
+    with handled(["SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"], forward):
         yield received
 
 

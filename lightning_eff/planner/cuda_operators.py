@@ -1,17 +1,24 @@
-"""Attention in a prediction for a GPU: by the backend that it would take, with what that holds.
+"""Operators as CUDA computes them, in a prediction for a GPU that need not be present.
 
-Fake tensors are on a CPU, whose choice is another one than CUDA's: it has no dropout, but takes masks. In a
-prediction for CUDA `F.scaled_dot_product_attention` therefore calls the operator that CUDA would run
-(core/attention_backends.py), with masks and heads prepared as in pytorch's attention.cpp; its fake
-result has the shapes that the kernel saves. Dropout saves a mask of bool, as CUDA's fused one does.
+Fake tensors are on a CPU, whose operators keep other tensors than CUDA's for the backward pass. In a
+prediction for CUDA four things are replaced:
 
-Why a kernel of the dispatcher: autocast has cast the operands by then, and every caller comes through it,
+- `F.scaled_dot_product_attention` calls the operator that CUDA would run (core/attention_backends.py), with
+  masks and heads prepared as in pytorch's attention.cpp. Its fake result has the shapes of what is saved.
+- Dropout saves a mask of bool.
+- `F.rms_norm` is one operator, which saves its input and one number a row.
+- Autocast has CUDA's lists: norms, softmax, sums and many pointwise operators compute in float32.
+
+Why kernels of the dispatcher: autocast has cast the operands by then, and every caller comes through it,
 `nn.MultiheadAttention` and checkpoints too. Only under `torch.inference_mode`, without autograd, none does.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +28,13 @@ from torch.nn.attention import (
     SDPBackend,
     _cur_sdpa_kernel_backends,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
 
 aten: Any = torch.ops.aten
+_C: Any = torch._C  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 _NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math",
     SDPBackend.CUDNN_ATTENTION: "cudnn",
@@ -35,8 +44,8 @@ ALIGNMENT = 8
 """Multiple to which torch pads heads for flash attention, and rows of a mask for the efficient one."""
 
 
-class PlannedAttention(AbstractContextManager["PlannedAttention"]):
-    """Compute attention and dropout on fake tensors as a GPU would.
+class CudaOperators(AbstractContextManager["CudaOperators"]):
+    """Run operators on fake tensors as a GPU would.
 
     Args:
         capability: Compute capability times ten; 0 for a CPU, where everything is left as it is.
@@ -44,7 +53,7 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
     Example:
         >>> from lightning_eff.planner.fakes import Fakes
         >>> from lightning_eff.report.flops import FlopCount
-        >>> with Fakes(), PlannedAttention(80), FlopCount() as count:
+        >>> with Fakes(), CudaOperators(80), FlopCount() as count:
         ...     x = torch.empty(2, 4, 1024, 64, dtype=torch.float16, requires_grad=True)
         ...     y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
         >>> print(*count.attention.rows())
@@ -56,12 +65,18 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
         self._library: Any = None
 
     @override
-    def __enter__(self) -> PlannedAttention:
+    def __enter__(self) -> CudaOperators:
         if self._capability:
             self._library = torch.library.Library("aten", "IMPL")
             # Above autograd, whose formulas are those of the operators called here.
             self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
             self._library.impl("dropout", _dropout, "AutogradCPU")
+            self._library.impl("rms_norm", _rms_norm, "AutogradCPU")
+            # Fakes never call it, but an operator with a kernel is not decomposed: it has its own gradient.
+            self._library.impl("_fused_rms_norm", _no_kernel, "CPU")
+            with warnings.catch_warnings(action="ignore"):  # kernels of the CPU's autocast are replaced
+                for name, kernel in autocast_kernels():
+                    self._library.impl(name, kernel, "AutocastCPU", allow_override=True)
         return self
 
     @override
@@ -78,7 +93,7 @@ class PlannedAttention(AbstractContextManager["PlannedAttention"]):
         own: Any = aten.scaled_dot_product_attention.default.decompose
         operands: Any = (query, key, value, attn_mask)
         options: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        if type(query) in {Tensor, nn.Parameter}:  # a real one
+        if _is_real(query):
             return own(*operands, scale=scale, **options)
         call = AttentionCall.of(*operands, **options)
         switches = _switches()
@@ -153,3 +168,81 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001 - torc
     if train and 0 < p < 1 and x.numel():
         return aten.native_dropout(x, p, train)[0]
     return aten.dropout.default.decompose(x, p, train)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return type(tensor) in {Tensor, nn.Parameter}
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    # As in pytorch's layer_norm.cpp: a weight of another dtype has no fused kernel.
+    if _is_real(x) or (weight is not None and weight.dtype != x.dtype):
+        return aten.rms_norm.default.decompose(x, shape, weight, eps)
+    return aten._fused_rms_norm(x, shape, weight, eps)[0]  # noqa: SLF001
+
+
+def _no_kernel(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+# Autocast, by ATen/autocast_mode.h of torch 2.13. An operator that only CUDA's lists have, and that no table
+# here names, computes in float32.
+LOWER = {
+    *("_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot"),
+    *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+}
+"""In the dtype of autocast."""
+FLOAT32_RESULT = {
+    *("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum", "cumprod"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+}
+"""With `dtype=torch.float32`, unless the call has another dtype."""
+WIDEST = {
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put"),
+    *("tensordot", "scatter_add"),
+}
+"""In the widest dtype of the operands."""
+NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+"""The overload that has a dtype."""
+INSIDE = {
+    *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "cudnn_convolution", "cudnn_convolution_transpose"),
+    "_scaled_dot_product_flash_attention",
+}
+"""Called by operators that have cast already."""
+
+
+def autocast_kernels() -> Iterator[tuple[str, Any]]:
+    """Yield operators whose autocast differs between CPU and CUDA, with CUDA's kernel."""
+    registered = _C._dispatch_get_registrations_for_dispatch_key  # noqa: SLF001
+    on_cpu, on_cuda = (
+        {name.removeprefix("aten::") for name in registered(key) if name.startswith("aten::")}
+        for key in ("AutocastCPU", "AutocastCUDA")
+    )
+    for name in on_cpu - on_cuda - {"mkldnn_rnn_layer"}:
+        yield name, torch.library.fallthrough_kernel
+    for name in (on_cuda - on_cpu - INSIDE) | {"grid_sampler"}:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(aten, packet), NORMS.get(name, overload or "default"))
+        yield name, partial(_autocast, operator, name)
+
+
+def _autocast(operator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_cast(x)]
+    low, high = torch.get_autocast_dtype("cpu"), torch.float32
+    with _C._DisableAutocast():  # noqa: SLF001
+        if name in NORMS:
+            return operator(*args, **kwargs, dtype=high if _is_cast(args[0]) else args[0].dtype)
+        if name in FLOAT32_RESULT:
+            given = dict(zip((each.name for each in operator._schema.arguments), args, strict=False))  # noqa: SLF001
+            given |= kwargs
+            if _is_cast(args[0]) and given.get("dtype") is None:
+                given["dtype"] = high
+            return operator(**given)
+        is_low = name in LOWER or (name in WIDEST and all(x.dtype == low for x in tensors))
+        dtype = low if is_low else high
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if _is_cast(x) else x, (args, kwargs))
+        return operator(*args, **kwargs)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64

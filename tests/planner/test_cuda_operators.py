@@ -1,9 +1,11 @@
-"""Attention in a prediction for CUDA: the operator that runs, what it saves, and what `plan` says of it."""
+"""Operators in a prediction for CUDA: which one runs, what it saves, and what `plan` says of attention."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
-from lightning_eff.planner.attention import PlannedAttention
+from lightning_eff.planner import cuda_operators
+from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import Fakes
 from lightning_eff.planner.prediction import Prediction, predict, predict_step
 from lightning_eff.precision.auto import AutoPrecision
@@ -51,7 +54,7 @@ def run(
     keys: int = T, size: int = E, value_size: int | None = None, **options: Any,
 ) -> tuple[list[str], int, Tensor]:  # fmt: skip
     """Return the operators of a call forward and backward, the bytes that it saves, and its result."""
-    with Fakes(), PlannedAttention(capability), Saved() as saved:
+    with Fakes(), CudaOperators(capability), Saved() as saved:
         q = torch.empty(B, H, T, size, dtype=dtype, requires_grad=True)
         k = torch.empty(B, num_kv, keys, size, dtype=dtype, requires_grad=True)
         v = torch.empty(B, num_kv, keys, value_size or size, dtype=dtype, requires_grad=True)
@@ -120,7 +123,7 @@ def test_a_backend_that_is_switched_off_is_not_taken() -> None:
 def test_real_tensors_and_those_afterwards_are_left_to_torch() -> None:
     x = torch.ones(B, H, T, E)
     with Saved() as saved:
-        with PlannedAttention(90):
+        with CudaOperators(90):
             F.scaled_dot_product_attention(x, x, x)
         F.scaled_dot_product_attention(x, x, x)
     assert saved.names == ["flash_attention_for_cpu"] * 2
@@ -179,3 +182,101 @@ def test_flops_are_the_same_and_the_peak_with_dropout_has_no_scores_on_cuda() ->
     held, saved = (each.peak.by_phase["backward"]["activations"] for each in (here, there))
     # The softmax's backward pass, where the peak is, has freed one of the three tensors.
     assert held - saved > here.attention[0].score_bytes * 2 // 3
+
+
+def test_autocast_has_the_lists_of_the_torch_that_is_installed() -> None:
+    header = Path(str(torch.__file__)).with_name("include") / "ATen" / "autocast_mode.h"
+    lists: dict[str, set[str]] = {}
+    for name, body in re.findall(r"#define AT_FORALL_(\w+)\(_\)((?:[^\n]*\\\n)*[^\n]*)", header.read_text()):
+        operators = re.findall(r"_\((?:ADD_NS\()?(\w+)(?:\)?,\s*\"?(?:norm\.)?(\w+)\"?)?[,)]", body)
+        lists[name] = {".".join(filter(None, operator)) for operator in operators}
+    ours = {name: kernel for name, kernel in cuda_operators.autocast_kernels() if hasattr(kernel, "args")}
+    assert lists["LOWER_PRECISION_FP"] & ours.keys() == cuda_operators.LOWER
+    assert lists["FP32_SET_OPT_DTYPE"] & ours.keys() == cuda_operators.FLOAT32_RESULT
+    assert lists["PROMOTE"] == cuda_operators.WIDEST
+    named = {
+        *cuda_operators.LOWER,
+        *cuda_operators.FLOAT32_RESULT,
+        *cuda_operators.WIDEST,
+        *cuda_operators.NORMS,
+    }
+    assert ours.keys() - named == lists["FP32"] & ours.keys()
+
+
+def saved_bytes(capability: int, forward: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> int:
+    """Return the bytes that a forward pass of bfloat16 under autocast keeps, its input included."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    alive: list[Tensor] = []
+    with Fakes(), CudaOperators(capability), torch.autocast("cpu", dtype=HALF):
+        x = torch.empty(shape, dtype=HALF, requires_grad=True) * 1
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = forward(x)
+        out.float().sum().backward()
+    return sum(kept.values())
+
+
+WIDTH = 64
+N = 8 * 16 * WIDTH
+ROW = 8 * 16 * 4
+"""Bytes of one float32 number a row."""
+KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    # the float32 copy of the input, and what normalizes a row
+    "RMSNorm": (lambda x: F.rms_norm(x, (WIDTH,)), 4 * N + ROW),
+    "LayerNorm": (lambda x: F.layer_norm(x, (WIDTH,)), 4 * N + 2 * ROW),
+    "GroupNorm": (lambda x: F.group_norm(x, 8), 4 * N + 2 * 8 * 8 * 4),
+    # the result, in float32
+    "softmax": (lambda x: x.softmax(-1), 4 * N),
+    "exp": (lambda x: x.exp(), 4 * N),
+    # the float32 copies of the input
+    "pow": (lambda x: x.pow(2), 4 * N),
+    "softplus": (F.softplus, 4 * N),
+    # nothing: a sum has no need of its input
+    "sum": (lambda x: x.sum(-1), 0),
+    # the input as it is; a norm's result in float32
+    "norm": (lambda x: x.norm(dim=-1), 2 * N + ROW),
+    "SiLU": (F.silu, 2 * N),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_autocast_of_cuda_keeps_float32_where_a_cpu_does_not(name: str) -> None:
+    forward, expected = KEPT[name]
+    assert saved_bytes(90, forward, (8, 16, WIDTH)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(("dtype", "is_fused"), [(None, True), (torch.float32, True), (HALF, False)])
+def test_rms_norm_is_one_operator_if_its_weight_has_the_dtype_of_the_input(
+    dtype: torch.dtype | None, is_fused: bool
+) -> None:
+    with Fakes(), CudaOperators(90):
+        x = torch.empty(4, WIDTH, requires_grad=True)
+        weight = None if dtype is None else torch.empty(WIDTH, dtype=dtype, requires_grad=True)
+        assert ("FusedRmsNorm" in str(F.rms_norm(x, (WIDTH,), weight).grad_fn)) == is_fused
+
+
+def test_cross_entropy_of_low_logits_is_that_of_its_parts() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.flatten(0, 1), torch.zeros(8 * 16, dtype=torch.long))
+
+    with Fakes(), CudaOperators(90), torch.autocast("cpu", dtype=HALF):
+        assert loss(torch.empty(8, 16, WIDTH, dtype=HALF)).dtype == torch.float32
+    logits, log_probabilities, targets, weight_of_all = 2 * N, 4 * N, 8 * 16 * 8, 4
+    expected = logits + log_probabilities + targets + weight_of_all
+    assert saved_bytes(90, loss, (8, 16, WIDTH)) == expected
+
+
+def test_after_a_prediction_autocast_is_that_of_the_cpu() -> None:
+    x = torch.ones(4, 4, dtype=HALF)
+    with CudaOperators(90), torch.autocast("cpu", dtype=HALF):
+        inside = F.layer_norm(x, (4,)).dtype, F.cross_entropy(x, x).dtype
+    with torch.autocast("cpu", dtype=HALF):
+        afterwards = F.layer_norm(x, (4,)).dtype, F.cross_entropy(x, x).dtype
+    assert inside[0] == torch.float32
+    assert afterwards == (HALF, torch.float32)
