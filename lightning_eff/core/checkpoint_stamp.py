@@ -53,6 +53,7 @@ def load_stamp(
 ) -> None:
     """Restore this callback's state and the position in the epoch, check later: `on_load_checkpoint`."""
     del pl_module
+    count_untrained_batches(checkpoint)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
     if isinstance(state, dict):
@@ -135,6 +136,25 @@ def _mismatch(value: str, expected: str) -> ConfigError:
     remedy = "ckpt_path=PATH of a run with this optimizer, or the optimizer of that run"
     allowed = f"{expected}: one optimizer cannot load the state of another"
     return ConfigError(key="optimizer", value=value, allowed=allowed, remedies=[remedy])
+
+
+def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
+    """Count batches that were not trained on like others; a second call changes nothing.
+
+    Lightning 2.6 counts a batch of None as not started, and one that `on_train_batch_start` rejects as not
+    completed. Both would hide from it that the run was saved at the end of a batch.
+    """
+    loop = nested_dict(checkpoint, "loops", "fit_loop")
+    epoch = nested_dict(loop, "epoch_progress", "total")
+    total, current = (nested_dict(loop, "epoch_loop.batch_progress", key) for key in ("total", "current"))
+    keys = ("ready", "started", "processed", "completed")
+    if any(not isinstance(counts.get(key), int) for counts in (epoch, total, current) for key in keys):
+        return
+    if current["processed"] == current["ready"]:
+        current["started"] = current["ready"]
+        if epoch["processed"] == epoch["started"]:
+            current["completed"] = current["ready"]
+    total |= {key: total["ready"] - current["ready"] + current[key] for key in keys}
 
 
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
