@@ -50,7 +50,7 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first.remove_hooks()
+        self._first.end()
 
     @override
     def on_exception(

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
+from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -70,7 +72,43 @@ def test_a_window_of_batches_is_judged_as_a_whole(net: Callable[..., Net]) -> No
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_step_that_returns_nothing_stops_the_run(net: Callable[..., Net]) -> None:
+@pytest.mark.parametrize(("skipped", "window"), [((0,), 1), ((0, 1, 2), 2)])
+@pytest.mark.parametrize("kind", ["check", "adapter", "in the backward pass"])
+def test_the_first_step_with_a_backward_pass_is_checked(
+    net: Callable[..., Net], kind: str, skipped: tuple[int, ...], window: int
+) -> None:
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            if kind != "in the backward pass":
+                return super().configure_optimizers()
+            return InBackward(self.parameters(), lr=0.1, optimizer=torch.optim.SGD)
+
+    for forgets in (False, True):
+        model = net()
+        model.__class__ = Skips
+        saved = ["forgotten"] if forgets else []
+        if forgets:
+            model.forgotten = nn.Linear(2, 2)
+        adapter = PeftAdapter(target_modules=["first", "second"], modules_to_save=saved, options={"r": 2})
+        callback = adapter if kind == "adapter" else GradientCheck(unused=["norm.bias"])
+        trainer = make_trainer(
+            callbacks=[callback],
+            max_steps=6,
+            accumulate_grad_batches=window if kind != "in the backward pass" else 1,
+        )
+        if not forgets:
+            trainer.fit(model, make_loader(64))
+            continue
+        with pytest.raises(GradientError, match=r"forgotten.*no gradient after the first step"):
+            trainer.fit(model, make_loader(64))
+        assert 1 <= len(model.losses) <= window
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_run_without_a_backward_pass_ends_with_an_error(net: Callable[..., Net]) -> None:
     model = net()
     model.training_step = lambda batch, batch_idx: None
     with pytest.raises(GradientError, match="6 parameters"):
