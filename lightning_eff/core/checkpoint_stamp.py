@@ -26,8 +26,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import CheckpointError, ConfigError
+from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
+from lightning_eff.core.optimization.first_gradients import parameters_have
 from lightning_eff.core.technique import name_of
 
 KEY = "lightning_eff"
@@ -64,7 +66,8 @@ def load_stamp(
 def check_on_restore(trainer: pl.Trainer) -> None:
     """Check the optimizers right before their states are loaded, when they are known; once for all callers.
 
-    The load then raises a ConfigError for the state of other optimizers.
+    The load then raises a ConfigError for the state of other optimizers, and a CheckpointError for trained
+    weights that are not finite.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -74,7 +77,12 @@ def check_on_restore(trainer: pl.Trainer) -> None:
     def check_and_load(checkpoint: Mapping[str, Any]) -> None:
         del strategy.load_optimizer_state_dict
         states = checkpoint.get("optimizer_states") or ()
+        parameters = trainer.lightning_module.named_parameters()
         try:
+            if broken := nonfinite({name: p for name, p in parameters if p.requires_grad}):
+                text = f"checkpoint {trainer.ckpt_path} is not loaded: {parameters_have(sorted(broken))} "
+                text += "values that are not finite\n  try: ckpt_path=PATH of an earlier checkpoint"
+                raise CheckpointError(text)
             check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
             load_states(checkpoint)
         except Exception:
