@@ -113,7 +113,10 @@ class ExactStep(_AutomaticOptimization):
         """Train on one batch; step if it completes its window."""
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         if not self._is_complete and self._epoch != self.trainer.current_epoch:
-            self._drop_window("the loader ended before its length says")
+            self._reject_shards("a loader that ends before its length says")
+            self._is_complete = True
+            text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
+            warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
         if self._is_complete:
             # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
             length, num_batches = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
@@ -157,21 +160,26 @@ class ExactStep(_AutomaticOptimization):
         self._update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _end_window(self, batch_idx: int) -> None:
-        strategy: Any = self.trainer.strategy
-        if isinstance(strategy.model, DistributedDataParallel):
-            ddp.average_gradients(strategy.model)  # as the last backward pass would have done
-        elif not isinstance(strategy, SingleDeviceStrategy):
-            self._drop_window("an epoch ended on a batch that is not trained on, and gradients are sharded")
-            return
+        self._reject_shards("an epoch that ends on a batch that is not trained on")
+        model = self.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            ddp.average_gradients(model)  # as the last backward pass would have done
         self._is_complete, self._is_skipped = True, False
         self.num_cut_steps += 1
         self._position += 1
         self._optimizer_step(batch_idx, lambda: None)
 
-    def _drop_window(self, reason: str) -> None:
-        self._is_complete = True
-        text = f"the last {self._position} batches of epoch {self._epoch} are dropped: {reason}"
-        warnings.warn(text, ConflictWarning, stacklevel=2)
+    def _reject_shards(self, what: str) -> None:
+        """Reject an unfinished window whose gradients only another backward pass would reduce into shards."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
+            return
+        raise ConfigError(
+            key="strategy",
+            value=type(strategy).__name__,
+            allowed=f"one device or ddp, with several batches a step and {what}",
+            remedies=["strategy=ddp", "~callbacks.gradient_accumulation"],
+        )
 
     @property
     def may_have_several_passes(self) -> bool:
