@@ -118,8 +118,7 @@ class Durable(CheckpointIO):
         self._cleaned: set[Path] = set()
         self._writer = BackgroundWriter()
         self._is_run_over = False
-        self._newest: Path | None = None  # the last checkpoint that was saved or loaded
-        self._nonfinite: set[str] | None = None  # tensors of it that were not finite: buffers, on purpose
+        self._nonfinite: set[str] | None = None  # tensors of the first checkpoint: buffers, on purpose
 
     def facts(self) -> Facts:
         """Warn of strategies that write their checkpoints without this plugin."""
@@ -172,11 +171,10 @@ class Durable(CheckpointIO):
             states = dict(enumerate(tree_leaves(checkpoint.get("optimizer_states")) if found else ()))
             self._nonfinite = set() if nonfinite(states) else found
         if broken := sorted(found - self._nonfinite):
-            good = (
-                f"the last finite checkpoint is {self._newest}" if self._newest else "none was saved before"
-            )
-            text = f"checkpoint {path} was not saved: {parameters_have(broken)} values that are not finite"
-            text += f"; {good}\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
+            text = f"checkpoint {path} was not saved: {parameters_have(broken)} values that are not finite; "
+            kept = sorted((p.stat().st_mtime_ns, p) for p in self._own_files if p.exists())
+            text += f"the last finite checkpoint is {kept[-1][1]}" if kept else "none was saved before"
+            text += "\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
             raise CheckpointError(text)
 
     def _write(self, target: Path, fill: Callable[[Any], object]) -> None:
@@ -188,7 +186,6 @@ class Durable(CheckpointIO):
         self._count_save(target, written.num_bytes, time.perf_counter() - start)
 
     def _count_save(self, target: Path, num_bytes: int, duration_s: float) -> None:
-        self._newest = target
         self._own_files.add(_resolve_folder(target))
         self._own_folders.add(_resolve_folder(target).parent)
         self._statistics.num_saves += 1
@@ -205,7 +202,6 @@ class Durable(CheckpointIO):
         """Record a folder that a strategy verified and loaded."""
         self._clean_up(path.parent)
         self._statistics.num_verified += 1
-        self._newest = path
         self._own_files.add(_resolve_folder(path))
 
     @override
@@ -243,7 +239,7 @@ class Durable(CheckpointIO):
                 self._statistics.num_without_digest += 1
                 text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
                 warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
-            self._newest, self._nonfinite = target, nonfinite(nested_dict(state, "state_dict"))
+            self._nonfinite = nonfinite(nested_dict(state, "state_dict"))
             return state
 
         return digest.read_with(target, load)

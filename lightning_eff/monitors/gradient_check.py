@@ -103,10 +103,8 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
         self._num_unread = self.max_nonfinite_steps - num_in_row
         if not self._num_unread:
             save_nothing_on_exception(trainer)
-            good = _newest_finite(trainer)
-            text = (
-                f"the loss was not finite in {num_in_row} steps in a row, up to step {trainer.global_step}; "
-            )
+            good, step = _newest_finite(trainer), trainer.global_step
+            text = f"the loss was not finite in {num_in_row} steps in a row, up to step {step}; "
             text += f"the last finite checkpoint is {good}" if good else "no finite checkpoint was saved"
             text += "\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
             text += "\n  try: monitors.gradient_check.max_nonfinite_steps=null"

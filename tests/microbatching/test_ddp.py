@@ -21,6 +21,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
+from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
 from tests.support.language import VOCAB_SIZE, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
@@ -200,7 +201,10 @@ def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
     results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[1:3], swapped, strict=True)]
-    results["ends"] = [exact(size, 2, True, 0.05, ends_at=3) for size in (None, 3, "auto")]
+    results["ends"] = [
+        exact(size, 2, True, 0.05, GradientCheck(max_nonfinite_steps=1), ends_at=3)
+        for size in (None, 3, "auto")
+    ]
     results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
     results["adapted"] = adapted(2)
     results["faults"] = [with_fault(*case) for case in FAULTS]
