@@ -33,6 +33,7 @@ SOURCES = [
     (f"{EPOCH_LOOP}.advance", "self._broadcast_sigterm_tensor()"),
     (f"{EPOCH_LOOP}._on_before_fetch", ".train_dataloader_next"),
     (EPOCH_LOOP, "_num_ready_batches_reached"),
+    (f"{EPOCH_LOOP}.advance", 'self.update_lr_schedulers("step", update_plateau_schedulers=False)'),
     (AUTOMATIC, "_should_accumulate()"),
     ("lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric", "_forward_cache"),
     ("torch.nn.parallel:DistributedDataParallel", "require_forward_param_sync"),

@@ -19,7 +19,8 @@ Costs: a step waits for all its batches. With weights that are tensors on a GPU,
     micro-batch; with weights on several ranks, one all-reduce of a number per step.
 When not: the batch fits: one large batch is faster.
 Conflicts: Lightning's own `accumulate_grad_batches` and GradientAccumulationScheduler, its
-    DeepSpeedStrategy (which accumulates itself) and manual optimization, rejected.
+    DeepSpeedStrategy (which accumulates itself), manual optimization, and optimizers that evaluate the
+    closure again (LBFGS, SAM), rejected.
 Source: the exact gradient of a weighted mean; what Lightning computes instead:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """

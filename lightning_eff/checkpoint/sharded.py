@@ -23,7 +23,7 @@ loops' and optimizers' plain values nor digests, and would be a second format be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
@@ -52,6 +52,8 @@ OTHER_FORMATS = {
 class CheckpointListener(Protocol):
     """A `CheckpointIO` that is notified of folders which a strategy writes and reads itself."""
 
+    check_weights: Callable[[Mapping[str, Any], Path], None]
+    """Reject the weights of a checkpoint that are not finite, before it is saved to a path."""
     folder_saved: Callable[[Path, int, float], None]
     """Record a saved folder: its path, the bytes of all ranks' files, and the seconds that it took."""
     folder_loaded: Callable[[Path], None]

@@ -8,6 +8,8 @@ flipped bit. Only tensors and plain values are unpickled. A checkpoint also name
 removes later; here only a file written by this plugin is removed, in a folder that this run saves to, so that
 a foreign checkpoint cannot choose what is deleted.
 
+Weights that are no longer finite are not saved: the error ends the run, and the last finite checkpoint stays.
+
 With `asynchronous` the state is serialized into memory at the call and written by a thread, one save at a
 time. A removal waits for the save before it and is skipped if that failed. An error is raised at the next
 save, load or end of the run.
@@ -33,13 +35,14 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff.checkpoint import digest, sharded, sharded_write
@@ -49,7 +52,10 @@ from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
+from lightning_eff.core.finite import nonfinite
+from lightning_eff.core.optimization.first_gradients import parameters_have
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
@@ -80,8 +86,8 @@ class Durable(CheckpointIO):
         require_digest: Reject checkpoints without a digest, such as stock Lightning's.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), is damaged, or holds
-            more than tensors and plain values.
+        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has weights that are
+            not finite, is damaged, or holds more than tensors and plain values.
         ConfigError: A flag is neither True nor False.
 
     Warns:
@@ -112,6 +118,7 @@ class Durable(CheckpointIO):
         self._cleaned: set[Path] = set()
         self._writer = BackgroundWriter()
         self._is_run_over = False
+        self._nonfinite: set[str] | None = None  # tensors of the first checkpoint: buffers, on purpose
 
     def facts(self) -> Facts:
         """Warn of strategies that write their checkpoints without this plugin."""
@@ -139,6 +146,7 @@ class Durable(CheckpointIO):
         start = time.perf_counter()
         target = _local(path)
         self._writer.wait()
+        self.check_weights(checkpoint, target)
         self._clean_up(target.parent)
         if self.asynchronous and not self._is_run_over:
             buffer = io.BytesIO()
@@ -151,6 +159,23 @@ class Durable(CheckpointIO):
         else:
             self._write(target, lambda file: torch.save(checkpoint, file))
         self._statistics.waited_s += time.perf_counter() - start
+
+    def check_weights(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+        """Reject weights that are no longer finite; in a first save, if the optimizer's state is not finite.
+
+        Raises:
+            CheckpointError: There are some.
+        """
+        found = nonfinite(nested_dict(checkpoint, "state_dict"))
+        if self._nonfinite is None:
+            states = dict(enumerate(tree_leaves(checkpoint.get("optimizer_states")) if found else ()))
+            self._nonfinite = set() if nonfinite(states) else found
+        if broken := sorted(found - self._nonfinite):
+            text = f"checkpoint {path} was not saved: {parameters_have(broken)} values that are not finite; "
+            kept = sorted((p.stat().st_mtime_ns, p) for p in self._own_files if p.exists())
+            text += f"the last finite checkpoint is {kept[-1][1]}" if kept else "none was saved before"
+            text += "\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
+            raise CheckpointError(text)
 
     def _write(self, target: Path, fill: Callable[[Any], object]) -> None:
         start = time.perf_counter()
@@ -214,6 +239,7 @@ class Durable(CheckpointIO):
                 self._statistics.num_without_digest += 1
                 text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
                 warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
+            self._nonfinite = nonfinite(nested_dict(state, "state_dict"))
             return state
 
         return digest.read_with(target, load)

@@ -26,8 +26,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import CheckpointError, ConfigError
+from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
+from lightning_eff.core.optimization.first_gradients import parameters_have
 from lightning_eff.core.technique import name_of
 
 KEY = "lightning_eff"
@@ -53,6 +55,7 @@ def load_stamp(
 ) -> None:
     """Restore this callback's state and the position in the epoch, check later: `on_load_checkpoint`."""
     del pl_module
+    count_untrained_batches(checkpoint)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
     if isinstance(state, dict):
@@ -63,7 +66,8 @@ def load_stamp(
 def check_on_restore(trainer: pl.Trainer) -> None:
     """Check the optimizers right before their states are loaded, when they are known; once for all callers.
 
-    The load then raises a ConfigError for the state of other optimizers.
+    The load then raises a ConfigError for the state of other optimizers, and a CheckpointError for trained
+    weights that are not finite.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -73,7 +77,12 @@ def check_on_restore(trainer: pl.Trainer) -> None:
     def check_and_load(checkpoint: Mapping[str, Any]) -> None:
         del strategy.load_optimizer_state_dict
         states = checkpoint.get("optimizer_states") or ()
+        parameters = trainer.lightning_module.named_parameters()
         try:
+            if broken := nonfinite({name: p for name, p in parameters if p.requires_grad}):
+                text = f"checkpoint {trainer.ckpt_path} is not loaded: {parameters_have(sorted(broken))} "
+                text += "values that are not finite\n  try: ckpt_path=PATH of an earlier checkpoint"
+                raise CheckpointError(text)
             check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
             load_states(checkpoint)
         except Exception:
@@ -135,6 +144,25 @@ def _mismatch(value: str, expected: str) -> ConfigError:
     remedy = "ckpt_path=PATH of a run with this optimizer, or the optimizer of that run"
     allowed = f"{expected}: one optimizer cannot load the state of another"
     return ConfigError(key="optimizer", value=value, allowed=allowed, remedies=[remedy])
+
+
+def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
+    """Count batches that were not trained on like others; a second call changes nothing.
+
+    Lightning 2.6 counts a batch of None as not started, and one that `on_train_batch_start` rejects as not
+    completed. Both would hide from it that the run was saved at the end of a batch.
+    """
+    loop = nested_dict(checkpoint, "loops", "fit_loop")
+    epoch = nested_dict(loop, "epoch_progress", "total")
+    total, current = (nested_dict(loop, "epoch_loop.batch_progress", key) for key in ("total", "current"))
+    keys = ("ready", "started", "processed", "completed")
+    if any(not isinstance(counts.get(key), int) for counts in (epoch, total, current) for key in keys):
+        return
+    if current["processed"] == current["ready"]:
+        current["started"] = current["ready"]
+        if epoch["processed"] == epoch["started"]:
+            current["completed"] = current["ready"]
+    total |= {key: total["ready"] - current["ready"] + current[key] for key in keys}
 
 
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:

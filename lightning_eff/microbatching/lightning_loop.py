@@ -8,8 +8,9 @@ Lightning calls. `training_step` may return a weight next to the mean loss,
 
 The way of the batch size: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
 `accumulate_grad_batches`, which `run` reads where a window begins and passes to `Window.begin(num_batches)`.
-A window that the end of an epoch cuts short is divided by what it has. A step that a loss scaler skips does
-not count: neither the schedule nor `global_step` advances.
+A window that the end of an epoch cuts short is divided by what it has. It steps also if the epoch ends on a
+batch that is not trained on (the loader gave None, or `on_train_batch_start` returned -1). A step that a loss
+scaler skips does not count: neither the schedule nor `global_step` advances.
 
 Why a subclass: Lightning divides by the window's nominal length before the backward pass, when neither the
 weights nor the real length are known, and has no hook between the last backward pass and the clipping.
@@ -19,6 +20,8 @@ here.
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,12 +35,16 @@ from lightning.pytorch.loops.optimization.automatic import (
     ClosureResult,
     _AutomaticOptimization,  # pyright: ignore[reportPrivateUsage]
 )
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_strategy_hook  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
+from lightning_eff.core.errors import ConfigError, ConflictWarning
+from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.micro_batch_runner import (
     Arguments,
     MicroBatchRunner,
@@ -97,12 +104,23 @@ class ExactStep(_AutomaticOptimization):
         self._position = 0  # of the current batch in its window, from 1
         self._is_complete = True
         self._is_skipped = False
+        self._loss: Tensor | None = None  # the last one of the window
+        self._epoch = self._batch_idx = -1  # of the current window, and of the last batch trained on
+        self._update_lr_schedulers = trainer.fit_loop.epoch_loop.update_lr_schedulers
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch; step if it completes its window."""
+        epoch_loop: Any = self.trainer.fit_loop.epoch_loop
+        if not self._is_complete and self._epoch != self.trainer.current_epoch:
+            self._reject_shards("a loader that ends before its length says")
+            self._is_complete = True
+            text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
+            warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
         if self._is_complete:
-            self._num_batches = self.trainer.accumulate_grad_batches
+            # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
+            length, num_batches = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
+            self._num_batches = int(num_batches) if self._skip_backward else length
             # A precision plugin may create its loss scaler only when a fit begins.
             self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
             self._position = 0
@@ -114,15 +132,54 @@ class ExactStep(_AutomaticOptimization):
                     self.is_search_due = False
                     self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
                 self._runner.begin()
+            self._epoch, self._loss = self.trainer.current_epoch, None
         self._is_skipped = False
+        self._batch_idx = epoch_loop.total_batch_idx
         self._position += 1
         self._is_complete = self._position >= self._num_batches
         if not self._is_complete:
-            epoch_loop: Any = self.trainer.fit_loop.epoch_loop
             self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
-        return super().run(optimizer, batch_idx, kwargs)
+        outputs = super().run(optimizer, batch_idx, kwargs)
+        # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
+        return outputs | {"loss": outputs["loss"] / self._num_batches} if outputs else outputs
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
+        """Do as Lightning, which calls it after each batch; a batch that was not trained on made no step.
+
+        If such a batch ends the epoch, the rest of the window makes a step first.
+        """
+        epoch_loop: Any = self.trainer.fit_loop.epoch_loop
+        is_trained = self._batch_idx == epoch_loop.total_batch_idx
+        if interval == "step" and not update_plateau_schedulers and not is_trained:
+            self._is_skipped = True
+            is_over = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
+            if is_over and not self._is_complete and not self._skip_backward:
+                self._end_window(epoch_loop.batch_idx)
+        self._update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _end_window(self, batch_idx: int) -> None:
+        self._reject_shards("an epoch that ends on a batch that is not trained on")
+        model = self.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            ddp.average_gradients(model)  # as the last backward pass would have done
+        self._is_complete, self._is_skipped = True, False
+        self.num_cut_steps += 1
+        self._position += 1
+        self._optimizer_step(batch_idx, lambda: None)
+
+    def _reject_shards(self, what: str) -> None:
+        """Reject an unfinished window whose gradients only another backward pass would reduce into shards."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
+            return
+        raise ConfigError(
+            key="strategy",
+            value=type(strategy).__name__,
+            allowed=f"one device or ddp, with several batches a step and {what}",
+            remedies=["strategy=ddp", "~callbacks.gradient_accumulation"],
+        )
 
     @property
     def may_have_several_passes(self) -> bool:
@@ -195,6 +252,7 @@ class ExactStep(_AutomaticOptimization):
             text = "training_step returned None on one of several ranks, which would leave the others waiting"
             raise RuntimeError(text)
         result = self.output_result_cls.from_training_step_output(output)
+        self._loss = self._loss if result.loss is None else result.loss
         weight = weight_of(output)
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
@@ -206,12 +264,25 @@ class ExactStep(_AutomaticOptimization):
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
+        evaluations = itertools.count()
+
         def closure() -> Any:
+            if next(evaluations) and self._position > 1:
+                save_nothing_on_exception(self.trainer)  # the optimizer has moved the weights for a trial
+                raise ConfigError(
+                    key="optimizer",
+                    value=type(self.trainer.optimizers[0]).__name__,
+                    allowed="one that evaluates its closure once: in a step of several batches another "
+                    "evaluation would have the gradient of the last batch alone",
+                    remedies=["~callbacks.gradient_accumulation", "a larger batch, split by MicroBatch"],
+                )
             loss = train_step_and_backward_closure()
             if self._runner is not None:
                 self._runner.retry.finish()
-            self._window.correct()
-            return loss
+            if not self._skip_backward:  # else gradients are those of an earlier step
+                self._window.correct()
+            # Without a loss float16's scaler would not step; the window may have one of an earlier batch.
+            return self._loss if loss is None else loss
 
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
@@ -255,6 +326,7 @@ def install(trainer: pl.Trainer) -> ExactStep:
     loop = ExactStep(trainer, present)
     epoch_loop.automatic_optimization = loop
     epoch_loop._should_accumulate = loop.should_accumulate  # noqa: SLF001
+    epoch_loop.update_lr_schedulers = loop.update_lr_schedulers
     return loop
 
 
@@ -264,4 +336,5 @@ def uninstall(trainer: pl.Trainer) -> None:
     present = epoch_loop.automatic_optimization
     if isinstance(present, ExactStep):
         epoch_loop.automatic_optimization = present.replaced
-        epoch_loop.__dict__.pop("_should_accumulate", None)
+        for name in ("_should_accumulate", "update_lr_schedulers"):
+            epoch_loop.__dict__.pop(name, None)

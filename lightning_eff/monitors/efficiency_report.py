@@ -44,7 +44,6 @@ from lightning_eff.core.errors import NoEffectWarning, is_out_of_memory, suggest
 from lightning_eff.core.log_filters import IS_REPORT
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
-from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.report import files, summary
 from lightning_eff.report.history import Losses, Validation
 from lightning_eff.report.live_bytes import state_bytes
@@ -161,10 +160,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self.meter.end_batch(batch, num_steps=step - self._first_step)
         if self._logged is not None:
             self._logged.end_batch(trainer)
-        # Lightning's own loop divides a batch's loss by accumulate_grad_batches; ExactStep does not.
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        is_divided = pl_module.automatic_optimization and not isinstance(loop, ExactStep)
-        divisor = trainer.accumulate_grad_batches if is_divided else 1
+        # In automatic optimization Lightning divides a batch's loss by accumulate_grad_batches.
+        divisor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._losses.add(step if step > self._last_step else step + 1, outputs, divisor)
         self._last_step = step
 

@@ -1,11 +1,15 @@
-"""Stop a run whose first optimizer step finds a trainable parameter without a finite gradient.
+"""Stop a run that learns nothing: parameters without a finite gradient, or a loss that stays NaN or infinite.
 
 With a layer that is not called, an adapter after a detached input, or a loss of NaN, training continues and
-learns nothing. The check runs once, after the first step, and removes its hook. A step that a loss scaler
-skips does not count.
+learns nothing. Gradients are checked once, after the first step that had a backward pass. A step that a loss
+scaler skips does not count.
+
+The loss of each step is checked on its device, and the result read every `max_nonfinite_steps` steps. In
+manual optimization the loss is what `training_step` returns. The error names the newest checkpoint of the run
+whose weights are finite.
 
 Saves: a run that would train nothing.
-Costs: one pass over the gradients in the first step.
+Costs: one pass over the gradients in the first step; a few operations on one number a batch.
 When not: layers are skipped on purpose: name them in `unused`.
 Conflicts: models that skip layers on purpose must name them in `unused`.
 Source: none
@@ -13,24 +17,38 @@ Source: none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import rules
-from lightning_eff.core.optimization.first_gradients import FirstGradients
+from lightning_eff.core.arguments import Count, check_arguments
+from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
+from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.finite import nonfinite
+from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 
 
 class GradientCheck(RejectsTransformersTrainer, pl.Callback):
-    """Stop a run whose first step left parameters without a finite gradient.
+    """Stop a run whose first step left parameters without a finite gradient, or whose loss stays non-finite.
 
     Args:
         unused: Patterns of parameter names (`decoder.*`) that need no gradient; None for none.
+        max_nonfinite_steps: Steps in a row with a loss of NaN or infinity that stop the run; None: never.
 
     Raises:
-        GradientError: After the first step of an optimizer.
+        GradientError: After the first step of an optimizer, after so many steps in a row, or at the end of a
+            run that had no backward pass.
 
     Example:
         >>> check = GradientCheck(unused=["teacher.*"])
@@ -39,21 +57,76 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
 
     setup = rules.reject_legacy_trainer
 
-    def __init__(self, *, unused: Sequence[str] | None = None) -> None:
+    @check_arguments
+    def __init__(
+        self, *, unused: Sequence[str] | None = None, max_nonfinite_steps: Count | None = 10
+    ) -> None:
         self.unused = unused
+        self.max_nonfinite_steps = max_nonfinite_steps
         remedy = "freeze them, or name them: monitors.gradient_check.unused=[PATTERN]"
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first.watch(pl_module, trainer.optimizers)
+        self._num_in_row = torch.zeros((), device=trainer.strategy.root_device)
+        self._loss: Tensor | None = None  # sum over the current step
+        self._has_stepped = False
+        self._num_unread = self.max_nonfinite_steps or 0  # steps until the number can reach its limit
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._has_stepped = True  # or a loss scaler skips the step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.max_nonfinite_steps is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            total = loss.detach().float().sum()
+            self._loss = total if self._loss is None else self._loss + total
+        if not self._has_stepped:
+            return
+        if self._loss is not None:
+            self._num_in_row = (self._num_in_row + 1) * ~self._loss.isfinite()
+        self._loss, self._has_stepped = None, False
+        self._num_unread -= 1
+        if self._num_unread:
+            return
+        # All ranks take part, at the same steps.
+        num_in_row = int(trainer.strategy.reduce(self._num_in_row, reduce_op="max"))
+        self._num_unread = self.max_nonfinite_steps - num_in_row
+        if not self._num_unread:
+            save_nothing_on_exception(trainer)
+            good, step = _newest_finite(trainer), trainer.global_step
+            text = f"the loss was not finite in {num_in_row} steps in a row, up to step {step}; "
+            text += f"the last finite checkpoint is {good}" if good else "no finite checkpoint was saved"
+            text += "\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
+            text += "\n  try: monitors.gradient_check.max_nonfinite_steps=null"
+            raise GradientError(text)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first.remove_hooks()
+        self._first.end()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._first.remove_hooks()
+
+
+def _newest_finite(trainer: pl.Trainer) -> Path | None:
+    """Return the newest of the run's checkpoints whose weights are finite."""
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    paths = {path for saver in savers for path in Path(saver.dirpath or "").glob("*.ckpt") if path.exists()}
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        with suppress(CheckpointError, FileNotFoundError):
+            if not nonfinite(stored_weights.weights(path)):
+                return path
+    return None

@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint import atomic_write, digest
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.checkpoint_io.durable import Durable
@@ -85,6 +86,76 @@ def test_a_save_after_the_run_and_weights_only(net: Callable[..., Net], tmp_path
     trainer.fit(net(), make_loader())
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert "optimizer_states" not in Durable().load_checkpoint(tmp_path / "weights.ckpt")
+
+
+class Breaks(Net):
+    """Has a loss of NaN from a step on, and buffers that are not finite on purpose."""
+
+    breaks_at, make_optimizer = 100, torch.optim.AdamW
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan]))
+        self.register_buffer("lowest", torch.tensor(torch.inf))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.lowest = torch.full_like(self.lowest, torch.inf if self.global_step > 4 else 1.0)
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if self.global_step >= self.breaks_at else loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters(), lr=0.01)
+
+
+def assert_finite(folder: Path) -> None:
+    for path in folder.glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for name, value in state.items() if "." in name), path
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("breaks_at", "keywords", "left"),
+    [
+        (5, {"save_last": False}, ["step=2.ckpt", "step=4.ckpt"]),
+        (5, {"save_top_k": 1, "monitor": None, "save_on_exception": True}, ["last.ckpt", "step=4.ckpt"]),
+        (5, {"save_top_k": 1, "monitor": None, "save_weights_only": True}, ["last.ckpt", "step=4.ckpt"]),
+        (0, {}, []),
+    ],
+)
+def test_no_checkpoint_has_weights_that_are_not_finite(
+    breaks_at: int, keywords: dict[str, Any], left: list[str], asynchronous: bool, tmp_path: Path
+) -> None:
+    model = Breaks()
+    model.breaks_at = breaks_at
+    good = r"last finite checkpoint is .*step=4\.ckpt|last\.ckpt" if left else "none was saved before"
+    with pytest.raises(CheckpointError, match=rf"first\.weight.* not finite; .*({good})"):
+        fit(tmp_path, model, Durable(asynchronous=asynchronous), **keywords)
+    assert len(names(tmp_path)) == len(left)
+    assert set(names(tmp_path)) >= {name for name in left if "4" in name}
+    assert_finite(tmp_path)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Be aware that when using `ckpt_path`", "ignore::lightning_eff.core.errors.NoEffectWarning"
+)
+def test_a_resumed_run_keeps_the_checkpoint_that_it_began_from(tmp_path: Path) -> None:
+    """Buffers that are not finite are none of it, also a number that becomes infinite."""
+    model, broken, frozen = Breaks(), Breaks(), Breaks()
+    for each in (model, broken, frozen):
+        each.make_optimizer = torch.optim.SGD  # it has no state
+    fit(tmp_path, model, Durable(), max_steps=8, monitor=None, save_top_k=1, save_last=False)
+    broken.breaks_at, path = 9, tmp_path / "step=8.ckpt"
+    with pytest.raises(CheckpointError, match=r"not finite; the last finite checkpoint is .*step=8\.ckpt"):
+        fit(tmp_path, broken, Durable(), resume=path, monitor=None, save_top_k=1, save_last=False)
+    assert names(tmp_path) == ["step=8.ckpt"]
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["second.bias"][0] = torch.inf
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=r"the parameter second\.bias has values that are not finite"):
+        make_trainer(callbacks=[EmptyCache()]).fit(model, make_loader(), ckpt_path=path)
+    frozen.second.bias.requires_grad_(False)
+    make_trainer(callbacks=[EmptyCache()], max_steps=9).fit(frozen, make_loader(), ckpt_path=path)
 
 
 def hostile(path: Path, victim: str) -> Path:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.exact_resume import ExactResume
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import checkpoint_stamp
@@ -182,3 +183,39 @@ def test_a_run_that_its_steps_ended_goes_on_at_its_place(stop: int, how: str, tm
     path = tmp_path / str(stop) / f"step={stop}.ckpt"
     assert first + run(13, ExactResume(), resume=path) == whole
     assert first + run(13, resume=path) != whole
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None", "ignore:The dirpath has changed from")
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("missing", "ends_at"), [((5,), -1), ((3,), -1), ((0, 4, 5), -1), ((), 3)])
+def test_a_run_with_batches_that_are_not_trained_on_goes_on_at_its_place(
+    missing: tuple[int, ...], ends_at: int, window: int, tmp_path: Path
+) -> None:
+    """Two epochs of six batches, some of them None, or ended by a hook; resumed at each of their steps."""
+
+    def run(folder: str, resume: Path | None = None) -> Net:
+        torch.manual_seed(1)
+        model, batches = Net(), list(make_loader(24))
+        model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == ends_at else None
+        loader = DataLoader(
+            range(6),  # pyright: ignore[reportArgumentType]
+            collate_fn=lambda index: None if index[0] in missing else batches[index[0]],
+        )
+        saver = ModelCheckpoint(tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [
+            ExactResume(),
+            saver,
+            *([GradientAccumulation(num_batches=window)] if window > 1 else []),
+        ]
+        trainer = make_trainer(max_steps=-1, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(model, loader, ckpt_path=resume)
+        return model
+
+    whole = run("whole")
+    paths = sorted((tmp_path / "whole").glob("*.ckpt"))
+    assert len(paths) == 2 * -(-(6 - len(missing) if ends_at < 0 else ends_at) // window)
+    for path in paths:
+        rest = run(path.stem, path)
+        assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
+        for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one, other), path.name

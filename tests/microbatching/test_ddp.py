@@ -21,6 +21,7 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
+from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
 from tests.support.language import VOCAB_SIZE, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
@@ -75,11 +76,19 @@ def rows(num_samples: int, rank: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=batch_size)  # pyright: ignore[reportArgumentType]
 
 
-def exact(size: Any, window: int, weighted: bool, clip: float | None, *others: pl.Callback) -> dict[str, Any]:
+def exact(
+    size: Any,
+    window: int,
+    weighted: bool,
+    clip: float | None,
+    *others: pl.Callback,
+    ends_at: int | None = None,
+) -> dict[str, Any]:
     """Rank r has samples r, r + 2, ... in batches of eight: the last batch of an epoch has six."""
     model, counts = language_model(weighted), Counts()
     callbacks = [*others, *([MicroBatch(micro_batch_size=size)] if size is not None else []), counts]
     callbacks += [GradientAccumulation(global_batch_size=window * 8 * 2)] if window > 1 else []
+    model.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == ends_at else None
     trainer = make_trainer(callbacks=callbacks, max_steps=9, gradient_clip_val=clip, **TWO_RANKS)
     dataset = TensorDataset(*token_rows(60))
     sampler = range(trainer.global_rank, len(dataset), 2)
@@ -192,6 +201,10 @@ def main(folder: str) -> None:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
     results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[1:3], swapped, strict=True)]
+    results["ends"] = [
+        exact(size, 2, True, 0.05, GradientCheck(max_nonfinite_steps=1), ends_at=3)
+        for size in (None, 3, "auto")
+    ]
     results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
     results["adapted"] = adapted(2)
     results["faults"] = [with_fault(*case) for case in FAULTS]
@@ -228,6 +241,23 @@ def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[Any], case: int)
     # All samples of a window as one batch: batches of 16, and a last one of 12.
     assert_weights(one["weights"], train_reference(weighted, 4 * window, clip, 9, 15, ranks=2).parameters())
     assert one["ddp"] == (0 if size == "auto" else 9), "once a step, or not in DDP at all"
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_window_that_a_hook_ends_steps_on_all_ranks(ranks: list[dict[str, Any]], case: int) -> None:
+    """`on_train_batch_start` ends each epoch after three batches of eight samples: windows of two and one."""
+    one, other = (rank["ends"][case]["weights"] for rank in ranks)
+    assert is_equal(one, other)
+    expected, (x, y) = language_model(True), token_rows(60)
+    (optimizer,), (schedule,) = expected.configure_optimizers()
+    for step in range(9):
+        rows = slice(32 * (step % 2), 32 + 16 * (step % 2))
+        optimizer.zero_grad()
+        expected.loss((x[rows], y[rows]))[0].backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        optimizer.step()
+        schedule["scheduler"].step()
+    assert_weights(one, expected.parameters())
 
 
 def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.window import Window
 from lightning_eff.precision.auto import AutoPrecision
@@ -199,3 +201,214 @@ def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() 
     assert float(used.grad) == 0.0
     assert unused.grad is not None
     assert float(unused.grad) == 0.0
+
+
+class Batches:
+    """Six batches of token rows, some of them None; the length is right, too large or unknown."""
+
+    def __init__(self, missing: tuple[int, ...], length: int | None) -> None:
+        pairs = zip(*(rows.split(BATCH_SIZE) for rows in token_rows(6 * BATCH_SIZE)), strict=True)
+        self.batches = [None if index in missing else pair for index, pair in enumerate(pairs)]
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class SizedBatches(Batches):
+    def __len__(self) -> int:
+        assert self.length is not None
+        return self.length
+
+
+class EndsEarly(LanguageModel):
+    ends_at = -1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.ends_at else None
+
+
+def train_on(batches_of_steps: list[list[int]], num_epochs: int) -> LanguageModel:
+    model, (x, y) = language_model(True), token_rows(6 * BATCH_SIZE)
+    (optimizer,), (schedule,) = model.configure_optimizers()
+    for batches in batches_of_steps * num_epochs:
+        rows = [row for b in batches for row in range(b * BATCH_SIZE, (b + 1) * BATCH_SIZE)]
+        optimizer.zero_grad()
+        model.loss((x[rows], y[rows]))[0].backward()
+        optimizer.step()
+        schedule["scheduler"].step()
+    return model
+
+
+ENDS = [
+    # missing batches, ends at, length, steps of an epoch
+    ((5,), -1, 6, [[0, 1, 2], [3, 4]]),
+    ((4, 5), -1, None, [[0, 1, 2], [3]]),
+    ((3,), -1, 6, [[0, 1, 2], [4, 5]]),
+    ((0, 1, 5), -1, 6, [[2, 3, 4]]),
+    (tuple(range(6)), -1, None, []),
+    ((), 4, 6, [[0, 1, 2], [3]]),
+    ((), 3, None, [[0, 1, 2]]),
+    ((2,), 4, 6, [[0, 1, 3]]),
+    ((4,), -1, 5, [[0, 1, 2], [3]]),  # `limit_train_batches`
+]
+SPLITS: dict[str, Any] = {
+    "accumulation": (lambda: [GradientAccumulation(num_batches=3)], {}),
+    "micro-batches": (lambda: [GradientAccumulation(num_batches=3), MicroBatch(micro_batch_size=1)], {}),
+    "Trainer's own": (lambda: [MicroBatch()], {"accumulate_grad_batches": 3}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None", "ignore:GradientAccumulation. a step is")
+@pytest.mark.filterwarnings("ignore:MicroBatch had no effect")
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("missing", "ends_at", "length", "steps"), ENDS)
+def test_a_window_ends_where_the_epoch_ends(
+    missing: tuple[int, ...], ends_at: int, length: int | None, steps: list[list[int]], split: str
+) -> None:
+    model = language_model(True)
+    model.__class__, model.ends_at = EndsEarly, ends_at
+    make, keywords = SPLITS[split]
+    keywords = keywords | ({"limit_train_batches": 5} if length == 5 else {})
+    trainer = make_trainer(callbacks=make(), max_steps=-1, max_epochs=2, **keywords)
+    trainer.fit(model, Batches(missing, length) if length is None else SizedBatches(missing, 6))
+    expected = train_on(steps, num_epochs=2)
+    assert len(model.gradients) == trainer.global_step == 2 * len(steps)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == trainer.global_step
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loader_that_ends_before_its_length_drops_the_rest_with_a_warning() -> None:
+    model = language_model(True)
+    trainer = make_trainer(callbacks=[GradientAccumulation(num_batches=4)], max_steps=-1, max_epochs=2)
+    with pytest.warns(ConflictWarning, match="the last 2 batches of epoch 0 are dropped"):
+        trainer.fit(model, SizedBatches((), 9))
+    for one, other in zip(model.parameters(), train_on([[0, 1, 2, 3]], 2).parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
+def test_a_float16_window_whose_last_batch_has_no_loss_steps() -> None:
+    class LeavesOut(LanguageModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else self.loss(batch)[0]
+
+    model = LeavesOut(False)
+    before = [parameter.clone() for parameter in model.parameters()]
+    precision = AutoPrecision(precision="16-mixed")
+    callbacks = [GradientAccumulation(num_batches=2)]
+    make_trainer(callbacks=callbacks, plugins=[precision], max_steps=1).fit(model, loader(2))
+    assert all(not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+class TwoEvaluations(torch.optim.SGD):
+    """Evaluates the closure at moved weights, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.enable_grad():
+            closure()
+        moves = [0.05 * p.grad for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, moves)
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        super().step()
+        return loss
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SAM": lambda p: TwoEvaluations(p, lr=0.1),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
+}
+
+
+def optimized(kind: str, make: Any, num_batches: int, **keywords: Any) -> LanguageModel:
+    class Optimized(LanguageModel):
+        def configure_optimizers(self) -> Any:
+            return OPTIMIZERS[kind](self.parameters())
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+    model = language_model(True)
+    model.__class__ = Optimized
+    x, y = token_rows(6)
+    data = DataLoader(TensorDataset(x, y), batch_size=6 // num_batches)
+    make_trainer(callbacks=make(), max_steps=2, **keywords).fit(model, data)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_that_evaluates_again_steps_on_one_batch_alone(kind: str) -> None:
+    expected = optimized(kind, list, 1)
+    for make in (lambda: [MicroBatch(micro_batch_size=2)], lambda: [GradientAccumulation(num_batches=3)]):
+        ours = optimized(kind, make, 1)
+        for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    for make, keywords in SPLITS.values():
+        with pytest.raises(ConfigError) as caught:
+            optimized(kind, make, 3, **keywords)
+        assert caught.value.key == "optimizer"
+
+
+class Normalized(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is", "ignore:callbacks/micro_batch with")
+@pytest.mark.parametrize(
+    ("make", "window"),
+    [
+        (lambda: [GradientAccumulation(num_batches=3)], 3),
+        (lambda: [GradientAccumulation(schedule={0: 12, 1: 12})], 3),
+        (lambda: [GradientAccumulation(num_batches=4)], 4),
+        (lambda: [MicroBatch()], 1),
+    ],
+)
+def test_an_epoch_without_backward_passes_trains_as_lightnings(make: Any, window: int) -> None:
+    """Lightning's weight averaging ends with an epoch for the batch norms, whose only step is stale."""
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0)).double()
+    models: list[pl.LightningModule] = []
+    for callbacks, accumulate in (([], window), (make(), 1)):
+        averaging = pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
+        keywords: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "accumulate_grad_batches": accumulate}
+        trainer = make_trainer(callbacks=[averaging, *callbacks], **keywords)
+        models.append(Normalized())
+        trainer.fit(models[-1], DataLoader(TensorDataset(x[: 24 if window != 4 else 16]), batch_size=4))
+    for (name, one), other in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_outputs_have_the_loss_that_lightning_documents(split: str) -> None:
+    """The loss of `training_step` divided by `accumulate_grad_batches`."""
+
+    class Outputs(pl.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            self.losses.append(float(outputs["loss"]))
+
+    ours, expected = Outputs(), Outputs()
+    make, keywords = SPLITS[split]
+    make_trainer(callbacks=[*make(), ours], **keywords).fit(language_model(False), loader(8))
+    make_trainer(callbacks=[expected], accumulate_grad_batches=3).fit(language_model(False), loader(8))
+    assert ours.losses[:8] == pytest.approx(expected.losses[:8], rel=1e-12)

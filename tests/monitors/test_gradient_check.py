@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
+from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -70,8 +75,103 @@ def test_a_window_of_batches_is_judged_as_a_whole(net: Callable[..., Net]) -> No
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_step_that_returns_nothing_stops_the_run(net: Callable[..., Net]) -> None:
+@pytest.mark.parametrize(("skipped", "window"), [((0,), 1), ((0, 1, 2), 2)])
+@pytest.mark.parametrize("kind", ["check", "adapter", "in the backward pass"])
+def test_the_first_step_with_a_backward_pass_is_checked(
+    net: Callable[..., Net], kind: str, skipped: tuple[int, ...], window: int
+) -> None:
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            if kind != "in the backward pass":
+                return super().configure_optimizers()
+            return InBackward(self.parameters(), lr=0.1, optimizer=torch.optim.SGD)
+
+    for forgets in (False, True):
+        model = net()
+        model.__class__ = Skips
+        saved = ["forgotten"] if forgets else []
+        if forgets:
+            model.forgotten = nn.Linear(2, 2)
+        adapter = PeftAdapter(target_modules=["first", "second"], modules_to_save=saved, options={"r": 2})
+        callback = adapter if kind == "adapter" else GradientCheck(unused=["norm.bias"])
+        trainer = make_trainer(
+            callbacks=[callback],
+            max_steps=6,
+            accumulate_grad_batches=window if kind != "in the backward pass" else 1,
+        )
+        if not forgets:
+            trainer.fit(model, make_loader(64))
+            continue
+        with pytest.raises(GradientError, match=r"forgotten.*no gradient after the first step"):
+            trainer.fit(model, make_loader(64))
+        assert 1 <= len(model.losses) <= window
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_run_without_a_backward_pass_ends_with_an_error(net: Callable[..., Net]) -> None:
     model = net()
     model.training_step = lambda batch, batch_idx: None
     with pytest.raises(GradientError, match="6 parameters"):
         fit(model)
+
+
+class Breaks(Net):
+    """Has a loss that is not finite in some batches."""
+
+    bad_batches: Callable[[int], bool]
+    value, breaks_gradients = torch.nan, True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.bad_batches(len(self.losses)):
+            return loss
+        return loss * self.value if self.breaks_gradients else loss + self.value
+
+
+SPLITS: dict[str, Any] = {
+    "plain": (list, {}, 1),
+    "window": (list, {"accumulate_grad_batches": 2}, 2),
+    "micro-batches": (lambda: [MicroBatch(micro_batch_size=2)], {}, 2),
+    "float16": (lambda: [MicroBatch()], {"precision": "16-mixed"}, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory")
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("limit", "value"), [(10, torch.nan), (3, torch.inf), (1, -torch.inf)])
+def test_steps_that_are_not_finite_stop_the_run_at_the_limit(
+    split: str, limit: int, value: float, tmp_path: Path
+) -> None:
+    make, keywords, passes = SPLITS[split]
+    keywords = dict(keywords)
+    if keywords.pop("precision", None):
+        keywords["plugins"] = [AutoPrecision(precision="16-mixed")]
+    model = Breaks()
+    model.value, first = value, 8 * passes + 1  # the ninth step
+    model.bad_batches = lambda count: count >= first
+    saver = ModelCheckpoint(
+        tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1, save_on_exception=True
+    )
+    check = GradientCheck(max_nonfinite_steps=limit)
+    trainer = make_trainer(
+        callbacks=[check, saver, *make()], max_steps=40, enable_checkpointing=True, **keywords
+    )
+    with pytest.raises(GradientError, match=rf"not finite in {limit} steps in a row.*step=8\.ckpt"):
+        trainer.fit(model, make_loader(160))
+    assert len(model.losses) == (8 + limit) * passes
+    assert len(list(tmp_path.glob("*.ckpt"))) == trainer.global_step // 4, "none on the exception"
+
+
+@pytest.mark.parametrize(
+    ("limit", "bad_batches"),
+    [(3, lambda count: count % 3 != 0), (None, lambda count: count > 2), (10, lambda count: count > 31)],
+)
+def test_fewer_steps_or_no_limit_do_not_stop_it(limit: int | None, bad_batches: Any) -> None:
+    model = Breaks()
+    model.breaks_gradients, model.bad_batches = False, lambda count: count > 1 and bad_batches(count)
+    trainer = make_trainer(callbacks=[GradientCheck(max_nonfinite_steps=limit)], max_steps=40)
+    trainer.fit(model, make_loader())
+    assert len(model.losses) == 40

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
+from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.report.model_weights import ModelWeights
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, make_loader, make_trainer, seeded
@@ -138,3 +140,31 @@ def test_the_bytes_of_host_and_device_are_planned(on_host: Any) -> None:
     block_bytes = sum(p.nbytes for p in alike.blocks[0].parameters())
     # Planned are two blocks: a copy to a GPU has its largest tensor twice.
     assert {planned.gathered - block_bytes} == model.full_bytes
+
+
+@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
+def test_no_checkpoint_has_shards_that_are_not_finite(checkpoints: str, on_host: Any, tmp_path: Path) -> None:
+    model = seeded(Deep)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    step = model.training_step
+    model.training_step = lambda *args: step(*args) * (torch.nan if model.trainer.global_step > 4 else 1.0)
+    trainer = make_trainer(
+        callbacks=[saver],
+        strategy=on_host(checkpoints=checkpoints),
+        plugins=[Durable()],
+        enable_checkpointing=True,
+    )
+    with pytest.raises(CheckpointError, match=r"not finite; the last finite checkpoint is .*step=4\.ckpt"):
+        trainer.fit(model, make_loader())
+    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+
+
+def test_a_window_of_shards_that_a_hook_ends_is_rejected(on_host: Any) -> None:
+    """A backward pass without reduction leaves gradients that only another one would reduce."""
+    model = seeded(Deep)
+    model.on_train_batch_start = lambda _, index: -1 if index == 3 else None
+    callbacks = [GradientAccumulation(num_batches=2)]
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(callbacks=callbacks, strategy=on_host()).fit(model, make_loader())
+    assert caught.value.key == "strategy"
+    assert len(model.losses) == 3

@@ -1,4 +1,8 @@
-"""Check after the first optimizer step that every trainable parameter got a finite gradient."""
+"""Check after the first optimizer step that every trainable parameter got a finite gradient.
+
+In automatic optimization a step in which no parameter has a gradient had no backward pass, since
+`training_step` returned None: the next one is checked.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,8 @@ class FirstGradients:
         self.remedy = remedy
         self.unused = [unused] if isinstance(unused, str) else unused
         self._handles: list[RemovableHandle] = []
+        self._skips_steps = False
+        self._unchecked: list[str] = []  # parameters of the steps so far, none of which had a gradient
 
     def check_patterns(self, module: nn.Module) -> None:
         """Refuse a pattern in `unused` that matches no parameter.
@@ -52,6 +58,7 @@ class FirstGradients:
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
         """Check the gradients of the next step of each optimizer, or Lightning's wrapper of one."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
             # DeepSpeed steps flattened tensors; its strategy adds the parameters' groups as `whole_groups`.
             full_groups = getattr(wrapped, "whole_groups", None)
@@ -81,15 +88,13 @@ class FirstGradients:
     ) -> None:
         if not handles:
             return  # the first step is over; this hook stays: torch iterates the step hooks while they run
-        for handle in handles[1:]:
-            handle.remove()
-        handles.clear()
         missing: list[str] = []
         broken: list[str] = []
         groups = full_groups or stepped.param_groups
-        for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        gradients = [sums.get(id(parameter), parameter.grad) for parameter in trained]
+        for parameter, gradient in zip(trained, gradients, strict=True):
             name = names.get(id(parameter), "a parameter that is not the module's")
-            gradient = sums.get(id(parameter), parameter.grad)
             if gradient is None:
                 if not any(fnmatchcase(name, pattern) for pattern in self.unused):
                     missing.append(name)
@@ -98,11 +103,29 @@ class FirstGradients:
             if not torch.isfinite(values).all():
                 broken.append(name)
         sums.clear()
+        is_skipped = self._skips_steps and all(gradient is None for gradient in gradients)
+        self._unchecked = missing if is_skipped else []
+        if is_skipped:
+            return
+        for handle in handles[1:]:
+            handle.remove()
+        handles.clear()
         if missing:
             text = f"{parameters_have(missing)} no gradient after the first step\n  try: {self.remedy}"
             raise GradientError(text)
         if broken:
             text = f"{parameters_have(broken)} a gradient that is not finite after the first step"
+            raise GradientError(text)
+
+    def end(self) -> None:
+        """Remove the hooks that are left, after a run.
+
+        Raises:
+            GradientError: No step of the run had a gradient.
+        """
+        self.remove_hooks()
+        if self._unchecked:
+            text = f"{parameters_have(self._unchecked)} no gradient: no step of the run had a backward pass"
             raise GradientError(text)
 
     def remove_hooks(self) -> None:

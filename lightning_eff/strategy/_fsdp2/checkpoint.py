@@ -99,12 +99,14 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
         io: Of the run; it is notified of the folder.
 
     Raises:
-        CheckpointError: A rank cannot write its files.
+        CheckpointError: A rank cannot write its files, or has weights that are not finite.
     """
     start = time.perf_counter()
     with ExitStack() as save:  # ends with rank 0's clean-up
         # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
         with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
+            if isinstance(io, sharded.CheckpointListener):
+                io.check_weights(checkpoint, path)
             if ranks.rank == 0:
                 step.local = {"path": str(path), "token": save.enter_context(sharded_write.new_save(path))}
         path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]

@@ -1,0 +1,34 @@
+"""Find weights that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
+    """Return the names of tensors with NaNs or infinities; of sharded ones this rank's shard is checked.
+
+    Single numbers are left out, since a statistic such as the lowest loss begins as infinity. So are tensors
+    with a format of their own, and what is no tensor.
+
+    Example:
+        >>> nonfinite({"weight": torch.tensor([1.0, torch.nan]), "bias": torch.ones(2), "loss": torch.inf})
+        {'weight'}
+    """
+    found: set[Any] = set()
+    for name, value in tensors.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if type(local) not in (Tensor, nn.Parameter) or local.layout != torch.strided or local.is_meta:
+            continue
+        local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+        is_float = local.is_floating_point() and local.itemsize > 1  # float8 has no minimum
+        # Minimum and maximum need no memory, unlike `isfinite`; both are NaN where an element is.
+        if is_float and local.dim() and local.numel() and not torch.stack(local.aminmax()).isfinite().all():
+            found.add(name)
+    return found
