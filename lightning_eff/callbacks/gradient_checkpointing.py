@@ -21,6 +21,7 @@ Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoi
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Collection
@@ -92,7 +93,22 @@ def keep_outputs(
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     storage = forward.storage  # `policy` holds it and not `forward`: that cycle would keep every output alive
-    return forward, recomputation
+    return forward, _Recomputation(recomputation, storage)
+
+
+class _Recomputation:
+    """Context of a recomputation, which takes outputs out of a copy: a second one finds them too."""
+
+    def __init__(self, mode: Any, storage: dict[Any, Any]) -> None:
+        self._mode, self._storage = mode, storage
+
+    def __enter__(self) -> None:
+        self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.storage = None
+        self._mode.__exit__(*error)
 
 
 def recompute(
@@ -126,7 +142,7 @@ def recompute(
         contexts = functools.partial(keep_outputs, kept)
     host = HostOffload() if policy == "offload" else None
     return {
-        name: RecomputedBlock(block, contexts=contexts, host=host)
+        name: RecomputedBlock(block, name=f"block {name!r} (policy={policy})", contexts=contexts, host=host)
         for name, block in found.items()
         if not RecomputedBlock.of(block)
     }
@@ -203,6 +219,11 @@ class GradientCheckpointing(Managed):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        # Or a compiled block is recomputed with the graph that was used last, if several serve its inputs.
+        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+        reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
+        reorder(False)  # noqa: FBT003
+        self.cleanup.callback(reorder, True)  # noqa: FBT003
         if self.policy == "budget":
             self._is_budget_set = True
             budget = functorch_config.patch(activation_memory_budget=self.memory_budget)
