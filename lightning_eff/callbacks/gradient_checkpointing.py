@@ -220,7 +220,7 @@ class GradientCheckpointing(Managed):
         if stage != "fit":
             return
         # Or a compiled block is recomputed with the graph that was used last, if several serve its inputs.
-        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
         reorder(False)  # noqa: FBT003
         self.cleanup.callback(reorder, True)  # noqa: FBT003

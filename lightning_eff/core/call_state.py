@@ -94,9 +94,10 @@ class CallState:
         """Note a value; return it, or what takes its place when it is reinstated."""
         kind = _kind(type(value))
         if kind == "tensor":
-            self._tensors[id(value)] = value, _version(value), value.requires_grad
             # Without its history: what a module keeps of one step would hold the previous step's, and so on.
-            return value if value.grad_fn is None else value.detach().requires_grad_()
+            held = value if value.grad_fn is None else value.detach().requires_grad_()
+            self._tensors[id(value)] = held, _version(held), held.requires_grad
+            return held
         if kind == "tuple":
             items: Any = [self._note(item, has_objects=has_objects) for item in value]
             make = getattr(value, "_make", type(value))  # of a named tuple
@@ -204,8 +205,8 @@ def _kind(kind: type) -> str:
             torch.device,
         ),
     }
-    found = next((name for name, classes in kinds.items() if issubclass(kind, classes)), None)
-    return ("" if hasattr(kind, "__call__") else "object") if found is None else found  # noqa: B004
+    other = "" if issubclass(kind, Callable) else "object"
+    return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)
 
 
 def _version(tensor: Tensor) -> int:
