@@ -4,18 +4,18 @@ The forward pass of a block keeps its inputs alone; when the backward pass needs
 block runs once more. Policies: `full` recomputes every repeated block, `every_n` one block in n, `selective`
 all operations but matrix products, convolutions and attention, whose outputs are kept unless they are
 written to in place (as recurrent layers do), `offload` is `full` with the inputs in host memory, and `budget`
-lets the compiler choose which fraction of the activations is kept. Random numbers, autocast and buffers
-(batch statistics) are those of the first run, so the result is the same to the bit.
+lets the compiler choose which fraction of the activations is kept. A block is computed again with the random
+numbers, autocast, attributes, parameters, buffers and containers of its call, so the result is the same to
+the bit. The page lists what stops the run, and what is not detected (globals, for example).
 
 Saves: activations: a recomputed block keeps its inputs only.
 Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
     part for `selective`; `offload` adds two copies of each block's inputs over the bus, and pinned host
-    memory of up to twice the inputs of a step. Forward hooks that a block has already run again
-    with it.
+    memory of up to twice the inputs of a step. Hooks that a block has run again with it.
 When not: the batch fits, or the peak is the optimizer step.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
-    `selective` cannot be used with compiled blocks and has no second derivatives. Where the peak is the
-    optimizer step, recomputing saves nothing.
+    `selective` cannot be used with compiled blocks. A block that writes to its inputs in place needs
+    `offload`. Where the peak is the optimizer step, recomputing saves nothing.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint
 """
 

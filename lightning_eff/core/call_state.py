@@ -75,19 +75,20 @@ class CallState:
                 if name not in _BASE and _kind(type(value)):
                     content[name] = self._note(value)
                     self._copy(value)
-            for name, buffer in attributes["_buffers"].items():
+            for name in _HELD:
+                if held := attributes.get(name):
+                    self._note(held)
+            for name, buffer in attributes.get("_buffers", {}).items():
                 self._copy(buffer)
                 if part.training and name in STATISTICS:
                     self._statistics.add(id(buffer))
-            for name in _HELD:
-                if attributes[name]:
-                    self._note(attributes[name])
         for value in inputs:
             self._note(value, has_objects=True)
 
     def _copy(self, value: Any) -> None:
         """Copy a tensor that a forward may write to, until `end_forward`."""
-        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter):
+        is_noted = id(value) in self._tensors  # not in a scripted module, which makes tensors at each access
+        if is_noted and not value.requires_grad and not isinstance(value, nn.Parameter):
             self._copies[id(value)] = value.detach().clone()
 
     def _note(self, value: Any, *, has_objects: bool = False) -> Any:
@@ -100,8 +101,8 @@ class CallState:
             return held
         if kind == "tuple":
             items: Any = [self._note(item, has_objects=has_objects) for item in value]
-            make = getattr(value, "_make", type(value))  # of a named tuple
-            return value if all(map(operator.is_, items, value)) else make(items)
+            make = tuple if type(value) is tuple else getattr(value, "_make", None)  # of a named tuple
+            return value if make is None or all(map(operator.is_, items, value)) else make(items)
         if kind == "generator":
             source = value.bit_generator if isinstance(value, np.random.Generator) else value
             read = getattr(source, "get_state", None) or getattr(source, "getstate", lambda: source.state)
@@ -153,8 +154,9 @@ class CallState:
         before = [
             (container, _reinstate(container, content, copies)) for container, content in self._contents
         ]
-        new = [held for part in self._parts for key in _HELD if (held := vars(part)[key])]
-        before += [(held, _reinstate(held, {}, {})) for held in new if id(held) not in self._known]
+        new = [held for part in self._parts for key in _HELD if (held := vars(part).get(key))]
+        new = [held for held in new if isinstance(held, dict) and id(held) not in self._known]
+        before += [(held, _reinstate(held, {}, {})) for held in new]
         flags = [(t, need) for t, _, need in self._tensors.values() if t.requires_grad != need and t.is_leaf]
         states = [(write, read()) for read, write, _ in self._random]
         try:
@@ -179,7 +181,7 @@ class CallState:
 
 def stops_early(module: nn.Module) -> bool:
     """Return whether a recomputation may end where the last tensor is saved: RReLU fills it afterwards."""
-    codes = [getattr(type(part).forward, "__code__", None) for part in module.modules()]
+    codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
     return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
 
 
