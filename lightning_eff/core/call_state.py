@@ -63,7 +63,7 @@ class CallState:
         self._copies: dict[int, Tensor] = {}
         self._statistics: set[int] = set()
         self._known: set[int] = set()
-        self._random: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
+        self._states: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
             (random.getstate, random.setstate, random.getstate()),
             (_numpy_state, _set_numpy_state, _numpy_state()),
         ]
@@ -78,7 +78,11 @@ class CallState:
             for name in _HELD:
                 if held := attributes.get(name):
                     self._note(held)
-            for name, buffer in attributes.get("_buffers", {}).items():
+            if isinstance(part, torch.jit.ScriptModule):  # it makes its tensors anew at each access
+                read = functools.partial(_scripted_buffers, part)
+                self._states.append((read, functools.partial(_set_scripted_buffers, part), read()))
+                continue
+            for name, buffer in attributes["_buffers"].items():
                 self._copy(buffer)
                 if part.training and name in STATISTICS:
                     self._statistics.add(id(buffer))
@@ -87,8 +91,7 @@ class CallState:
 
     def _copy(self, value: Any) -> None:
         """Copy a tensor that a forward may write to, until `end_forward`."""
-        is_noted = id(value) in self._tensors  # not in a scripted module, which makes tensors at each access
-        if is_noted and not value.requires_grad and not isinstance(value, nn.Parameter):
+        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter):
             self._copies[id(value)] = value.detach().clone()
 
     def _note(self, value: Any, *, has_objects: bool = False) -> Any:
@@ -108,7 +111,7 @@ class CallState:
             read = getattr(source, "get_state", None) or getattr(source, "getstate", lambda: source.state)
             write = getattr(source, "set_state", None) or getattr(source, "setstate", None)
             write = write or functools.partial(setattr, source, "state")
-            self._random.append((read, write, read()))
+            self._states.append((read, write, read()))
         elif kind == "container":
             self._note_content(value, has_objects=has_objects)
             if type(value) not in (dict, OrderedDict, list, set):  # Hugging Face's ModelOutput has both
@@ -158,11 +161,11 @@ class CallState:
         new = [held for held in new if isinstance(held, dict) and id(held) not in self._known]
         before += [(held, _reinstate(held, {}, {})) for held in new]
         flags = [(t, need) for t, _, need in self._tensors.values() if t.requires_grad != need and t.is_leaf]
-        states = [(write, read()) for read, write, _ in self._random]
+        states = [(write, read()) for read, write, _ in self._states]
         try:
             for tensor, needs_grad in flags:
                 tensor.requires_grad_(needs_grad)
-            for _, write, state in self._random:
+            for _, write, state in self._states:
                 write(state)
             yield
         finally:
@@ -213,6 +216,15 @@ def _kind(kind: type) -> str:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def _scripted_buffers(part: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in part.named_buffers(recurse=False)}
+
+
+def _set_scripted_buffers(part: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        setattr(part, name, buffer.clone())
 
 
 def _content(container: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -405,3 +406,17 @@ def test_the_noise_of_a_leaky_activation_at_the_end_of_a_block(block: Callable[[
         made(x).sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+def test_statistics_of_a_scripted_module_change_once() -> None:
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        with warnings.catch_warnings(action="ignore"):
+            block = nn.Sequential(torch.jit.script(layers), nn.Tanh())
+        if recomputed:
+            RecomputedBlock(block)
+        block(torch.randn(3, WIDTH)).sum().backward()
+        found.append([buffer.clone() for buffer in block.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
