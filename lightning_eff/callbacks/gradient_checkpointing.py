@@ -125,6 +125,9 @@ def recompute(
     Returns:
         By name of the block, an object whose `remove()` undoes it.
 
+    Raises:
+        RecomputationError: A block depends on something that changed before its backward pass.
+
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
         >>> list(recompute(model, policy="every_n"))
@@ -162,6 +165,7 @@ class GradientCheckpointing(Managed):
         ConfigError: A value is outside its range, or `blocks` matches nothing.
         ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
             one, or `selective` has a compiler.
+        RecomputationError: A block depends on something that changed before its backward pass.
 
     Warns:
         NoEffectWarning: The model has no repeated blocks, or none of them was recomputed in a fit.
