@@ -87,6 +87,7 @@ NAMES = {
     "torch._guards:TracingContext": "try_get",
     "torch._C:_functorch": "maybe_current_level peek_interpreter_stack",
     "torch._C:_autograd": "_top_saved_tensors_default_hooks",
+    "torch._C._dynamo:eval_frame": "_set_lru_cache",
     "torch.nn:Module": "_call_impl",
     "torch:autograd": "_get_sequence_nr",
     "torch.autograd:forward_ad": "_current_level",

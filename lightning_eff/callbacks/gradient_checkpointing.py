@@ -4,23 +4,24 @@ The forward pass of a block keeps its inputs alone; when the backward pass needs
 block runs once more. Policies: `full` recomputes every repeated block, `every_n` one block in n, `selective`
 all operations but matrix products, convolutions and attention, whose outputs are kept unless they are
 written to in place (as recurrent layers do), `offload` is `full` with the inputs in host memory, and `budget`
-lets the compiler choose which fraction of the activations is kept. Random numbers, autocast and buffers
-(batch statistics) are those of the first run, so the result is the same to the bit.
+lets the compiler choose which fraction of the activations is kept. A block is computed again with the random
+numbers, autocast, attributes, parameters, buffers and containers of its call, so the result is the same to
+the bit. The page lists what stops the run, and what is not detected (globals, for example).
 
 Saves: activations: a recomputed block keeps its inputs only.
 Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
     part for `selective`; `offload` adds two copies of each block's inputs over the bus, and pinned host
-    memory of up to twice the inputs of a step. Forward hooks that a block has already run again
-    with it.
+    memory of up to twice the inputs of a step. Hooks that a block has run again with it.
 When not: the batch fits, or the peak is the optimizer step.
 Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
-    `selective` cannot be used with compiled blocks and has no second derivatives. Where the peak is the
-    optimizer step, recomputing saves nothing.
+    `selective` cannot be used with compiled blocks. A block that writes to its inputs in place needs
+    `offload`. Where the peak is the optimizer step, recomputing saves nothing.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Collection
@@ -92,7 +93,22 @@ def keep_outputs(
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     storage = forward.storage  # `policy` holds it and not `forward`: that cycle would keep every output alive
-    return forward, recomputation
+    return forward, _Recomputation(recomputation, storage)
+
+
+class _Recomputation:
+    """Context of a recomputation, which takes outputs out of a copy: a second one finds them too."""
+
+    def __init__(self, mode: Any, storage: dict[Any, Any]) -> None:
+        self._mode, self._storage = mode, storage
+
+    def __enter__(self) -> None:
+        self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.storage = None
+        self._mode.__exit__(*error)
 
 
 def recompute(
@@ -108,6 +124,9 @@ def recompute(
 
     Returns:
         By name of the block, an object whose `remove()` undoes it.
+
+    Raises:
+        RecomputationError: A block depends on something that changed before its backward pass.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
@@ -126,7 +145,7 @@ def recompute(
         contexts = functools.partial(keep_outputs, kept)
     host = HostOffload() if policy == "offload" else None
     return {
-        name: RecomputedBlock(block, contexts=contexts, host=host)
+        name: RecomputedBlock(block, name=f"block {name!r} (policy={policy})", contexts=contexts, host=host)
         for name, block in found.items()
         if not RecomputedBlock.of(block)
     }
@@ -146,6 +165,7 @@ class GradientCheckpointing(Managed):
         ConfigError: A value is outside its range, or `blocks` matches nothing.
         ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
             one, or `selective` has a compiler.
+        RecomputationError: A block depends on something that changed before its backward pass.
 
     Warns:
         NoEffectWarning: The model has no repeated blocks, or none of them was recomputed in a fit.
@@ -203,6 +223,11 @@ class GradientCheckpointing(Managed):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        # Or a compiled block is recomputed with the graph that was used last, if several serve its inputs.
+        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
+        reorder(False)  # noqa: FBT003
+        self.cleanup.callback(reorder, True)  # noqa: FBT003
         if self.policy == "budget":
             self._is_budget_set = True
             budget = functorch_config.patch(activation_memory_budget=self.memory_budget)

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.core.call_state import RecomputationError
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.models.gpt import GPT
 from lightning_eff.report.live_bytes import LiveBytes
@@ -170,6 +171,88 @@ def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other
     assert operations.counts["addmm"] == len(blocks), "one product of two"
     assert operations.counts["mm"] == len(blocks) * 2 * 2, "two for the gradients of each product"
     torch.testing.assert_close([p.grad for p in model.parameters()], plain, rtol=0.0, atol=0.0)
+
+
+class AddsToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        total += x.sum().detach()
+        return torch.tanh(self.linear(x) + total), total
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "every_n", "offload"])
+def test_an_input_that_is_written_to_in_place_needs_a_copy(policy: str) -> None:
+    found = []
+    for chosen in (None, policy):
+        torch.manual_seed(0)
+        model = nn.ModuleList(AddsToItsInput() for _ in range(3)).double()
+        if chosen is not None:
+            recompute(model, policy=chosen)
+        y, total = torch.randn(2, 4, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        for block in model:
+            y, total = block(y, total)
+        if chosen in (None, "offload"):
+            y.sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        else:
+            with pytest.raises(RecomputationError, match=rf"'2' \(policy={policy}\)[^$]*policy=.?offload"):
+                y.sum().backward()
+    assert is_equal(found[0], found[-1])
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+def test_a_gradient_penalty_has_the_second_derivatives_of_the_plain_run(policy: str) -> None:
+    results = []
+    for chosen in (None, policy):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.GELU()) for _ in range(2)]
+        model, x = nn.Sequential(*blocks).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        if chosen is not None:
+            recompute(model, policy=chosen)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert is_equal(*results)
+
+
+class Scales(Deep):
+    """Calls every block with another number; one block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.double())
+        for index, block in enumerate(self.blocks):
+            x = block(x, scale=1 / (index + 1))
+        return self.second(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + scale * torch.tanh(self.linear(x))
+
+
+def test_compiled_blocks_that_are_called_with_several_numbers() -> None:
+    """The graph of the forward pass serves the recomputation, also where a later one would as well."""
+    weights = []
+    for callbacks in ([], [GradientCheckpointing(), TorchCompile(backend="aot_eager")]):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Scales()
+        fit(model, *callbacks, max_steps=2)
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    assert is_equal(*weights)
 
 
 def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -> None:

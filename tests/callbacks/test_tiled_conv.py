@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
@@ -167,6 +168,26 @@ def test_the_peak_of_a_unet_is_at_most_three_fifths_of_that_of_recomputed_levels
         given = found.peak.by_category["parameters"] + found.peak.by_category["batch"]
         peaks.append(found.peak.num_bytes - given)
     assert peaks[1] <= 0.6 * peaks[0]
+
+
+def test_tiles_are_of_the_weights_and_settings_of_the_call() -> None:
+    grads = []
+    for tiled in (False, True):
+        slope, pool = nn.LeakyReLU(0.2), nn.AvgPool2d(3, 1, 1)
+        model = nn.ModuleDict({"level": nn.Sequential(*level(1, 4), slope, pool)}).double()
+        others = {
+            n: p.detach().clone().mul_(2).requires_grad_() for n, p in model["level"].named_parameters()
+        }
+        forwards = tile_convs(model, **SMALL) if tiled else {}
+        torch.manual_seed(1)
+        x = torch.randn(1, 1, 32, 32, dtype=torch.float64, requires_grad=True)
+        y = functional_call(model["level"], others, (x,))
+        model.eval().requires_grad_(False)
+        slope.negative_slope, pool.count_include_pad = 0.9, False
+        y.square().sum().backward()
+        grads.append([x.grad, *(p.grad for p in others.values())])
+        assert all(forward.segments for forward in forwards.values())
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
 
 
 def test_with_instance_norm_the_report_says_what_ended_the_segments() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,6 +41,7 @@ from tests.support.ranks import is_equal
 CHANNELS, LENGTH, LAYERS = 16, 64, 2
 FOUR_TILES_MIB = 2 * LENGTH * (4 * CHANNELS) * 5 * 8 / 4 / 2**20
 """Of float64, for a batch of two."""
+MLP_ONLY = {"modules": "mlp", "min_tokens": 1}
 
 
 def make_gpt(**options: Any) -> GPT:
@@ -181,6 +183,38 @@ def test_a_recomputation_has_the_training_flags_of_the_forward() -> None:
         assert [part.training for part in model["mlp"].modules()] == [not eval_between] * 5
         grads.append([parameter.grad for parameter in model.parameters()])
     assert is_equal(*grads)
+
+
+@pytest.mark.parametrize("what", ["other weights", "frozen"])
+def test_a_tile_is_computed_again_with_the_mlp_of_its_forward(what: str) -> None:
+    grads = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"mlp": SwiGLU()}).double()
+        mlp, x = model["mlp"], torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
+        others = {name: p.detach().clone().mul_(2).requires_grad_() for name, p in mlp.named_parameters()}
+        forwards = tile_mlps(model, tile_budget_mib=4 * 128 * 5 * 8 / 2**20, **MLP_ONLY) if tiled else {}
+        mlp.requires_grad_(what != "frozen")
+        y = functional_call(mlp, others, (x,)) if what == "other weights" else mlp(x)
+        mlp.requires_grad_(True)
+        y.square().sum().backward()
+        grads.append([x.grad, *(p.grad for p in (*mlp.parameters(), *others.values()))])
+        assert all(forward.max_tiles > 1 for forward in forwards.values())
+    assert [g is None for g in grads[0]] == [g is None for g in grads[1]]
+    found = [[g for g in each if g is not None] for each in grads]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_noise_of_a_leaky_activation_at_the_end_of_a_tile() -> None:
+    layers = [nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False), nn.RReLU(0.1, 0.9)]
+    model = nn.ModuleDict({"mlp": nn.Sequential(*layers)}).double()
+    (forward,) = tile_mlps(model, tile_budget_mib=4 * 128 * 5 * 8 / 2**20, **MLP_ONLY).values()
+    x = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
+    y = model["mlp"](x)
+    y.sum().backward()
+    assert forward.max_tiles > 1
+    assert x.grad is not None
+    torch.testing.assert_close((x.grad * x).sum(), y.sum(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_weight_that_changed_before_the_backward_pass_is_an_error() -> None:

@@ -14,10 +14,9 @@ still makes it run the tiles.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_eff.core.call_state import CallState, stops_early
 from lightning_eff.core.shards import GatheredAtOnce
 
 NUM_WIDE = 5
@@ -72,6 +72,7 @@ class TiledForward:
     ) -> None:
         self.module, self.widest, self.ranks = module, widest, ranks
         self.budget_bytes, self.min_tokens = budget_bytes, min_tokens
+        self._stops_early = stops_early(module)
         self._gathered: GatheredAtOnce | None = None
         self.max_tokens = 0
         self.max_tiles = 0
@@ -127,54 +128,27 @@ class TiledForward:
             outputs = [self._compute(tile) for tile in tiles]
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
-            at_forward = _AtForward(self.module)
+            state = CallState(self.module)
             with saved_tensors_hooks(_same, _same):  # what the tiles save is no block's to recompute
-                outputs = [self._checkpointed(*each, at_forward) for each in zip(tiles, saved, strict=True)]
+                outputs = [self._checkpointed(*each, state) for each in zip(tiles, saved, strict=True)]
+            state.end_forward()
         return join(outputs, x)
 
-    def _checkpointed(self, tile: Tensor, saved: Tensor, at_forward: _AtForward) -> Tensor:
+    def _checkpointed(self, tile: Tensor, saved: Tensor, state: CallState) -> Tensor:
         first = [tile]  # taken by the first run, so that the checkpoint does not hold it
-        run = functools.partial(self._run, first, at_forward)
+        run = functools.partial(self._run, first, state)
         # `saved` has no elements: it says of which device random numbers and autocast are restored.
-        return checkpoint(run, saved, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        early: Any = {"early_stop": self._stops_early}
+        return checkpoint(run, saved, use_reentrant=False, **early)  # pyright: ignore[reportReturnType]
 
-    def _run(self, first: list[Tensor], at_forward: _AtForward, saved: Tensor) -> Any:
+    def _run(self, first: list[Tensor], state: CallState, saved: Tensor) -> Any:
         if first:
             return self._compute(first.pop())
         node: Any = saved.grad_fn
         (tile,) = node.saved_tensors
         self.recomputed_tokens += tile.shape[-2]
-        with at_forward.again():
+        with state.again("a tiled MLP"):
             return self._compute(tile)
-
-
-class _AtForward:
-    """What a module was in its forward pass, and has to be where that is computed again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._flags = [(part, part.training) for part in module.modules()]
-        # Not saved tensors: what a block saves is recomputed or copied to the host, tile by tile.
-        self._versions = [(weight, weight._version) for weight in module.parameters()]  # noqa: SLF001
-
-    @contextlib.contextmanager
-    def again(self) -> Generator[None]:
-        """Compute with the training flags of the forward pass; raise for changed weights as autograd does."""
-        for weight, version in self._versions:
-            if weight._version != version:  # noqa: SLF001
-                msg = (
-                    f"a weight of {list(weight.shape)} in a tiled MLP was modified by an inplace operation"
-                    " between its forward and its backward pass, where the MLP is computed again: change"
-                    " weights after the backward pass"
-                )
-                raise RuntimeError(msg)
-        changed = [(part, part.training, flag) for part, flag in self._flags if part.training != flag]
-        for part, _, flag in changed:
-            part.training = flag
-        try:
-            yield
-        finally:
-            for part, now, _ in changed:
-                part.training = now
 
 
 class _Save(torch.autograd.Function):

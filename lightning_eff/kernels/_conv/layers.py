@@ -7,6 +7,7 @@ the exception, since torch has none over channels: `norms` tests what a class de
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,14 +152,14 @@ def _avg_pool(module: Any) -> LocalLayer:
         Window(size, step, 1, pad, pad, ceil_mode=module.ceil_mode)
         for size, step, pad in zip(kernel, stride, padding, strict=True)
     )
-    divisor = getattr(module, "divisor_override", None)
+    divisor, counts_padding = getattr(module, "divisor_override", None), module.count_include_pad
 
     def compute(x: Tensor, _: Sequence[Tensor | None], place: Place) -> Tensor:
         x = padded(x, windows, place, is_explicit=True)[0]
         y = function(x, kernel, stride, **({} if divisor is None else {"divisor_override": divisor}))
         if divisor is None:
             for axis, window in enumerate(windows):
-                y = _recounted(y, axis, window, place, counts_padding=module.count_include_pad)
+                y = _recounted(y, axis, window, place, counts_padding=counts_padding)
         return y
 
     return LocalLayer(compute, windows, num_axes=num_axes)
@@ -178,8 +179,9 @@ def _recounted(y: Tensor, axis: int, window: Window, place: Place, *, counts_pad
 
 
 def _activation(module: Any) -> LocalLayer:
+    at_call = copy.copy(module)  # its slope, for example, may change before the backward pass
     return LocalLayer(
-        lambda x, *_: module(x),
+        lambda x, *_: at_call(x),
         keeps="result" if isinstance(module, KEEPS_RESULT) else "input",
         is_in_place=getattr(module, "inplace", False),
     )

@@ -1,0 +1,286 @@
+"""What a call of a module depends on besides its tensors, so that the call can be computed again later.
+
+Noted at the call: the attributes of the module and of all modules inside it (flags, conditions, active
+adapters, swapped parameters, forward hooks), what the lists, dicts, sets and deques in them and in the inputs
+contain at any depth, attributes of objects among the inputs, which parameters are trained, and the state of
+random generators (the modules' own, NumPy's and Python's; torch's are the checkpoint's). For a second
+computation all of it is reinstated, and afterwards removed again, with whatever that computation wrote.
+
+Tensors are held, not copied, except those that belong to the modules and are no parameters: a forward may
+write to them (batch statistics, counters). Other tensors have to be unchanged, or the call is not computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from types import ModuleType, NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_eff.core.errors import EXIT_FAILED, HasRemedies
+
+STATISTICS = ("running_mean", "running_var")
+"""Buffers that batch normalization changes without increasing their version."""
+MT19937_BYTES = 625 * 4
+"""Of the state of NumPy's global generator: 624 numbers and a position."""
+_BASE = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_HELD = ("_parameters", "_buffers", "_modules", *(name for name in _BASE if name.startswith("_forward_")))
+"""Those whose contents a forward depends on."""
+
+
+class RecomputationError(HasRemedies, RuntimeError):
+    """A block cannot be recomputed as it was computed; names the block and what differs."""
+
+    exit_code = EXIT_FAILED
+
+
+class CallState:
+    """Notes what a call depends on; `again` reinstates it.
+
+    Args:
+        module: What is called.
+        inputs: The inputs whose containers, objects and tensors are noted.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Iterable[Any] = ()) -> None:
+        self._module = module
+        self._parts = list(module.modules())
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, tuple[Tensor, int, bool]] = {}
+        """By id: with version and whether it needed a gradient."""
+        self._copies: dict[int, Tensor] = {}
+        self._statistics: set[int] = set()
+        self._known: set[int] = set()
+        self._states: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
+            (random.getstate, random.setstate, random.getstate()),
+            (_numpy_state, _set_numpy_state, _numpy_state()),
+        ]
+        for part in self._parts:
+            attributes = vars(part)
+            content = dict(attributes)
+            self._contents.append((attributes, content))
+            for name, value in attributes.items():
+                if name not in _BASE and _kind(type(value)):
+                    content[name] = self._note(value)
+                    self._copy(value)
+            for name in _HELD:
+                if held := attributes.get(name):
+                    self._note(held)
+            if isinstance(part, torch.jit.ScriptModule):  # it makes its tensors anew at each access
+                read = functools.partial(_scripted_buffers, part)
+                self._states.append((read, functools.partial(_set_scripted_buffers, part), read()))
+                continue
+            for name, buffer in attributes["_buffers"].items():
+                self._copy(buffer)
+                if part.training and name in STATISTICS:
+                    self._statistics.add(id(buffer))
+        for value in inputs:
+            self._note(value, has_objects=True)
+
+    def _copy(self, value: Any) -> None:
+        """Copy a tensor that a forward may write to, until `end_forward`."""
+        if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter):
+            self._copies[id(value)] = value.detach().clone()
+
+    def _note(self, value: Any, *, has_objects: bool = False) -> Any:
+        """Note a value; return it, or what takes its place when it is reinstated."""
+        kind = _kind(type(value))
+        if kind == "tensor":
+            # Without its history: what a module keeps of one step would hold the previous step's, and so on.
+            held = value if value.grad_fn is None else value.detach().requires_grad_()
+            self._tensors[id(value)] = held, _version(held), held.requires_grad
+            return held
+        if kind == "tuple":
+            items: Any = [self._note(item, has_objects=has_objects) for item in value]
+            make = tuple if type(value) is tuple else getattr(value, "_make", None)  # of a named tuple
+            return value if make is None or all(map(operator.is_, items, value)) else make(items)
+        if kind == "generator":
+            source = value.bit_generator if isinstance(value, np.random.Generator) else value
+            read = getattr(source, "get_state", None) or getattr(source, "getstate", lambda: source.state)
+            write = getattr(source, "set_state", None) or getattr(source, "setstate", None)
+            write = write or functools.partial(setattr, source, "state")
+            self._states.append((read, write, read()))
+        elif kind == "container":
+            self._note_content(value, has_objects=has_objects)
+            if type(value) not in (dict, OrderedDict, list, set):  # Hugging Face's ModelOutput has both
+                self._note_content(getattr(value, "__dict__", None), has_objects=has_objects)
+        elif kind == "object" and has_objects:
+            self._note_content(getattr(value, "__dict__", None), has_objects=is_dataclass(value))
+        return value
+
+    def _note_content(self, container: Any, *, has_objects: bool) -> None:
+        if container is None or id(container) in self._known:
+            return
+        self._known.add(id(container))
+        content = _content(container)
+        self._contents.append((container, content))
+        for key, item in content.items() if isinstance(container, dict) else enumerate(content):
+            if _kind(type(item)):
+                content[key] = self._note(item, has_objects=has_objects)
+
+    def end_forward(self) -> None:
+        """Keep only the copies of tensors that the forward has changed."""
+        self._copies = {
+            key: copy
+            for key, copy in self._copies.items()
+            if key in self._statistics or _version(self._tensors[key][0]) != self._tensors[key][1]
+        }
+
+    @contextmanager
+    def again(self, name: str) -> Generator[None]:
+        """Reinstate what was noted; `name` is the module's, for errors.
+
+        Raises:
+            RecomputationError: A tensor that has no copy was written to in place.
+        """
+        for key, (tensor, version, _) in self._tensors.items():
+            if _version(tensor) != version and key not in self._copies:
+                msg = (
+                    f"{name}: {self._described(tensor)} was modified by an inplace operation between the"
+                    " forward pass and the backward pass, where it is computed again: change it after the"
+                    " backward pass, or write to a copy"
+                )
+                raise RecomputationError(msg)
+        copies = {key: copy.clone() for key, copy in self._copies.items()}
+        before = [
+            (container, _reinstate(container, content, copies)) for container, content in self._contents
+        ]
+        new = [held for part in self._parts for key in _HELD if (held := vars(part).get(key))]
+        new = [held for held in new if isinstance(held, dict) and id(held) not in self._known]
+        before += [(held, _reinstate(held, {}, {})) for held in new]
+        flags = [(t, need) for t, _, need in self._tensors.values() if t.requires_grad != need and t.is_leaf]
+        states = [(write, read()) for read, write, _ in self._states]
+        try:
+            for tensor, needs_grad in flags:
+                tensor.requires_grad_(needs_grad)
+            for _, write, state in self._states:
+                write(state)
+            yield
+        finally:
+            for container, content in before:
+                _reinstate(container, content, {})
+            for tensor, needs_grad in flags:
+                tensor.requires_grad_(not needs_grad)
+            for write, state in states:
+                write(state)
+
+    def _described(self, tensor: Tensor) -> str:
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        names = [repr(name) for name, each in named if each is tensor]
+        return names[0] if names else f"a tensor of {list(tensor.shape)} that it keeps or was given"
+
+
+def stops_early(module: nn.Module) -> bool:
+    """Return whether a recomputation may end where the last tensor is saved: RReLU fills it afterwards."""
+    codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
+    return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(kind: type) -> str:
+    """Return how the values of a class are noted; empty where they are not."""
+    kinds = {
+        "tensor": Tensor,
+        "tuple": tuple,
+        "container": (dict, list, set, deque),
+        "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
+        "": (
+            nn.Module,
+            ModuleType,
+            type,
+            NoneType,
+            int,
+            float,
+            complex,
+            str,
+            bytes,
+            torch.dtype,
+            torch.device,
+        ),
+    }
+    other = "" if issubclass(kind, Callable) else "object"
+    return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def _scripted_buffers(part: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in part.named_buffers(recurse=False)}
+
+
+def _set_scripted_buffers(part: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        setattr(part, name, buffer.clone())
+
+
+def _content(container: Any) -> Any:
+    # Not `dict(container)`, which would have stage 3 of ZeRO gather parameters.
+    return dict(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
+    """Give a container its content, with copies of tensors by id; return what it contained.
+
+    Nothing happens where it contains the same objects in the same order.
+    """
+    is_dict = isinstance(container, dict)
+    if copies:
+        new = [copies.get(id(value), value) for value in (content.values() if is_dict else content)]
+        content = dict(zip(content, new, strict=True)) if is_dict else new
+    if len(container) == len(content):
+        values = (container.values(), content.values()) if is_dict else (container, content)
+        if all(map(operator.is_, *values)) and (not is_dict or list(container) == list(content)):
+            return content
+    now = _content(container)
+    if is_dict:
+        # FSDP2 swaps shards and full parameters itself.
+        values = (*now.values(), *content.values())
+        if any(isinstance(value, DTensor) and isinstance(value, nn.Parameter) for value in values):
+            return now
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)  # a subclass may forbid it
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(content)
+    return now
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Return the state of NumPy's global generator: the same object as before where nothing was drawn.
+
+    Reading it takes 50 us, and comparing its memory one. A draw leaves that as it was only if a normally
+    distributed number was in store.
+    """
+    bits = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(bits, np.random.MT19937):
+        return dict(np.random.get_state(legacy=False))
+    memory = ctypes.string_at(bits.ctypes.state_address, MT19937_BYTES)
+    if _read_numpy_state(memory)["has_gauss"]:
+        _read_numpy_state.cache_clear()
+    return _read_numpy_state(memory)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_numpy_state(_memory: bytes) -> dict[str, Any]:
+    return dict(np.random.get_state(legacy=False))
+
+
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    if _numpy_state() is not state:
+        np.random.set_state(state)

@@ -1,0 +1,422 @@
+"""A recomputed block sees modules, containers and random numbers as they were when it was called."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.modeling_outputs import BaseModelOutput
+
+from lightning_eff.core.call_state import RecomputationError
+from lightning_eff.core.recompute import RecomputedBlock
+
+WIDTH = 4
+Net = nn.ModuleList
+Step = Callable[[Net, Tensor], Tensor]
+
+
+class Cell(nn.Module):
+    """A linear layer, and a forward that a test chooses."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.factor, self.count, self.kept = 1.0, 0, []
+        self.compute = compute
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self, *args, **kwargs)
+
+
+def run(
+    compute: Callable[..., Any], step: Step, *, recomputed: bool, backwards: int = 1
+) -> tuple[Net, list[Tensor]]:
+    """Return blocks, and the gradients of two steps with so many backward passes each."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    net = nn.ModuleList(Cell(compute) for _ in range(3)).double()
+    for name, block in net.named_children() if recomputed else ():
+        RecomputedBlock(block, name=f"block {name!r}")
+    for _ in range(2):
+        loss = step(net, torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True))
+        for _ in range(backwards):
+            loss.backward(retain_graph=backwards > 1)
+    return net, [torch.zeros(0) if p.grad is None else p.grad for p in net.parameters()]
+
+
+def assert_same(compute: Callable[..., Any], step: Step, backwards: int = 1) -> tuple[Net, Net]:
+    """Compare with the plain run, to the bit."""
+    plain, expected = run(compute, step, recomputed=False, backwards=backwards)
+    net, found = run(compute, step, recomputed=True, backwards=backwards)
+    assert any(gradient.any() for gradient in expected)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return plain, net
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class State:
+    seen: Any
+
+
+class Settings(dict):  # type: ignore[type-arg]
+    """A dict with attributes."""
+
+
+def settings(seen: Any) -> Settings:
+    made = Settings()
+    made.seen = seen
+    return made
+
+
+WRAPPED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda seen: seen, lambda given: given),
+    "list in a dict in a tuple": (lambda seen: (1, {"seen": seen}), lambda given: given[1]["seen"]),
+    "list in a named tuple": (lambda seen: Pair(seen, 1), lambda given: given.first),
+    "list in a data class in a list": (lambda seen: [State(State(seen))], lambda given: given[0].seen.seen),
+    "list in an object": (lambda seen: SimpleNamespace(seen=seen), lambda given: given.seen),
+    "list in a dict's attribute": (settings, lambda given: given.seen),
+    "list in a model output": (lambda s: BaseModelOutput(hidden_states=s), lambda given: given.hidden_states),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_list_to_which_the_caller_appends(wrapped: str) -> None:
+    wrap, unwrap = WRAPPED[wrapped]
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        seen = [x]
+        for block in net:
+            seen.append(block(wrap(seen)))
+        return seen[-1].square().sum()
+
+    assert_same(lambda cell, given: torch.tanh(cell.a(sum(unwrap(given)))), step, backwards=2)
+
+
+def popped(cell: Cell, x: Tensor, held: Any) -> Tensor:
+    return torch.tanh(cell.a(x + (held.pop("1") if isinstance(held, dict) else held.pop())))
+
+
+def taken_out_and_put_back(cell: Cell, x: Tensor, held: Any) -> Tensor:
+    """The recomputation ends between the two."""
+    key = "1" if isinstance(held, dict) else 0
+    value = held.pop(key) if key else held.pop()
+    x = torch.tanh(cell.inner(x + value))
+    total = sum(held.values()) if key else x
+    held.update({key: value}) if key else held.append(value)
+    return x + total
+
+
+def written(cell: Cell, x: Tensor, held: Any) -> Tensor:
+    key = "0" if isinstance(held, dict) else 0
+    held[key] = torch.tanh(cell.a(x + held[key]))
+    return held[key]
+
+
+@pytest.mark.parametrize("compute", [popped, taken_out_and_put_back, written])
+@pytest.mark.parametrize("kind", [list, deque, dict, OrderedDict])
+def test_containers_that_a_block_changes(kind: type, compute: Callable[..., Any]) -> None:
+    left = []
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        items = [(str(j), x * j) for j in range(1, 7)]
+        held = kind([("0", x), *items]) if issubclass(kind, dict) else kind(value for _, value in items)
+        y = x
+        for block in net:
+            y = block(y, dict(held) if compute is popped and issubclass(kind, dict) else held)
+        loss = y.square().sum()
+        loss.register_hook(lambda _: left.append(len(held)))
+        return loss + 0 * len(held)
+
+    assert_same(compute, step)
+    assert left[:2] == left[2:]
+
+
+def renamed(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
+    ((key, value),) = held.items()
+    del held[key]
+    held[f"{key}0"] = value
+    return torch.tanh(cell.a(x) * len(key)) + value
+
+
+def test_a_dict_whose_value_gets_another_key() -> None:
+    def step(net: Net, x: Tensor) -> Tensor:
+        held = {"0": x}
+        y = x
+        for block in net:
+            y = block(y, held)
+        return y.sum()
+
+    assert_same(renamed, step)
+
+
+def set_on_blocks(name: str, value: Callable[[Tensor], Any]) -> Step:
+    """Return a step that sets an attribute of the blocks between two forward passes."""
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for part in (x, x * 2):
+            for block in net:
+                setattr(block, name, value(part))
+            y = part
+            for block in net:
+                y = block(y)
+            total = total + y.square().sum()
+        return total
+
+    return step
+
+
+def kept(net: Net, x: Tensor) -> Tensor:
+    for block in net:
+        block.kept.append(x.sum())
+        x = block(x)
+    net[0].kept.clear()
+    return x.square().sum()
+
+
+def swapped(net: Net, x: Tensor) -> Tensor:
+    """One step of gradient descent, whose result is differentiated (MAML); needs second derivatives."""
+    weights = dict(net.named_parameters())
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return functional_call(Chain(net), {f"net.{k}": v for k, v in weights.items()}, (x,)).square().sum()
+
+    used = {name: weight for name, weight in weights.items() if ".inner" not in name}
+    inner = torch.autograd.grad(loss(weights), list(used.values()), create_graph=True)
+    return loss({name: weight - 0.1 * g for (name, weight), g in zip(used.items(), inner, strict=True)})
+
+
+class Chain(nn.Module):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.net:
+            x = block(x)
+        return x
+
+
+def around(change: Callable[[Cell], Any], undo: Callable[[Cell], Any]) -> Step:
+    """Return a step that changes the blocks for one of two forward passes."""
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        found = [change(block) for block in net]
+        first = Chain(net)(x).square().sum()
+        for block, each in zip(net, found, strict=True):
+            each.remove() if hasattr(each, "remove") else undo(block)
+        return first + Chain(net)(x * 2).square().sum()
+
+    return step
+
+
+def hooked_later(net: Net, x: Tensor) -> Tensor:
+    y = Chain(net)(x)
+    for block in net:
+        block.inner.register_forward_hook(lambda *found: found[2] * 3)
+    return y.sum()
+
+
+def scaled(cell: Cell, x: Tensor) -> Tensor:
+    y = cell.inner(x) if cell.inner.training else x
+    return x + torch.tanh(cell.a(y) * cell.factor + sum(cell.kept)) * (0.5 if cell.training else 1.0)
+
+
+MODULES: dict[str, Step] = {
+    "number": set_on_blocks("factor", lambda x: x.sum().item()),
+    "condition with a gradient": set_on_blocks("factor", lambda x: x.mean()),
+    "conditions in a tuple": set_on_blocks("kept", lambda x: (x.mean(), x.sum())),
+    "child": set_on_blocks("inner", lambda x: nn.Tanh() if x.sum() > 1 else nn.Sigmoid()),
+    "list": kept,
+    "parameters": swapped,
+    "training": around(nn.Module.eval, nn.Module.train),
+    "a child's training": around(lambda cell: cell.inner.eval(), nn.Module.train),
+    "frozen": around(lambda cell: cell.requires_grad_(False), lambda cell: cell.requires_grad_(True)),
+    "a child frozen": around(lambda c: c.inner.requires_grad_(False), lambda c: c.requires_grad_(True)),
+    "hook": around(lambda cell: cell.inner.register_forward_hook(lambda *a: a[2] * 3), nn.Module.train),
+    "hook that is added": hooked_later,
+    "pre-hook": around(
+        lambda cell: cell.register_forward_pre_hook(lambda _, a: (a[0] * 3,)), nn.Module.train
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MODULES)
+def test_modules_that_change_between_forward_and_backward(what: str) -> None:
+    plain, net = assert_same(scaled, MODULES[what], backwards=2)
+    assert [block.training for block in plain] == [block.training for block in net]
+    hooks = [[len(block.inner._forward_hooks) for block in each] for each in (plain, net)]
+    assert hooks[0] == hooks[1]
+    assert [p.requires_grad for p in plain.parameters()] == [p.requires_grad for p in net.parameters()]
+
+
+def changes_itself(cell: Cell, x: Tensor) -> Tensor:
+    """Counts, keeps what it computed, and writes to a tensor that is no buffer."""
+    cell.count += 1
+    cell.kept.append(cell.count)
+    cell.seen = getattr(cell, "seen", x.new_zeros(()))
+    x = torch.tanh(cell.a(x) * cell.count * len(cell.kept) + cell.seen)
+    cell.seen.add_(1)
+    cell.unused = x.square()
+    return x
+
+
+def test_what_a_forward_changes_changes_once() -> None:
+    plain, net = assert_same(changes_itself, lambda net, x: Chain(net)(Chain(net)(x)).sum())
+    for a, b in zip(plain, net, strict=True):
+        assert (a.count, a.kept, a.seen) == (b.count, b.kept, b.seen) == (4, [1, 2, 3, 4], 4)
+
+
+def test_what_a_block_keeps_of_a_step_does_not_keep_the_steps_before() -> None:
+    net = nn.ModuleList([Cell(changes_itself)]).double()
+    RecomputedBlock(net[0])
+    kept = []
+    for _ in range(4):
+        net[0](torch.randn(2, WIDTH, dtype=torch.float64)).sum().backward()
+        kept.append(weakref.ref(net[0].unused))
+    gc.collect()
+    assert [each() is not None for each in kept] == [False, False, False, True]
+
+
+Source = tuple[Any, Callable[[], Any]]
+
+
+def of_torch() -> Source:
+    generator = torch.Generator().manual_seed(5)
+    return generator, lambda: torch.rand(1, generator=generator).item()
+
+
+def own(generator: Any) -> Source:
+    return generator, generator.random
+
+
+SOURCES: dict[str, Callable[[], Source]] = {
+    "NumPy": lambda: (None, np.random.rand),
+    "NumPy, normal": lambda: (None, np.random.randn),
+    "Python": lambda: (None, random.random),
+    "torch.Generator": of_torch,
+    "NumPy's Generator": lambda: own(np.random.default_rng(5)),
+    "NumPy's RandomState": lambda: own(np.random.RandomState(5)),
+    "Python's Random": lambda: own(random.Random(5)),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_random_numbers(source: str) -> None:
+    found, after = [], []
+    for recomputed in (False, True):
+        generator, draw = SOURCES[source]()
+
+        def compute(cell: Cell, x: Tensor, draw: Callable[[], Any] = draw) -> Tensor:
+            return torch.tanh(cell.a(x) * (1 + draw()))
+
+        def step(net: Net, x: Tensor, generator: Any = generator, draw: Callable[[], Any] = draw) -> Tensor:
+            for block in net:
+                block.inner.own = {"generators": [generator]}
+            after.append(draw())
+            return Chain(net)(x).sum()
+
+        found.append(run(compute, step, recomputed=recomputed)[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert after[:2] == after[2:], "to the caller, the recomputation draws nothing"
+
+
+def in_place(what: str) -> Step:
+    def step(net: Net, x: Tensor) -> Tensor:
+        held, condition = {"count": x.new_ones(1)}, x.sum()
+        net[1].kept = [condition * 1]
+        y = x
+        for block in net:
+            y = block(y, held)
+        with torch.no_grad():
+            changed = {"parameter": net[1].a.bias, "input": held["count"], "condition": net[1].kept[0]}[what]
+            changed.add_(1)
+        return y.sum()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("parameter", r"block '1': 'a\.bias'"),
+        ("input", r"block '2': a tensor of \[1\]"),
+        ("condition", "block '1': a tensor"),
+    ],
+)
+def test_a_tensor_that_is_written_to_before_it_is_needed_again(what: str, text: str) -> None:
+    def compute(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(cell.a(x) + sum(cell.kept)) / held["count"]
+
+    with pytest.raises(RecomputationError, match=text):
+        run(compute, in_place(what), recomputed=True)
+
+
+def test_what_depends_on_a_global_is_named_where_it_computes_something_else() -> None:
+    flags = SimpleNamespace(is_deep=True)
+
+    def compute(cell: Cell, x: Tensor) -> Tensor:
+        return F.gelu(cell.a(x)) if not flags.is_deep else cell.inner(cell.a(x).exp()).sin()
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        flags.is_deep = True
+        y = Chain(net)(x)
+        flags.is_deep = False
+        return y.sum()
+
+    with pytest.raises(RecomputationError, match="block '2': it computed something else"):
+        run(compute, step, recomputed=True)
+
+
+class LeakyLast(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(super().forward(x), 0.1, 0.9, self.training)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(0.1, 0.9)), lambda: LeakyLast(nn.Tanh())],
+)
+def test_the_noise_of_a_leaky_activation_at_the_end_of_a_block(block: Callable[[], nn.Module]) -> None:
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        made, x = block(), torch.randn(64, WIDTH, requires_grad=True)
+        if recomputed:
+            RecomputedBlock(made)
+        made(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_statistics_of_a_scripted_module_change_once() -> None:
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        with warnings.catch_warnings(action="ignore"):
+            block = nn.Sequential(torch.jit.script(layers), nn.Tanh())
+        if recomputed:
+            RecomputedBlock(block)
+        block(torch.randn(3, WIDTH)).sum().backward()
+        found.append([buffer.clone() for buffer in block.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
