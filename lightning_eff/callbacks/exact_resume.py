@@ -85,6 +85,7 @@ class ExactResume(Managed):
         )
         loop: Any = trainer.fit_loop
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
+        run.epoch = lambda: loop.epoch_progress.current.processed  # what Lightning gives to samplers
         self._resumed_step, self._not_saved, self._previous = None, "", self
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
@@ -174,6 +175,7 @@ class ExactResume(Managed):
         else:
             self._ignore_warning()
             self._run.resume([position.unpack(row) for row in packed])
+            self._run.is_before_epoch = self._run.pending is not None and self._run.pending.is_over
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -181,10 +183,12 @@ class ExactResume(Managed):
         # Lightning makes loaders before it reads the checkpoint if the number of steps is asked for, and
         # gives a loader with a state of its own none at an epoch's end.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
-        if run.pending is not None and (states or not run.is_begun):
-            if states:
-                loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
-                loop._combined_loader_states_to_load = []  # noqa: SLF001
+        if run.pending is not None and states:
+            loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
+            loop._combined_loader_states_to_load = []  # noqa: SLF001
+        if run.is_before_epoch:
+            self._begin_epoch_late(loop)
+        elif run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
             self._refuse(trainer, run.refusal)
@@ -200,6 +204,23 @@ class ExactResume(Managed):
                 setattr(current, name, getattr(current, name) + shift)
         if self._resumed_step is not None:
             rank_zero_info(self.outcome().did)
+
+    def _begin_epoch_late(self, loop: Any) -> None:
+        """Begin the next epoch's pass after its hooks, as in a run that was not stopped.
+
+        Lightning 2.6 begins the first pass of a run earlier: workers would ask a sampler for indices before
+        `set_epoch`, and get epoch 0's order.
+        """
+        run, advance = self._run, loop.on_advance_start
+
+        def begin() -> None:
+            del loop.on_advance_start
+            advance()
+            run.is_before_epoch = False
+            iter(loop._data_fetcher)  # noqa: SLF001
+
+        loop.on_advance_start = begin
+        self.cleanup.callback(lambda: vars(loop).pop("on_advance_start", None))
 
     def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
         save_nothing_on_exception(trainer)  # as nothing was trained

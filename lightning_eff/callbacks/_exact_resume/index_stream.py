@@ -21,7 +21,8 @@ class IndexStream:
     the random states at both moments are needed to draw the same order again.
 
     Args:
-        sampler: The loader's batch sampler, or its sampler where it does not batch.
+        source: The loader's batch sampler, or its sampler where it does not batch. Not `sampler`, under
+            which Lightning looks for the sampler inside, to set its epoch.
         capture: Returns the random states.
         restore: Sets them.
         inexact: Takes what cannot be repeated.
@@ -29,12 +30,12 @@ class IndexStream:
 
     def __init__(
         self,
-        sampler: Any,
+        source: Any,
         capture: Callable[[], RandomStates],
         restore: Callable[[RandomStates], None],
         inexact: list[str],
     ) -> None:
-        self.sampler, self.inexact = sampler, inexact
+        self.source, self.inexact = source, inexact
         self.capture, self.restore = capture, restore
         self.is_resumed = False
         """Whether the next pass begins with the states in `first_states`."""
@@ -49,7 +50,7 @@ class IndexStream:
 
     def __iter__(self) -> Iterator[Any]:
         remaining, self.remaining, self.is_asked = self.remaining, None, True
-        return self._pass(iter(self.sampler)) if remaining is None else iter(remaining)
+        return self._pass(iter(self.source)) if remaining is None else iter(remaining)
 
     def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
         num_skipped, self.num_skipped = self.num_skipped, 0
@@ -72,17 +73,17 @@ class IndexStream:
         yield from indices
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        if "sampler" not in self.__dict__:  # while it is copied
+        if "source" not in self.__dict__:  # while it is copied
             raise AttributeError(name)
-        return getattr(self.sampler, name)
+        return getattr(self.source, name)
 
     @override
     def __reduce__(self) -> Any:  # a spawned worker has no use for the states
-        return (_same, (self.sampler,))
+        return (_same, (self.source,))
 
 
-def _same(sampler: Any) -> Any:
-    return sampler
+def _same(source: Any) -> Any:
+    return source

@@ -22,6 +22,7 @@ from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
     ExactLoader,
     StatefulExactLoader,
+    has_epoch,
     order_of,
     sampler_of,
 )
@@ -60,11 +61,15 @@ class ResumableRun:
         self.loaders: list[ExactLoader] = []
         self.num_ahead: Callable[[], int] = int  # none
         """Returns how many batches were handed out that are not trained on yet."""
+        self.epoch: Callable[[], int] = int
+        """Returns the number of the epoch, for a sampler that does not show its own."""
         self.pending: RankPosition | None = None
         """The position to resume, until its first batch is asked for."""
         self.num_saved_ranks = 1
         self.is_begun = False
         """Whether a pass has begun at the pending position."""
+        self.is_before_epoch = False
+        """Whether the pass of the epoch after the saved one is not to begin yet."""
         self.num_remaining: list[int] = []
         """Batches that other ranks than the checkpoint's have left of the epoch, a number for each loader."""
         self.did: list[str] = []
@@ -74,7 +79,6 @@ class ResumableRun:
         """How the data has changed: raised after `iter(loader)`, whose errors Lightning hides."""
         self.isolated: RandomStates | None = None
         """States to which training returns after the validation that runs now."""
-        self._after_start: RandomStates = {}
         self._num_requests = 0
         self._undo = ExitStack()
 
@@ -84,7 +88,7 @@ class ResumableRun:
         if has_indices and not is_stateful(loader):
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             sampler = getattr(loader, name)
-            sampler = sampler.sampler if isinstance(sampler, IndexStream) else sampler
+            sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
             # DataLoader.__setattr__ forbids it once it is made
             object.__setattr__(loader, name, IndexStream(sampler, self.capture, self.restore, self.inexact))
             self._undo.callback(object.__setattr__, loader, name, sampler)
@@ -170,18 +174,12 @@ class ResumableRun:
         self._compare(
             position, loader.position(0), num_loaders=(len(self.pending.loaders), len(self.loaders))
         )
-        sampler = sampler_of(loader.loader)
-        if hasattr(sampler, "set_epoch"):
+        if (sampler := has_epoch(loader.loader)) is not None:
             sampler.set_epoch(position.epoch)
         if not self.replays and getattr(loader.loader, "num_workers", 0) > 0:
             self.inexact.append("augmentation in workers differs until the epoch's end (workers=fast)")
         self.restore(position.start)
         return position
-
-    def begun(self) -> None:
-        """Keep the random states between a pass's start and its first batch: hooks run in between."""
-        if self.pending is not None:
-            self._after_start = self.capture() if self.pending.is_over else self.pending.now
 
     def before_batch(self, loader: ExactLoader) -> None:
         """Set the random states of the save, before the first batch that had not been fetched then.
@@ -194,8 +192,10 @@ class ResumableRun:
         if self.pending is None or not self.is_begun or loader is not self.loaders[0]:
             return
         self._num_requests += 1
-        if self._num_requests > (0 if self.pending.is_over else self.num_pending_ahead):
-            self.restore(self._after_start)
+        if self.pending.is_over:
+            self.pending = None
+        elif self._num_requests > self.num_pending_ahead:
+            self.restore(self.pending.now)
             self.pending = None
 
     def remaining(self, loader: ExactLoader, saved: Position) -> list[list[int]] | None:
