@@ -240,6 +240,91 @@ def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> 
         assert_continues(fit(make(), ExactResume(), ckpt=path), whole, step)
 
 
+class ByEpoch(Indices):
+    """A sampler whose order depends on its epoch alone, which it keeps under a name of its own."""
+
+    number = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.number = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.number)
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).tolist())
+
+
+class BatchesByEpoch(BatchSampler):
+    """A batch sampler with an epoch, which Lightning does not set: the user's hook does."""
+
+    def __init__(self) -> None:
+        super().__init__(range(NUM_SAMPLES), 2, drop_last=False)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(
+            torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+            .view(-1, 2)
+            .tolist()
+        )
+
+
+class StreamByEpoch(IterableDataset[Tensor]):
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)):
+            yield torch.stack([index.float(), torch.zeros(())])
+
+
+def distributed(**keywords: Any) -> DataLoader[Tensor]:
+    return DataLoader(Samples(), sampler=DistributedSampler(Samples(), 1, 0), **keywords)
+
+
+def inside_a_batch_sampler() -> DataLoader[Tensor]:
+    sampler = DistributedSampler(Samples(), 1, 0)
+    return DataLoader(Samples(), batch_sampler=BatchSampler(sampler, 2, drop_last=False), num_workers=1)
+
+
+BY_EPOCH: dict[str, Callable[[], Any]] = {
+    "no workers": functools.partial(distributed, batch_size=2),
+    "a worker": functools.partial(distributed, batch_size=2, num_workers=1),
+    "persistent": functools.partial(distributed, batch_size=2, num_workers=1, persistent_workers=True),
+    "unbatched": functools.partial(distributed, batch_size=None, collate_fn=torch.atleast_2d),
+    "inside a batch sampler": inside_a_batch_sampler,
+    "own": lambda: DataLoader(Samples(), sampler=ByEpoch(), batch_size=2, num_workers=1),
+    "own batches": lambda: DataLoader(Samples(), batch_sampler=BatchesByEpoch(), num_workers=1),
+    "stream": lambda: DataLoader(StreamByEpoch(), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", BY_EPOCH)
+def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, tmp_path: Path) -> None:
+    """Lightning begins the first pass of a run before it sets the epoch, and workers ask for indices at once."""
+
+    def run(*callbacks: pl.Callback, ckpt: Path | None = None) -> Dropping:
+        loader = BY_EPOCH[name]()
+
+        def set_epoch(trainer: pl.Trainer, _: pl.LightningModule) -> None:
+            if isinstance(loader.dataset, StreamByEpoch):
+                loader.dataset.epoch = trainer.current_epoch
+            if isinstance(loader.batch_sampler, BatchesByEpoch):
+                loader.batch_sampler.epoch = trainer.current_epoch
+
+        return fit(loader, *callbacks, LambdaCallback(on_train_epoch_start=set_epoch), ckpt=ckpt)
+
+    plain = run()
+    whole = run(ExactResume(), save_in(tmp_path))
+    assert whole.seen == plain.seen
+    assert whole.seen[:6] != whole.seen[6:12]
+    for step in (6, 12, 9) if name != "stream" else (6, 12):
+        resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
+        assert resumed.seen == whole.seen[step:]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight) or name == "persistent"
+
+
 @pytest.mark.parametrize("first", [4, 6])
 def test_a_run_that_fails_before_its_first_batch_saves_the_position_that_it_was_to_resume(
     first: int, tmp_path: Path

@@ -28,6 +28,17 @@ class IndexStream:
         inexact: Takes what cannot be repeated.
     """
 
+    is_resumed = False
+    """Whether the next pass begins with the states in `first_states`."""
+    num_skipped = 0
+    """Batches of indices that a resumed pass leaves out."""
+    is_asked = False
+    """Whether the loader has asked for the indices of its current pass."""
+    remaining: list[Any] | None = None
+    """All batches of indices of the next pass, in place of the sampler's."""
+    first_states: RandomStates | None = None
+    """The random states when the current pass was asked for its first indices."""
+
     def __init__(
         self,
         source: Any,
@@ -35,18 +46,8 @@ class IndexStream:
         restore: Callable[[RandomStates], None],
         inexact: list[str],
     ) -> None:
-        self.source, self.inexact = source, inexact
-        self.capture, self.restore = capture, restore
-        self.is_resumed = False
-        """Whether the next pass begins with the states in `first_states`."""
-        self.num_skipped = 0
-        """Batches of indices that a resumed pass leaves out."""
-        self.is_asked = False
-        """Whether the loader has asked for the indices of its current pass."""
-        self.remaining: list[Any] | None = None
-        """All batches of indices of the next pass, in place of the sampler's."""
-        self.first_states: RandomStates | None = None
-        """The random states when the current pass was asked for its first indices."""
+        self.source: Any
+        vars(self).update(source=source, capture=capture, restore=restore, inexact=inexact)
 
     def __iter__(self) -> Iterator[Any]:
         remaining, self.remaining, self.is_asked = self.remaining, None, True
@@ -79,6 +80,13 @@ class IndexStream:
         if "source" not in self.__dict__:  # while it is copied
             raise AttributeError(name)
         return getattr(self.source, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value) if hasattr(IndexStream, name) else setattr(self.source, name, value)
+
+    # Users ask `isinstance(loader.batch_sampler, ...)`.
+    __class__ = property(lambda self: type(self.source))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
     def __reduce__(self) -> Any:  # a spawned worker has no use for the states
