@@ -302,7 +302,7 @@ BY_EPOCH: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", BY_EPOCH)
 def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, tmp_path: Path) -> None:
-    """Lightning begins the first pass of a run before it sets the epoch, and workers ask for indices at once."""
+    """Lightning begins a run's first pass before it sets the epoch, and workers ask for indices at once."""
 
     def run(*callbacks: pl.Callback, ckpt: Path | None = None) -> Dropping:
         loader = BY_EPOCH[name]()
