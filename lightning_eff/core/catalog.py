@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,26 @@ CONF, RECIPES, CONSTRAINTS = (
     for name in ("conf", "recipes", "constraints.txt")
 )
 """Folders and a file that lie in the installed package, or next to it in a checkout."""
+
+
+RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
+"""Format of the time in the name of a run's or a sweep's folder."""
+
+
+def began(run: Path, file: Path) -> tuple[str, int]:
+    """Return when a run began, and its number in a sweep, to order runs: by the names of their folders.
+
+    Files' times change when they are copied, or with the clock. They decide only for a run whose folder was
+    named by the user: then `file`'s.
+
+    Example:
+        >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"), Path())
+        ('2026-11-27_01-02-03-000000', 7)
+    """
+    folder = run.parent if run.name.isdecimal() else run
+    found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", folder.name)
+    time = found[0] if found else datetime.fromtimestamp(file.stat().st_mtime).strftime(RUN_TIME)
+    return time, int(run.name) if run.name.isdecimal() else 0
 
 
 @dataclass(frozen=True)

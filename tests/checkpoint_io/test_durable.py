@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import threading
 from argparse import Namespace
@@ -359,7 +359,7 @@ LEFT_OUT: list[tuple[Any, dict[str, Any], str]] = [
     ({"width": 4, "act": torch.nn.ReLU}, {"net": {"width": 4}}, "net.act"),
     (Size(3, act=torch.relu), {"net": {"width": 3}}, "net.act"),
     (interpolated(), {"net": {"a": {"b": 2}, "c": 2}}, "net.gone"),
-    (datetime.timedelta(1), {}, "net"),
+    (dt.timedelta(1), {}, "net"),
     (range(3), {}, "net"),
 ]
 
