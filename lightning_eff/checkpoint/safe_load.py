@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 
-LIGHTNING_VERSION = "pytorch-lightning_version"
 UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
 """Errors that `torch.load` raises about a file whose content it cannot read."""
 

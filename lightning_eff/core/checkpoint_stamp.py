@@ -19,19 +19,30 @@ content of a stamp is data: it is compared, shortened for display, and used for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
 from lightning_eff.core.technique import name_of
 
 KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
+LIGHTNING_VERSION = "pytorch-lightning_version"
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("state_dict", "callbacks", "loops", KEY), Mapping),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    **dict.fromkeys(("epoch", "global_step"), int),
+    LIGHTNING_VERSION: str,
+}
+STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor}
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 
@@ -48,11 +59,26 @@ def save_stamp(
         stamp.setdefault("states", {})[name_of(self)] = state
 
 
+def check_types(checkpoint: Mapping[str, Any], path: object = None) -> None:
+    """Check that what Lightning and this package read from a Trainer's checkpoint is of the types they write.
+
+    Raises:
+        CheckpointError: It is not: the file is damaged. The text names `path`, if given.
+    """
+    for part, types in ((checkpoint, TYPES), (nested_dict(checkpoint, KEY), STAMP_TYPES)):
+        for key, kind in types.items():
+            is_version = key == LIGHTNING_VERSION and re.match(r"\d+\.\d+", str(part.get(key)))
+            if key in part and not (isinstance(part[key], kind) and (is_version or key != LIGHTNING_VERSION)):
+                text = f"its {key!r} is damaged\n  try: ckpt_path=PATH of another checkpoint"
+                raise CheckpointError(text if path is None else f"checkpoint {path} is not loaded: {text}")
+
+
 def load_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
     """Restore this callback's state and the position in the epoch, check later: `on_load_checkpoint`."""
     del pl_module
+    check_types(checkpoint, trainer.ckpt_path)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
     if isinstance(state, dict):
@@ -75,12 +101,25 @@ def check_on_restore(trainer: pl.Trainer) -> None:
         states = checkpoint.get("optimizer_states") or ()
         try:
             check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
+            _check_finite(trainer)
             load_states(checkpoint)
         except Exception:
             save_nothing_on_exception(trainer)  # nothing was trained: it would be newer than the right one
             raise
 
     strategy.load_optimizer_state_dict = check_and_load
+
+
+def _check_finite(trainer: pl.Trainer) -> None:
+    """Check the weights that a checkpoint has restored: steps from NaN train nothing.
+
+    Raises:
+        CheckpointError: A trainable parameter is not finite.
+    """
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+            text = f"checkpoint {trainer.ckpt_path} is not loaded: its weights of {name!r} are not finite"
+            raise CheckpointError(f"{text}\n  try: ckpt_path=PATH of an earlier one")
 
 
 def save_nothing_on_exception(trainer: pl.Trainer) -> None:

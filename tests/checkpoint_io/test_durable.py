@@ -288,6 +288,54 @@ def test_the_newest_valid_checkpoint_is_found_and_skipped_ones_are_named(
     assert newest_valid(tmp_path) is None
 
 
+def run_with(root: Path, name: str, *steps: int | None, names: str = "step-{}") -> Path:
+    """Make a run with a checkpoint of each step, none of `global_step` None; return its folder of them."""
+    folder = root / name / "checkpoints"
+    for step in steps:
+        content = {} if step is None else {"global_step": step}
+        Durable().save_checkpoint(content, folder / f"{names.format(step)}.ckpt")
+    return folder
+
+
+EARLY, LATE = "2026-11-27_01-02-03-000004", "2026-11-27_01-02-03-000005"
+ORDERS: list[tuple[str, str, tuple[int, ...]]] = [
+    (EARLY, LATE, (5, 9)),
+    (EARLY, LATE, (9, 5)),  # the later run began again
+    (f"sweep_{EARLY}/10", f"{LATE}", (5, 9)),
+    (f"sweep_{EARLY}/9", f"sweep_{EARLY}/10", (9, 5)),
+    (f"sweep_{LATE}/2", f"sweep_{LATE}/10", (5, 9)),
+]
+
+
+@pytest.mark.parametrize("shift_s", [-1e6, 1e6])
+@pytest.mark.parametrize(("first", "second", "steps"), ORDERS)
+def test_the_last_run_is_the_one_with_the_later_name(
+    first: str, second: str, steps: tuple[int, ...], shift_s: float, tmp_path: Path
+) -> None:
+    run_with(tmp_path, first, steps[0])
+    wanted = run_with(tmp_path, second, steps[1])
+    for number, path in enumerate(sorted(tmp_path.rglob("*.ckpt"))):  # copied, or the clock was set
+        os.utime(path, (2e9 + shift_s * number, 2e9 + shift_s * number))
+    assert newest_valid(tmp_path) == wanted / f"step-{steps[1]}.ckpt"
+
+
+@pytest.mark.parametrize("names", ["step-{}", "epoch={}", "{}"])
+@pytest.mark.parametrize("name", [EARLY, "mine"])
+def test_the_last_of_a_run_has_the_greatest_step(name: str, names: str, tmp_path: Path) -> None:
+    folder = run_with(tmp_path, name, 9, 100, 20, 3, None, names=names)
+    for age, path in enumerate(sorted(folder.iterdir(), key=lambda path: path.name == names.format(100))):
+        os.utime(path, (2e9 - age, 2e9 - age))
+    assert newest_valid(tmp_path) == folder / f"{names.format(100)}.ckpt"
+
+
+def test_a_run_whose_folder_has_no_time_is_ordered_by_its_files(tmp_path: Path) -> None:
+    older, newer = run_with(tmp_path, "b", 9), run_with(tmp_path, "a", 5)
+    os.utime(older / "step-9.ckpt", (1e9, 1e9))
+    assert newest_valid(tmp_path) == newer / "step-5.ckpt"
+    run_with(tmp_path, "2100-01-01_00-00-00-000000", 1)
+    assert newest_valid(tmp_path).parent.parent.name.startswith("2100")
+
+
 def test_a_checkpoint_removed_meanwhile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
