@@ -19,9 +19,11 @@ Source: the order of draws in torch's `DataLoader`;
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -36,10 +38,10 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.technique import Outcome
+from lightning_eff.core.technique import Outcome, name_of
 
-POSITIONS = "positions"
-"""Key of the positions of all ranks, in the stamp of a checkpoint."""
+POSITIONS, FROZEN, IN_EVAL = "positions", "frozen", "eval"
+"""Keys in the stamp of a checkpoint: the positions of all ranks, and names of parameters and of modules."""
 
 
 class ExactResume(Managed):
@@ -70,6 +72,11 @@ class ExactResume(Managed):
         self._not_saved = ""
         self._previous: Any = self
         self._last: RankPosition | None = None
+        self._in_eval: list[str] | None = None
+        """Modules in evaluation mode before the validation that runs now."""
+        self._saved: Mapping[str, Any] = {}
+        self._fresh: list[str] = []
+        """Callbacks whose states the checkpoint lacks."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -87,6 +94,7 @@ class ExactResume(Managed):
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         run.epoch = lambda: loop.epoch_progress.current.processed  # what Lightning gives to samplers
         self._resumed_step, self._not_saved, self._previous = None, "", self
+        self._saved, self._fresh, self._in_eval = {}, [], None
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
         self.cleanup.callback(
@@ -95,7 +103,7 @@ class ExactResume(Managed):
         self.cleanup.callback(dataloaders.add_loader_transform(trainer, run.wrap, position=1))
         # The second makes loaders and iterators in a resumed run.
         for name in ("run", "increment_progress_to_evaluation_end"):
-            self._isolate(loop.epoch_loop.val_loop, name)
+            self._isolate(loop.epoch_loop.val_loop, name, pl_module)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
         combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
@@ -104,17 +112,17 @@ class ExactResume(Managed):
             self._previous = combined
         return self._run.observe(loader)
 
-    def _isolate(self, validation: Any, name: str) -> None:
+    def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
         """Let a method of the validation during training leave the random states as it finds them."""
         method = getattr(validation, name)
 
         def isolated() -> Any:
-            self._run.isolated = self._run.capture()
+            self._run.isolated, self._in_eval = self._run.capture(), _in_eval(model)
             try:
                 return method()
             finally:
                 self._run.restore(self._run.isolated)
-                self._run.isolated = None
+                self._run.isolated = self._in_eval = None
 
         setattr(validation, name, isolated)
         self.cleanup.callback(delattr, validation, name)
@@ -127,6 +135,9 @@ class ExactResume(Managed):
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
             checkpoint[KEY][POSITIONS] = position.of_all_ranks(position.pack(own))
+            checkpoint[KEY][IN_EVAL] = _in_eval(pl_module) if self._in_eval is None else self._in_eval
+            frozen = [name for name, weight in pl_module.named_parameters() if not weight.requires_grad]
+            checkpoint[KEY][FROZEN] = frozen
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
@@ -168,7 +179,15 @@ class ExactResume(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        packed = checkpoint.get(KEY, {}).get(POSITIONS)
+        self._saved = checkpoint.get(KEY, {})
+        packed = self._saved.get(POSITIONS)
+        saved = {*checkpoint.get("callbacks", {}), *self._saved.get("states", {})}
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        self._fresh = [
+            type(callback).__name__
+            for callback in callbacks
+            if not {callback.state_key, name_of(callback)} & saved and callback.state_dict()
+        ]
         self._resumed_step = int(checkpoint.get("global_step", 0))
         if packed is None:
             self._not_saved = "the checkpoint has neither random states nor the position in the data"
@@ -186,9 +205,9 @@ class ExactResume(Managed):
         if run.pending is not None and states:
             loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
             loop._combined_loader_states_to_load = []  # noqa: SLF001
-        if run.is_before_epoch:
-            self._begin_epoch_late(loop)
-        elif run.pending is not None and (states or not run.is_begun):
+        if self._resumed_step is not None:
+            self._finish_late(loop, pl_module)
+        if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
             self._refuse(trainer, run.refusal)
@@ -203,24 +222,46 @@ class ExactResume(Managed):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(current, name, getattr(current, name) + shift)
         if self._resumed_step is not None:
-            rank_zero_info(self.outcome().did)
+            run.report = lambda: rank_zero_info(self.outcome().did)
 
-    def _begin_epoch_late(self, loop: Any) -> None:
-        """Begin the next epoch's pass after its hooks, as in a run that was not stopped.
+    def _finish_late(self, loop: Any, model: torch.nn.Module) -> None:
+        """Restore flags after the hooks of a run's start, and begin a next epoch's pass after the epoch's.
 
         Lightning 2.6 begins the first pass of a run earlier: workers would ask a sampler for indices before
         `set_epoch`, and get epoch 0's order.
         """
         run, advance = self._run, loop.on_advance_start
 
-        def begin() -> None:
+        def finish() -> None:
             del loop.on_advance_start
+            self._restore_flags(model)
+            is_next = run.is_before_epoch and run.pending is not None
+            if is_next:
+                run.repeat_saved_epoch()
             advance()
             run.is_before_epoch = False
-            iter(loop._data_fetcher)  # noqa: SLF001
+            if is_next:
+                iter(loop._data_fetcher)  # noqa: SLF001
 
-        loop.on_advance_start = begin
+        loop.on_advance_start = finish
         self.cleanup.callback(lambda: vars(loop).pop("on_advance_start", None))
+
+    def _restore_flags(self, model: torch.nn.Module) -> None:
+        """Freeze parameters, and set modules to evaluation, as they were at the save."""
+        frozen, in_eval = self._saved.get(FROZEN), self._saved.get(IN_EVAL)
+        if frozen is None or in_eval is None:
+            return
+        parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad == (n in frozen)]
+        modules = [(n, m) for n, m in model.named_modules() if m.training == (n in in_eval)]
+        for name, parameter in parameters:
+            parameter.requires_grad_(name not in frozen)
+        for name, module in modules:
+            module.training = name not in in_eval
+        for what, changed in (("requires_grad", parameters), ("training", modules)):
+            if changed:
+                self._run.did.append(
+                    f"{what} of {changed[0][0]!r} and {len(changed) - 1} others set as saved"
+                )
 
     def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
         save_nothing_on_exception(trainer)  # as nothing was trained
@@ -235,8 +276,19 @@ class ExactResume(Managed):
             texts = ["rejected: other data"]
         elif self._resumed_step is not None:
             differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
-            did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
-            texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did), *texts]
+            did = (
+                "order and random states as saved"
+                if self._run.is_order_checked
+                else "random states as saved, order not checked (no indices)"
+            )
+            did = f"not exact: {'; '.join(differs)}" if differs else did
+            fresh = [f"no saved state: {', '.join(self._fresh)}"] if self._fresh else []
+            texts = [
+                f"resumed at step {self._resumed_step}: {did}",
+                *dict.fromkeys(self._run.did),
+                *fresh,
+                *texts,
+            ]
         did = "; ".join(texts) or "nothing saved or resumed yet"
         return Outcome(did=did, effective=self._has_begun and not (self._not_saved and not self._num_saves))
 
@@ -270,3 +322,7 @@ def _begin_next_epoch(loop: Any) -> None:
     if loop.max_batches == float("inf"):  # else its batches are counted on from the last epoch's
         progress.current.reset()
         progress.current.completed = -1  # Lightning is about to count the last batch as completed
+
+
+def _in_eval(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if not module.training]

@@ -42,7 +42,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("epoch", "global_step"), int),
     LIGHTNING_VERSION: str,
 }
-STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor}
+STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor, "frozen": list, "eval": list}
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 

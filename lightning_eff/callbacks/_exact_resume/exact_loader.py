@@ -89,9 +89,10 @@ class ExactLoader(LoaderWrapper):
                 run.inexact.append("the loader begins a pass with its first batch: samples are seen again")
         if num_dropped:
             self._drop(iterator, num_dropped)
-        return self._batches(iterator, is_begun=num_dropped > 0)
+        saved = None if self.is_shared else position
+        return self._batches(iterator, saved, is_begun=num_dropped > 0)
 
-    def _batches(self, iterator: Iterator[Any], *, is_begun: bool) -> Iterator[Any]:
+    def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         while True:
             self.run.before_batch(self)
@@ -103,6 +104,10 @@ class ExactLoader(LoaderWrapper):
                 self.is_over = True
                 return
             self.num_batches += 1
+            if saved is not None:
+                self.run.check_order(self, saved)
+                saved = None
+            self.run.after_batch(self)
             if is_ahead:
                 self._states = self._states[1], self.loader.state_dict()
             yield batch
@@ -147,6 +152,7 @@ class ExactLoader(LoaderWrapper):
             batch_size=getattr(self.loader, "batch_size", None) or -1,
             length=-1 if (length := sized_len(self.loader)) is None else length,
             num_workers=getattr(self.loader, "num_workers", 0),
+            hashes=[] if self.stream is None else self.stream.hashes[: max(0, self.num_batches - num_ahead)],
         )
 
     def own_state(self) -> dict[str, Any]:

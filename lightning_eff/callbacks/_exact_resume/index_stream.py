@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +15,10 @@ from typing_extensions import override
 from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing, has_global
 
 LATE_DRAWS = "the sampler draws random numbers while it is read: samples may be seen again"
+
+
+NUM_HASHED = 16
+"""Batches at the start of a pass whose indices are hashed, to prove its order."""
 
 
 class IndexStream:
@@ -47,11 +54,23 @@ class IndexStream:
         inexact: list[str],
     ) -> None:
         self.source: Any
-        vars(self).update(source=source, capture=capture, restore=restore, inexact=inexact)
+        vars(self).update(source=source, capture=capture, restore=restore, inexact=inexact, hashes=[])
 
     def __iter__(self) -> Iterator[Any]:
         remaining, self.remaining, self.is_asked = self.remaining, None, True
-        return self._pass(iter(self.source)) if remaining is None else iter(remaining)
+        return self._pass(self.hashed(iter(self.source))) if remaining is None else iter(remaining)
+
+    def hashed(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Yield the sampler's indices, and keep hashes of the first batches in `hashes`."""
+        self.hashes.clear()
+        for batch in indices:
+            if len(self.hashes) < NUM_HASHED:
+                with contextlib.suppress(
+                    TypeError, AttributeError
+                ):  # objects, which have no text of their own
+                    text = json.dumps(batch, default=lambda array: array.tolist())  # a tensor's or NumPy's
+                    self.hashes.append(zlib.crc32(text.encode()))
+            yield batch
 
     def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
         num_skipped, self.num_skipped = self.num_skipped, 0

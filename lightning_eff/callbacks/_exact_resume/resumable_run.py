@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -75,6 +77,10 @@ class ResumableRun:
         self.did: list[str] = []
         self.inexact: list[str] = []
         """What will differ from the run that was saved."""
+        self.is_order_checked = True
+        """Whether hashes of indices have proved the order of every loader."""
+        self.report: Callable[[], None] | None = None
+        """Called when the first batch of a resumed run has been fetched: all is known then."""
         self.refusal = ""
         """How the data has changed: raised after `iter(loader)`, whose errors Lightning hides."""
         self.isolated: RandomStates | None = None
@@ -143,7 +149,7 @@ class ResumableRun:
         self.num_saved_ranks = len(positions)
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
-        self.did, self.num_remaining = [], []
+        self.did, self.num_remaining, self.is_order_checked = [], [], True
         self.inexact[:] = self.pending.notes  # the loaders' streams share the list
         if self.num_ranks == len(positions):
             return
@@ -197,6 +203,36 @@ class ResumableRun:
         elif self._num_requests > self.num_pending_ahead:
             self.restore(self.pending.now)
             self.pending = None
+
+    def check_order(self, loader: ExactLoader, saved: Position) -> None:
+        """Compare the indices of a pass with the saved ones."""
+        if loader.stream is None or not saved.hashes:
+            self.is_order_checked = False
+        elif loader.stream.hashes[: len(saved.hashes)] != saved.hashes:
+            self.inexact.append("the sampler does not repeat the indices of the saved epoch")
+
+    def repeat_saved_epoch(self) -> None:
+        """Draw the first indices of the epoch that a checkpoint ended with, and compare them."""
+        saved = [] if self.pending is None or self.num_saved_ranks != self.num_ranks else self.pending.loaders
+        for loader, position in zip(self.loaders, saved, strict=False):
+            if loader.stream is not None and position.hashes:
+                if (sampler := has_epoch(loader.loader)) is not None:
+                    sampler.set_epoch(position.epoch)
+                self.restore(position.start)
+                indices = iter(loader.stream.source)
+                if position.first is not None:
+                    self.restore(position.first)
+                else:  # the seed of workers is drawn first
+                    generator = getattr(loader.loader, "generator", None)
+                    torch.empty((), dtype=torch.int64).random_(generator=generator)
+                deque(itertools.islice(loader.stream.hashed(indices), len(position.hashes)), maxlen=0)
+            self.check_order(loader, position)
+
+    def after_batch(self, loader: ExactLoader) -> None:
+        """Report once, when every loader has been asked for a batch."""
+        if self.report is not None and loader is self.loaders[-1]:
+            self.report, report = None, self.report
+            report()
 
     def remaining(self, loader: ExactLoader, saved: Position) -> list[list[int]] | None:
         """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
