@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -235,13 +236,15 @@ class ExactResume(Managed):
         def finish() -> None:
             del loop.on_advance_start
             self._restore_flags(model)
-            is_next = run.is_before_epoch and run.pending is not None
-            if is_next:
-                run.repeat_saved_epoch()
+            if run.pending is None or not run.is_before_epoch:
+                advance()
+                return
+            run.repeat_saved_epoch()
+            run.restore(run.pending.now)
             advance()
+            run.pending = replace(run.pending, now=run.capture())  # the epoch's hooks may have drawn
             run.is_before_epoch = False
-            if is_next:
-                iter(loop._data_fetcher)  # noqa: SLF001
+            iter(loop._data_fetcher)  # noqa: SLF001
 
         loop.on_advance_start = finish
         self.cleanup.callback(lambda: vars(loop).pop("on_advance_start", None))
