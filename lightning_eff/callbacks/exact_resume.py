@@ -4,12 +4,15 @@ Lightning saves weights, optimizers and counters, but no random state and not wh
 a resumed run sees other samples, some of them twice, and other dropout. This callback saves both, for every
 rank, with each checkpoint, and restores both before the first batch. Batches that were trained on are skipped
 by their indices; with workers they are loaded again and dropped, since samples may draw random numbers there.
+A hash of the first indices of an epoch proves their order. Which parameters are frozen, and which modules
+evaluate, comes back too: callbacks change it in one epoch only, and the weights do not show it.
 
 Validation during training leaves the random states as it found them: a resumed run does not repeat the
 validation after which it was saved.
 
 Saves: the run: what is resumed is the run that was not stopped, bit for bit.
-Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers.
+Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers. At an
+    epoch's end the sampler draws that epoch's first indices again.
 When not: loaders that are made anew each epoch: it says so.
 Conflicts: none.
 Source: the order of draws in torch's `DataLoader`;
