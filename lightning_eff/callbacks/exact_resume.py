@@ -22,7 +22,6 @@ Source: the order of draws in torch's `DataLoader`;
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -44,8 +43,8 @@ from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome, name_of
 
-POSITIONS, FROZEN, IN_EVAL = "positions", "frozen", "eval"
-"""Keys in the stamp of a checkpoint: the positions of all ranks, and names of parameters and of modules."""
+POSITIONS, FLAGS = "positions", "flags"
+"""Keys in the stamp of a checkpoint: the positions of all ranks, and which parameters and modules are off."""
 
 
 class ExactResume(Managed):
@@ -76,11 +75,10 @@ class ExactResume(Managed):
         self._not_saved = ""
         self._previous: Any = self
         self._last: RankPosition | None = None
-        self._in_eval: list[str] | None = None
-        """Modules in evaluation mode before the validation that runs now."""
-        self._saved: Mapping[str, Any] = {}
-        self._fresh: list[str] = []
-        """Callbacks whose states the checkpoint lacks."""
+        self._saved_flags: dict[str, list[str]] = {}
+        """Of the checkpoint, until the first epoch begins."""
+        self._training_flags: dict[str, list[str]] = {}
+        """Before the validation that runs now."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,7 +96,7 @@ class ExactResume(Managed):
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         run.epoch = lambda: loop.epoch_progress.current.processed  # what Lightning gives to samplers
         self._resumed_step, self._not_saved, self._previous = None, "", self
-        self._saved, self._fresh, self._in_eval = {}, [], None
+        self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
         self.cleanup.callback(
@@ -121,12 +119,12 @@ class ExactResume(Managed):
         method = getattr(validation, name)
 
         def isolated() -> Any:
-            self._run.isolated, self._in_eval = self._run.capture(), _in_eval(model)
+            self._run.isolated, self._training_flags = self._run.capture(), flags_of(model)
             try:
                 return method()
             finally:
                 self._run.restore(self._run.isolated)
-                self._run.isolated = self._in_eval = None
+                self._run.isolated, self._training_flags = None, {}
 
         setattr(validation, name, isolated)
         self.cleanup.callback(delattr, validation, name)
@@ -139,9 +137,7 @@ class ExactResume(Managed):
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
             checkpoint[KEY][POSITIONS] = position.of_all_ranks(position.pack(own))
-            checkpoint[KEY][IN_EVAL] = _in_eval(pl_module) if self._in_eval is None else self._in_eval
-            frozen = [name for name, weight in pl_module.named_parameters() if not weight.requires_grad]
-            checkpoint[KEY][FROZEN] = frozen
+            checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
@@ -183,15 +179,8 @@ class ExactResume(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._saved = checkpoint.get(KEY, {})
-        packed = self._saved.get(POSITIONS)
-        saved = {*checkpoint.get("callbacks", {}), *self._saved.get("states", {})}
-        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        self._fresh = [
-            type(callback).__name__
-            for callback in callbacks
-            if not {callback.state_key, name_of(callback)} & saved and callback.state_dict()
-        ]
+        stamp = checkpoint.get(KEY, {})
+        packed, self._saved_flags = stamp.get(POSITIONS), stamp.get(FLAGS, {})
         self._resumed_step = int(checkpoint.get("global_step", 0))
         if packed is None:
             self._not_saved = "the checkpoint has neither random states nor the position in the data"
@@ -199,6 +188,11 @@ class ExactResume(Managed):
             self._ignore_warning()
             self._run.resume([position.unpack(row) for row in packed])
             self._run.is_before_epoch = self._run.pending is not None and self._run.pending.is_over
+        saved = {*checkpoint.get("callbacks", {}), *stamp.get("states", {})}
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        for callback in callbacks:
+            if not {callback.state_key, name_of(callback)} & saved and callback.state_dict():
+                self._run.did.append(f"no saved state of {type(callback).__name__}")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -254,20 +248,13 @@ class ExactResume(Managed):
 
     def _restore_flags(self, model: torch.nn.Module) -> None:
         """Freeze parameters, and set modules to evaluation, as they were at the save."""
-        frozen, in_eval = self._saved.get(FROZEN), self._saved.get(IN_EVAL)
-        if frozen is None or in_eval is None:
-            return
-        parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad == (n in frozen)]
-        modules = [(n, m) for n, m in model.named_modules() if m.training == (n in in_eval)]
-        for name, parameter in parameters:
-            parameter.requires_grad_(name not in frozen)
-        for name, module in modules:
-            module.training = name not in in_eval
-        for what, changed in (("requires_grad", parameters), ("training", modules)):
-            if changed:
-                self._run.did.append(
-                    f"{what} of {changed[0][0]!r} and {len(changed) - 1} others set as saved"
-                )
+        for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
+            off = {*self._saved_flags.get(flag, ())}
+            changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
+            for name, owner in changed if flag in self._saved_flags else ():
+                setattr(owner, flag, name not in off)
+                self._run.did.append(f"{flag} set as saved, first of {changed[0][0]!r}")
+        self._saved_flags = {}
 
     def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
         save_nothing_on_exception(trainer)  # as nothing was trained
@@ -282,19 +269,11 @@ class ExactResume(Managed):
             texts = ["rejected: other data"]
         elif self._resumed_step is not None:
             differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
-            did = (
-                "order and random states as saved"
-                if self._run.is_order_checked
-                else "random states as saved, order not checked (no indices)"
-            )
-            did = f"not exact: {'; '.join(differs)}" if differs else did
-            fresh = [f"no saved state: {', '.join(self._fresh)}"] if self._fresh else []
-            texts = [
-                f"resumed at step {self._resumed_step}: {did}",
-                *dict.fromkeys(self._run.did),
-                *fresh,
-                *texts,
-            ]
+            order = "order and random states as saved"
+            if not self._run.is_order_checked:
+                order = "random states as saved, order not checked (no indices)"
+            did = f"not exact: {'; '.join(differs)}" if differs else order
+            texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did), *texts]
         did = "; ".join(texts) or "nothing saved or resumed yet"
         return Outcome(did=did, effective=self._has_begun and not (self._not_saved and not self._num_saves))
 
@@ -330,5 +309,9 @@ def _begin_next_epoch(loop: Any) -> None:
         progress.current.completed = -1  # Lightning is about to count the last batch as completed
 
 
-def _in_eval(model: torch.nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if not module.training]
+def flags_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the names of parameters that are frozen, and of modules that do not train."""
+    named = {"requires_grad": model.named_parameters(), "training": model.named_modules()}
+    return {
+        flag: [name for name, owner in pairs if not getattr(owner, flag)] for flag, pairs in named.items()
+    }

@@ -7,7 +7,7 @@ never read; the same holds for the shards of a folder. Only tensors and plain va
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -36,18 +36,9 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
     # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
-    in_runs: dict[Path, list[Path]] = {}
-    for path in by_file.values():
-        in_runs.setdefault(path.parent.parent, []).append(path)
-    dated: list[tuple[tuple[str, int], Path]] = []
-    for run, paths in in_runs.items():
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile by its own run
-            dated.append((max(began(run, path) for path in paths), run))
-    ordered = (
-        path
-        for _, run in sorted(dated, reverse=True)
-        for path in sorted(filter(is_wanted, in_runs[run]), key=_step, reverse=True)
-    )
+    by_run = sorted(by_file.values(), key=lambda path: (began(path.parent.parent), path.parent), reverse=True)
+    in_runs = (run for _, run in itertools.groupby(by_run, key=lambda path: path.parent))
+    ordered = (path for run in in_runs for path in sorted(filter(is_wanted, run), key=_step, reverse=True))
     has_skipped = False
     for path in ordered:
         try:

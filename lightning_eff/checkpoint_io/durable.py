@@ -36,7 +36,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -49,7 +49,6 @@ from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain, with_plain_hparams
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.checkpoint_stamp import LIGHTNING_VERSION, check_types
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
@@ -215,8 +214,6 @@ class Durable(CheckpointIO):
                 text = "it has no SHA-256, and require_digest=True\n  try: checkpoint_io.require_digest=false"
                 raise CheckpointError(text)
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
-            if isinstance(state, dict) and LIGHTNING_VERSION in state:  # of a Trainer
-                check_types(cast(dict[str, Any], state))
             if has_digest:
                 self._statistics.num_verified += 1
                 self._own_files.add(_resolve_folder(target))

@@ -85,7 +85,7 @@ def _newest(folder: Path) -> Path | None:
     for name in (LEDGER, RESOLVED):
         found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
         if found:
-            return max(found, key=lambda file: began(file.parent, file)).parent
+            return max((file.parent for file in found), key=began)
     return None
 
 

@@ -30,20 +30,20 @@ RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
 """Format of the time in the name of a run's or a sweep's folder."""
 
 
-def began(run: Path, file: Path) -> tuple[str, int]:
+def began(run: Path) -> tuple[str, int]:
     """Return when a run began, and its number in a sweep, to order runs: by the names of their folders.
 
-    Files' times change when they are copied, or with the clock. They decide only for a run whose folder was
-    named by the user: then `file`'s.
+    Times of files change when they are copied, or with the clock; one decides only for a folder that the user
+    has named.
 
     Example:
-        >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"), Path())
+        >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))
         ('2026-11-27_01-02-03-000000', 7)
     """
-    folder = run.parent if run.name.isdecimal() else run
-    found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", folder.name)
-    time = found[0] if found else datetime.fromtimestamp(file.stat().st_mtime).strftime(RUN_TIME)
-    return time, int(run.name) if run.name.isdecimal() else 0
+    number = int(run.name) if run.name.isdecimal() else -1
+    found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", run.parent.name if number >= 0 else run.name)
+    time = found[0] if found else datetime.fromtimestamp(run.stat().st_mtime).strftime(RUN_TIME)
+    return time, number
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("epoch", "global_step"), int),
     LIGHTNING_VERSION: str,
 }
-STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor, "frozen": list, "eval": list}
+STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor, "flags": Mapping}
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 
@@ -59,18 +59,18 @@ def save_stamp(
         stamp.setdefault("states", {})[name_of(self)] = state
 
 
-def check_types(checkpoint: Mapping[str, Any], path: object = None) -> None:
+def check_types(checkpoint: Mapping[str, Any], path: object) -> None:
     """Check that what Lightning and this package read from a Trainer's checkpoint is of the types they write.
 
     Raises:
-        CheckpointError: It is not: the file is damaged. The text names `path`, if given.
+        CheckpointError: It is not: the file is damaged.
     """
     for part, types in ((checkpoint, TYPES), (nested_dict(checkpoint, KEY), STAMP_TYPES)):
         for key, kind in types.items():
-            is_version = key == LIGHTNING_VERSION and re.match(r"\d+\.\d+", str(part.get(key)))
-            if key in part and not (isinstance(part[key], kind) and (is_version or key != LIGHTNING_VERSION)):
-                text = f"its {key!r} is damaged\n  try: ckpt_path=PATH of another checkpoint"
-                raise CheckpointError(text if path is None else f"checkpoint {path} is not loaded: {text}")
+            is_right = key not in part or isinstance(part[key], kind)
+            if not is_right or (kind is str and not re.match(r"\d+\.\d+", part.get(key, "2.0"))):
+                text = f"checkpoint {path} is not loaded: its {key!r} is damaged"
+                raise CheckpointError(f"{text}\n  try: ckpt_path=PATH of another checkpoint")
 
 
 def load_stamp(

@@ -497,7 +497,7 @@ def test_callbacks_whose_state_the_checkpoint_lacks_are_named(tmp_path: Path) ->
         resume = ExactResume()
         fit(shuffled(), resume, *added, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
         dids.append(resume.outcome().did)
-    assert "no saved state: Keeps" in dids[1]
+    assert "no saved state of Keeps" in dids[1]
     assert all("no saved state" not in did for did in (dids[0], dids[2]))
 
 

@@ -328,9 +328,9 @@ def test_the_last_of_a_run_has_the_greatest_step(name: str, names: str, tmp_path
     assert newest_valid(tmp_path) == folder / f"{names.format(100)}.ckpt"
 
 
-def test_a_run_whose_folder_has_no_time_is_ordered_by_its_files(tmp_path: Path) -> None:
+def test_a_run_whose_folder_has_no_time_is_ordered_by_its_folders_time(tmp_path: Path) -> None:
     older, newer = run_with(tmp_path, "b", 9), run_with(tmp_path, "a", 5)
-    os.utime(older / "step-9.ckpt", (1e9, 1e9))
+    os.utime(older.parent, (1e9, 1e9))
     assert newest_valid(tmp_path) == newer / "step-5.ckpt"
     run_with(tmp_path, "2100-01-01_00-00-00-000000", 1)
     assert newest_valid(tmp_path).parent.parent.name.startswith("2100")

@@ -62,7 +62,7 @@ class ExactLoader(LoaderWrapper):
         run, stream = self.run, self.stream
         position = run.begin(self)
         if run.is_before_epoch:
-            return iter(())  # `begin_epoch` asks again, when the samplers know their epoch
+            return iter(())  # `ExactResume` asks again, when the samplers know their epoch
         self.is_over = False
         self._start = run.capture() if position is None else position.start
         self._first = None if position is None else position.first
@@ -104,10 +104,8 @@ class ExactLoader(LoaderWrapper):
                 self.is_over = True
                 return
             self.num_batches += 1
-            if saved is not None:
-                self.run.check_order(self, saved)
-                saved = None
-            self.run.after_batch(self)
+            if self.run.report is not None:
+                self.run.first_batch(self, saved)
             if is_ahead:
                 self._states = self._states[1], self.loader.state_dict()
             yield batch

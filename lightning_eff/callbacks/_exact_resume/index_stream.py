@@ -65,10 +65,8 @@ class IndexStream:
         self.hashes.clear()
         for batch in indices:
             if len(self.hashes) < NUM_HASHED:
-                with contextlib.suppress(
-                    TypeError, AttributeError
-                ):  # objects, which have no text of their own
-                    text = json.dumps(batch, default=lambda array: array.tolist())  # a tensor's or NumPy's
+                with contextlib.suppress(TypeError, AttributeError):  # of objects, which are not hashed
+                    text = json.dumps(batch, default=lambda array: array.tolist())
                     self.hashes.append(zlib.crc32(text.encode()))
             yield batch
 

@@ -219,20 +219,25 @@ class ResumableRun:
                 if (sampler := has_epoch(loader.loader)) is not None:
                     sampler.set_epoch(position.epoch)
                 self.restore(position.start)
-                indices = iter(loader.stream.source)
-                if position.first is not None:
-                    self.restore(position.first)
-                else:  # the seed of workers is drawn first
-                    generator = getattr(loader.loader, "generator", None)
-                    torch.empty((), dtype=torch.int64).random_(generator=generator)
+                indices = iter(loader.stream.source)  # some samplers draw now, others with the first index
+                self._begin_order(loader, position)
                 deque(itertools.islice(loader.stream.hashed(indices), len(position.hashes)), maxlen=0)
             self.check_order(loader, position)
 
-    def after_batch(self, loader: ExactLoader) -> None:
-        """Report once, when every loader has been asked for a batch."""
+    def _begin_order(self, loader: ExactLoader, saved: Position) -> None:
+        """Set the random states with which a pass was asked for its first indices."""
+        self.restore(saved.first or saved.start)
+        if saved.first is None:  # the seed of workers is drawn first
+            generator = getattr(loader.loader, "generator", None)
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+    def first_batch(self, loader: ExactLoader, saved: Position | None) -> None:
+        """Compare the order of a loader; report when each loader has been asked for a batch."""
+        if saved is not None:
+            self.check_order(loader, saved)
         if self.report is not None and loader is self.loaders[-1]:
-            self.report, report = None, self.report
-            report()
+            self.report()
+            self.report = None
 
     def remaining(self, loader: ExactLoader, saved: Position) -> list[list[int]] | None:
         """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
@@ -242,7 +247,7 @@ class ResumableRun:
         if any(ranks > 1 and not order.startswith("distributed") for ranks, order in runs):
             self.inexact.append("ranks do not share one order: samples of this epoch may be seen again")
             return None
-        order = self._order(saved)
+        order = self._order(loader, saved)
         if order is None:
             text = f"the order of {saved.order} is not known on other ranks"
             self.inexact.append(f"{text}: samples of this epoch may be seen again")
@@ -256,7 +261,7 @@ class ResumableRun:
         self.num_remaining.append(len(batches))
         return batches
 
-    def _order(self, saved: Position) -> list[int] | None:
+    def _order(self, loader: ExactLoader, saved: Position) -> list[int] | None:
         """Return the order of all samples of the epoch in which a checkpoint was saved."""
         samples: Any = range(saved.num_samples)
         if saved.order in ("sequential", "distributed in order"):
@@ -267,14 +272,9 @@ class ResumableRun:
             return list(sampler)
         if saved.order != "random":
             return None
-        current, states, generator = self.capture(), saved.first or saved.start, None
-        torch.set_rng_state(states["torch"])
-        if "generator.0" in states:
-            generator = torch.Generator()
-            generator.set_state(states["generator.0"])
-        if saved.first is None:  # the seed of workers is drawn first
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-        order = list(RandomSampler(samples, generator=generator))
+        current = self.capture()
+        self._begin_order(loader, saved)
+        order = list(RandomSampler(samples, generator=getattr(loader.loader, "generator", None)))
         self.restore(current)
         return order
 
