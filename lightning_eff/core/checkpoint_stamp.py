@@ -89,7 +89,8 @@ def load_stamp(
 def check_on_restore(trainer: pl.Trainer) -> None:
     """Check the optimizers right before their states are loaded, when they are known; once for all callers.
 
-    The load then raises a ConfigError for the state of other optimizers.
+    The load then raises a ConfigError for the state of other optimizers, and a CheckpointError for trainable
+    weights that are not finite, which steps cannot mend.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -101,25 +102,16 @@ def check_on_restore(trainer: pl.Trainer) -> None:
         states = checkpoint.get("optimizer_states") or ()
         try:
             check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
-            _check_finite(trainer)
+            for name, weight in trainer.lightning_module.named_parameters():
+                if weight.requires_grad and not bool(torch.isfinite(weight.detach()).all()):
+                    text = f"checkpoint {trainer.ckpt_path} is not loaded: its weights of {name!r} are not"
+                    raise CheckpointError(f"{text} finite\n  try: ckpt_path=PATH of an earlier one")
             load_states(checkpoint)
         except Exception:
             save_nothing_on_exception(trainer)  # nothing was trained: it would be newer than the right one
             raise
 
     strategy.load_optimizer_state_dict = check_and_load
-
-
-def _check_finite(trainer: pl.Trainer) -> None:
-    """Check the weights that a checkpoint has restored: steps from NaN train nothing.
-
-    Raises:
-        CheckpointError: A trainable parameter is not finite.
-    """
-    for name, parameter in trainer.lightning_module.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
-            text = f"checkpoint {trainer.ckpt_path} is not loaded: its weights of {name!r} are not finite"
-            raise CheckpointError(f"{text}\n  try: ckpt_path=PATH of an earlier one")
 
 
 def save_nothing_on_exception(trainer: pl.Trainer) -> None:

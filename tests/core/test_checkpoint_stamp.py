@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -224,7 +223,12 @@ def test_weights_that_are_not_finite_are_not_trained_on(
     torch.save(whole | {"state_dict": weights}, tmp_path / "bad.ckpt")
     with pytest.raises(CheckpointError, match=r"bad\.ckpt is not loaded: its weights of .* are not finite"):
         resumed(net(), tmp_path / "bad.ckpt", callbacks=[EmptyCache(every_n_steps=1)])
-    frozen = net().requires_grad_(requires_grad=False)
+    frozen = net()  # weights that are not trained may be anything, as a mask is
+    frozen.requires_grad_(requires_grad=False)
     frozen.extra = torch.nn.Parameter(torch.ones(1))
-    frozen.load_state_dict(weights, strict=False)  # as a mask that is not trained may be
-    checkpoint_stamp._check_finite(SimpleNamespace(lightning_module=frozen, ckpt_path=None))
+    frozen.configure_optimizers = lambda: SGD([frozen.extra])
+    frozen.training_step = lambda batch, batch_idx: frozen.extra.sum()
+    changed = {"optimizer_states": [SGD([frozen.extra]).state_dict()], checkpoint_stamp.KEY: {}}
+    changed["state_dict"] = weights | {"extra": torch.ones(1)}
+    torch.save(whole | changed, tmp_path / "frozen.ckpt")
+    resumed(frozen, tmp_path / "frozen.ckpt", callbacks=[EmptyCache(every_n_steps=1)])
