@@ -4,12 +4,15 @@ Lightning saves weights, optimizers and counters, but no random state and not wh
 a resumed run sees other samples, some of them twice, and other dropout. This callback saves both, for every
 rank, with each checkpoint, and restores both before the first batch. Batches that were trained on are skipped
 by their indices; with workers they are loaded again and dropped, since samples may draw random numbers there.
+A hash of the first indices of an epoch proves their order. Which parameters are frozen, and which modules
+evaluate, comes back too: callbacks change it in one epoch only, and the weights do not show it.
 
 Validation during training leaves the random states as it found them: a resumed run does not repeat the
 validation after which it was saved.
 
 Saves: the run: what is resumed is the run that was not stopped, bit for bit.
-Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers.
+Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers. At an
+    epoch's end the sampler draws that epoch's first indices again.
 When not: loaders that are made anew each epoch: it says so.
 Conflicts: none.
 Source: the order of draws in torch's `DataLoader`;
@@ -19,9 +22,11 @@ Source: the order of draws in torch's `DataLoader`;
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -36,10 +41,10 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.technique import Outcome
+from lightning_eff.core.technique import Outcome, name_of
 
-POSITIONS = "positions"
-"""Key of the positions of all ranks, in the stamp of a checkpoint."""
+POSITIONS, FLAGS = "positions", "flags"
+"""Keys in the stamp of a checkpoint: the positions of all ranks, and which parameters and modules are off."""
 
 
 class ExactResume(Managed):
@@ -70,6 +75,10 @@ class ExactResume(Managed):
         self._not_saved = ""
         self._previous: Any = self
         self._last: RankPosition | None = None
+        self._saved_flags: dict[str, list[str]] = {}
+        """Of the checkpoint, until the first epoch begins."""
+        self._training_flags: dict[str, list[str]] = {}
+        """Before the validation that runs now."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -85,7 +94,9 @@ class ExactResume(Managed):
         )
         loop: Any = trainer.fit_loop
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
+        run.epoch = lambda: loop.epoch_progress.current.processed  # what Lightning gives to samplers
         self._resumed_step, self._not_saved, self._previous = None, "", self
+        self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
         self.cleanup.callback(
@@ -94,7 +105,7 @@ class ExactResume(Managed):
         self.cleanup.callback(dataloaders.add_loader_transform(trainer, run.wrap, position=1))
         # The second makes loaders and iterators in a resumed run.
         for name in ("run", "increment_progress_to_evaluation_end"):
-            self._isolate(loop.epoch_loop.val_loop, name)
+            self._isolate(loop.epoch_loop.val_loop, name, pl_module)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
         combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
@@ -103,17 +114,17 @@ class ExactResume(Managed):
             self._previous = combined
         return self._run.observe(loader)
 
-    def _isolate(self, validation: Any, name: str) -> None:
+    def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
         """Let a method of the validation during training leave the random states as it finds them."""
         method = getattr(validation, name)
 
         def isolated() -> Any:
-            self._run.isolated = self._run.capture()
+            self._run.isolated, self._training_flags = self._run.capture(), flags_of(model)
             try:
                 return method()
             finally:
                 self._run.restore(self._run.isolated)
-                self._run.isolated = None
+                self._run.isolated, self._training_flags = None, {}
 
         setattr(validation, name, isolated)
         self.cleanup.callback(delattr, validation, name)
@@ -126,6 +137,7 @@ class ExactResume(Managed):
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
             checkpoint[KEY][POSITIONS] = position.of_all_ranks(position.pack(own))
+            checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
@@ -167,13 +179,20 @@ class ExactResume(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        packed = checkpoint.get(KEY, {}).get(POSITIONS)
+        stamp = checkpoint.get(KEY, {})
+        packed, self._saved_flags = stamp.get(POSITIONS), stamp.get(FLAGS, {})
         self._resumed_step = int(checkpoint.get("global_step", 0))
         if packed is None:
             self._not_saved = "the checkpoint has neither random states nor the position in the data"
         else:
             self._ignore_warning()
             self._run.resume([position.unpack(row) for row in packed])
+            self._run.is_before_epoch = self._run.pending is not None and self._run.pending.is_over
+        saved = {*checkpoint.get("callbacks", {}), *stamp.get("states", {})}
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        for callback in callbacks:
+            if not {callback.state_key, name_of(callback)} & saved and callback.state_dict():
+                self._run.did.append(f"no saved state of {type(callback).__name__}")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -181,10 +200,12 @@ class ExactResume(Managed):
         # Lightning makes loaders before it reads the checkpoint if the number of steps is asked for, and
         # gives a loader with a state of its own none at an epoch's end.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
-        if run.pending is not None and (states or not run.is_begun):
-            if states:
-                loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
-                loop._combined_loader_states_to_load = []  # noqa: SLF001
+        if run.pending is not None and states:
+            loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
+            loop._combined_loader_states_to_load = []  # noqa: SLF001
+        if self._resumed_step is not None:
+            self._finish_late(loop, pl_module)
+        if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
             self._refuse(trainer, run.refusal)
@@ -199,7 +220,41 @@ class ExactResume(Managed):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(current, name, getattr(current, name) + shift)
         if self._resumed_step is not None:
-            rank_zero_info(self.outcome().did)
+            run.report = lambda: rank_zero_info(self.outcome().did)
+
+    def _finish_late(self, loop: Any, model: torch.nn.Module) -> None:
+        """Restore flags after the hooks of a run's start, and begin a next epoch's pass after the epoch's.
+
+        Lightning 2.6 begins the first pass of a run earlier: workers would ask a sampler for indices before
+        `set_epoch`, and get epoch 0's order.
+        """
+        run, advance = self._run, loop.on_advance_start
+
+        def finish() -> None:
+            del loop.on_advance_start
+            self._restore_flags(model)
+            if run.pending is None or not run.is_before_epoch:
+                advance()
+                return
+            run.repeat_saved_epoch()
+            run.restore(run.pending.now)
+            advance()
+            run.pending = replace(run.pending, now=run.capture())  # the epoch's hooks may have drawn
+            run.is_before_epoch = False
+            iter(loop._data_fetcher)  # noqa: SLF001
+
+        loop.on_advance_start = finish
+        self.cleanup.callback(lambda: vars(loop).pop("on_advance_start", None))
+
+    def _restore_flags(self, model: torch.nn.Module) -> None:
+        """Freeze parameters, and set modules to evaluation, as they were at the save."""
+        for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
+            off = {*self._saved_flags.get(flag, ())}
+            changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
+            for name, owner in changed if flag in self._saved_flags else ():
+                setattr(owner, flag, name not in off)
+                self._run.did.append(f"{flag} set as saved, first of {changed[0][0]!r}")
+        self._saved_flags = {}
 
     def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
         save_nothing_on_exception(trainer)  # as nothing was trained
@@ -214,7 +269,10 @@ class ExactResume(Managed):
             texts = ["rejected: other data"]
         elif self._resumed_step is not None:
             differs = [self._not_saved] if self._not_saved else list(dict.fromkeys(self._run.inexact))
-            did = f"not exact: {'; '.join(differs)}" if differs else "order and random states as saved"
+            order = "order and random states as saved"
+            if not self._run.is_order_checked:
+                order = "random states as saved, order not checked (no indices)"
+            did = f"not exact: {'; '.join(differs)}" if differs else order
             texts = [f"resumed at step {self._resumed_step}: {did}", *dict.fromkeys(self._run.did), *texts]
         did = "; ".join(texts) or "nothing saved or resumed yet"
         return Outcome(did=did, effective=self._has_begun and not (self._not_saved and not self._num_saves))
@@ -249,3 +307,11 @@ def _begin_next_epoch(loop: Any) -> None:
     if loop.max_batches == float("inf"):  # else its batches are counted on from the last epoch's
         progress.current.reset()
         progress.current.completed = -1  # Lightning is about to count the last batch as completed
+
+
+def flags_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the names of parameters that are frozen, and of modules that do not train."""
+    named = {"requires_grad": model.named_parameters(), "training": model.named_modules()}
+    return {
+        flag: [name for name, owner in pairs if not getattr(owner, flag)] for flag, pairs in named.items()
+    }

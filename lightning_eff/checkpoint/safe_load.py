@@ -1,17 +1,25 @@
-"""Load tensors and plain values from a `torch.save` file, never code."""
+"""Load tensors and plain values from a `torch.save` file, never code; make hyperparameters plain for it."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path, PurePath
 from pickle import UnpicklingError  # the exception only: nothing is unpickled here
-from typing import IO, Any
+from types import SimpleNamespace
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
+from omegaconf import ListConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 
-LIGHTNING_VERSION = "pytorch-lightning_version"
 UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
 """Errors that `torch.load` raises about a file whose content it cannot read."""
 
@@ -39,3 +47,70 @@ def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool 
         else:
             text = f"torch cannot read it ({str(error).splitlines()[0][:200] if str(error) else error!r})"
         raise CheckpointError(text) from error
+
+
+HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
+"""Lightning's keys of hyperparameters in a checkpoint, and of their class if it is OmegaConf's."""
+TORCH = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
+BASIC: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
+CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (Enum, lambda member: member.value),
+    ((np.generic, np.ndarray), lambda array: array.tolist()),
+    (PurePath, str),
+    ((Namespace, SimpleNamespace), vars),
+    (ListConfig, list),
+)
+
+
+def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with hyperparameters that `load_plain` accepts.
+
+    Paths become text, enums and NumPy's numbers and arrays their values; configs, namespaces and dataclasses
+    become dictionaries. Other objects are left out.
+
+    Warns:
+        CheckpointWarning: Names what was left out.
+    """
+    result, left_out = dict(checkpoint), list[str]()
+    for key, class_key in HPARAMS.items():
+        if isinstance(saved := result.get(key), Mapping):
+            result[key] = _plain(saved, "", left_out)
+            result.pop(class_key, None)
+    if left_out:
+        text = (
+            f"hyperparameters left out of checkpoints, which hold plain values only: {', '.join(left_out)}. "
+        )
+        text += "A run resumes without them; pass them to `load_from_checkpoint` as arguments"
+        warnings.warn(text, CheckpointWarning, stacklevel=3)
+    return result
+
+
+def _plain(value: Any, name: str, left_out: list[str]) -> Any:
+    """Return a value as plain ones; entries of a mapping for which there are none are listed in `left_out`.
+
+    Raises:
+        TypeError: There are none for the value itself.
+    """
+    for kinds, convert in CONVERSIONS:
+        if isinstance(value, kinds):
+            value = convert(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        result: dict[Any, Any] = {}
+        for key in cast(Mapping[Any, Any], value):
+            path = f"{name}.{key}" if name else str(key)
+            try:
+                result[_plain(key, path, left_out)] = _plain(value[key], path, left_out)
+            except (TypeError, OmegaConfBaseException):  # the latter: an interpolation of a missing key
+                left_out.append(path)
+        return result
+    if isinstance(value, (list, tuple, set, frozenset)) and type(value) not in TORCH:
+        values = [_plain(each, name, left_out) for each in cast(Iterable[Any], value)]
+        return (
+            values if isinstance(value, list) else tuple(values) if isinstance(value, tuple) else set(values)
+        )
+    basic = next((kind for kind in BASIC if isinstance(value, cast(type, kind))), None)
+    if basic is None and value is not None and type(value) not in TORCH:
+        raise TypeError(name)
+    return value if basic is None else basic(value)

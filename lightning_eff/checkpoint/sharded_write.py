@@ -20,6 +20,7 @@ from lightning_eff.checkpoint.atomic_write import (
 )
 from lightning_eff.checkpoint.digest import has_digest
 from lightning_eff.checkpoint.lazy_tensor import RowShard
+from lightning_eff.checkpoint.safe_load import with_plain_hparams
 from lightning_eff.checkpoint.sharded import (
     FORMAT,
     INDEX,
@@ -86,7 +87,7 @@ def write_index(
         text += "\n  try: a folder on a disk that all ranks share"
         raise CheckpointError(text)
     content = {"format": FORMAT, "version": VERSION, "token": token, "parts": listed}
-    content |= {"divided": list(sharded), "checkpoint": dict(checkpoint)}
+    content |= {"divided": list(sharded), "checkpoint": with_plain_hparams(checkpoint)}
     return write_with_digest(path / INDEX, lambda file: torch.save(content, file))
 
 

@@ -7,11 +7,12 @@ never read; the same holds for the shards of a folder. Only tensors and plain va
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from torch import nn
 from lightning_eff.checkpoint import digest, sharded
 from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
+from lightning_eff.core.catalog import began
 from lightning_eff.core.errors import CheckpointError, ConfigError, check_path
 
 log = logging.getLogger(__name__)
@@ -28,20 +30,17 @@ log = logging.getLogger(__name__)
 def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) -> Path | None:
     """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one.
 
+    The newest is the last run's, of the greatest step: both are in the names and files, not in files' times.
     With `is_wanted`, only of those for which it returns True; it is called before a file is read.
     """
     # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
-    dated: list[tuple[float, Path]] = []
-    for path in by_file.values():
-        content = path / sharded.INDEX if sharded.is_sharded_checkpoint(path) else path
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile by its own run
-            dated.append((content.stat().st_mtime, path))
+    by_run = sorted(by_file.values(), key=lambda path: (began(path.parent.parent), path.parent), reverse=True)
+    in_runs = (run for _, run in itertools.groupby(by_run, key=lambda path: path.parent))
+    ordered = (path for run in in_runs for path in sorted(filter(is_wanted, run), key=_step, reverse=True))
     has_skipped = False
-    for _, path in sorted(dated, key=lambda pair: pair[0], reverse=True):
-        if is_wanted is not None and not is_wanted(path):
-            continue
+    for path in ordered:
         try:
             sharded.verified_index(path) if path.is_dir() else digest.read_with(path, digest.verify)
         except CheckpointError as error:
@@ -54,6 +53,25 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
                 log.warning("using instead: %s", path)
             return path
     return None
+
+
+def _step(path: Path) -> tuple[float, float]:
+    """Return a checkpoint's `global_step`, and its file's time for equal steps and files without one.
+
+    A file that cannot be read comes first, to be verified and named.
+    """
+
+    def read(_: IO[bytes]) -> Any:
+        return load_plain(path, map_location="meta", mmap=True)
+
+    try:
+        is_folder = sharded.is_sharded_checkpoint(path)
+        content = sharded.read_index(path).checkpoint if is_folder else digest.read_with(path, read)
+        time_s = (path / sharded.INDEX if is_folder else path).stat().st_mtime
+    except (CheckpointError, OSError):
+        return math.inf, 0.0
+    step = content.get("global_step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else -1, time_s
 
 
 def checkpoint(path: Path) -> dict[str, Any]:

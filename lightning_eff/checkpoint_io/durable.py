@@ -49,7 +49,7 @@ from lightning_eff.checkpoint import digest, sharded, sharded_write
 from lightning_eff.checkpoint.atomic_write import make_folder, save_error, write_with_digest
 from lightning_eff.checkpoint.background_writer import BackgroundWriter
 from lightning_eff.checkpoint.lazy_tensor import materialize
-from lightning_eff.checkpoint.safe_load import load_plain
+from lightning_eff.checkpoint.safe_load import load_plain, with_plain_hparams
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import nested_dict
@@ -91,8 +91,8 @@ class Durable(CheckpointIO):
         ConfigError: A flag is neither True nor False.
 
     Warns:
-        CheckpointWarning: A checkpoint without a digest was loaded, or a file that this plugin did not write
-            was not removed.
+        CheckpointWarning: A checkpoint without a digest was loaded, a file that this plugin did not write was
+            not removed, hyperparameters are left out, or the first checkpoint holds other objects.
 
     Example:
         >>> import tempfile
@@ -148,6 +148,7 @@ class Durable(CheckpointIO):
         self._writer.wait()
         self.check_weights(checkpoint, target)
         self._clean_up(target.parent)
+        checkpoint = with_plain_hparams(checkpoint)
         if self.asynchronous and not self._is_run_over:
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
@@ -183,6 +184,12 @@ class Durable(CheckpointIO):
             written = write_with_digest(target, fill)
         except OSError as error:
             raise save_error(target, error, fill) from error
+        if not self._statistics.num_saves:
+            try:
+                load_plain(target, map_location="meta", mmap=True)
+            except CheckpointError as error:
+                text = f"checkpoint {target} cannot be loaded again: {error}"
+                warnings.warn(text, CheckpointWarning, stacklevel=2)
         self._count_save(target, written.num_bytes, time.perf_counter() - start)
 
     def _count_save(self, target: Path, num_bytes: int, duration_s: float) -> None:

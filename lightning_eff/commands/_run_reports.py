@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.config.strict_yaml import read_yaml
-from lightning_eff.core.catalog import RESOLVED
+from lightning_eff.core.catalog import RESOLVED, began
 from lightning_eff.core.errors import ConfigError, check_path, suggest_name
 
 LEDGER, ERROR_LOG = "efficiency.json", "error.log"
@@ -85,7 +85,7 @@ def _newest(folder: Path) -> Path | None:
     for name in (LEDGER, RESOLVED):
         found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
         if found:
-            return max(found, key=lambda file: file.stat().st_mtime).parent
+            return max((file.parent for file in found), key=began)
     return None
 
 

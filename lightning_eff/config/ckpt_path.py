@@ -13,11 +13,11 @@ import lightning.pytorch as pl
 from lightning_eff.adapters import CHECKPOINT_KEY
 from lightning_eff.checkpoint import sharded
 from lightning_eff.checkpoint.digest import read_with, verify
-from lightning_eff.checkpoint.safe_load import LIGHTNING_VERSION, load_plain
+from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RESOLVED
-from lightning_eff.core.checkpoint_stamp import nested_dict
+from lightning_eff.core.checkpoint_stamp import LIGHTNING_VERSION, check_types, nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 from lightning_eff.core.model_surgery import AddsAdapters
 
@@ -176,6 +176,7 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
         allowed = "a checkpoint of a Trainer; this file has other content"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
+    check_types(saved, path)
     if CHECKPOINT_KEY in saved and not any(isinstance(c, AddsAdapters) for c in callbacks_of(trainer)):
         # PyTorch would list every key that the model does not have.
         text = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,26 @@ CONF, RECIPES, CONSTRAINTS = (
     for name in ("conf", "recipes", "constraints.txt")
 )
 """Folders and a file that lie in the installed package, or next to it in a checkout."""
+
+
+RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
+"""Format of the time in the name of a run's or a sweep's folder."""
+
+
+def began(run: Path) -> tuple[str, int]:
+    """Return when a run began, and its number in a sweep, to order runs: by the names of their folders.
+
+    Times of files change when they are copied, or with the clock; one decides only for a folder that the user
+    has named.
+
+    Example:
+        >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))
+        ('2026-11-27_01-02-03-000000', 7)
+    """
+    number = int(run.name) if run.name.isdecimal() else -1
+    found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", run.parent.name if number >= 0 else run.name)
+    time = found[0] if found else datetime.fromtimestamp(run.stat().st_mtime).strftime(RUN_TIME)
+    return time, number
 
 
 @dataclass(frozen=True)

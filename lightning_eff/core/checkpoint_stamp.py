@@ -19,12 +19,14 @@ content of a stamp is data: it is compared, shortened for display, and used for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.finite import nonfinite
@@ -34,6 +36,14 @@ from lightning_eff.core.technique import name_of
 
 KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
+LIGHTNING_VERSION = "pytorch-lightning_version"
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("state_dict", "callbacks", "loops", KEY), Mapping),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    **dict.fromkeys(("epoch", "global_step"), int),
+    LIGHTNING_VERSION: str,
+}
+STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor, "flags": Mapping}
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 
@@ -50,11 +60,26 @@ def save_stamp(
         stamp.setdefault("states", {})[name_of(self)] = state
 
 
+def check_types(checkpoint: Mapping[str, Any], path: object) -> None:
+    """Check that what Lightning and this package read from a Trainer's checkpoint is of the types they write.
+
+    Raises:
+        CheckpointError: It is not: the file is damaged.
+    """
+    for part, types in ((checkpoint, TYPES), (nested_dict(checkpoint, KEY), STAMP_TYPES)):
+        for key, kind in types.items():
+            is_right = key not in part or isinstance(part[key], kind)
+            if not is_right or (kind is str and not re.match(r"\d+\.\d+", part.get(key, "2.0"))):
+                text = f"checkpoint {path} is not loaded: its {key!r} is damaged"
+                raise CheckpointError(f"{text}\n  try: ckpt_path=PATH of another checkpoint")
+
+
 def load_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
     """Restore this callback's state and the position in the epoch, check later: `on_load_checkpoint`."""
     del pl_module
+    check_types(checkpoint, trainer.ckpt_path)
     count_untrained_batches(checkpoint)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))

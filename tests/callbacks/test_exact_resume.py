@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -238,6 +238,267 @@ def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> 
     assert len(second) == 18 - first
     for step, path in enumerate(second, start=first + 1):
         assert_continues(fit(make(), ExactResume(), ckpt=path), whole, step)
+
+
+class ByEpoch(Indices):
+    """A sampler whose order depends on its epoch alone, which it keeps under a name of its own."""
+
+    number = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.number = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.number)
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).tolist())
+
+
+class BatchesByEpoch(BatchSampler):
+    """A batch sampler with an epoch, which Lightning does not set: the user's hook does."""
+
+    def __init__(self) -> None:
+        super().__init__(range(NUM_SAMPLES), 2, drop_last=False)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(
+            torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+            .view(-1, 2)
+            .tolist()
+        )
+
+
+class StreamByEpoch(IterableDataset[Tensor]):
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)):
+            yield torch.stack([index.float(), torch.zeros(())])
+
+
+def distributed(**keywords: Any) -> DataLoader[Tensor]:
+    return DataLoader(Samples(), sampler=DistributedSampler(Samples(), 1, 0), **keywords)
+
+
+def inside_a_batch_sampler() -> DataLoader[Tensor]:
+    sampler = DistributedSampler(Samples(), 1, 0)
+    return DataLoader(Samples(), batch_sampler=BatchSampler(sampler, 2, drop_last=False), num_workers=1)
+
+
+BY_EPOCH: dict[str, Callable[[], Any]] = {
+    "no workers": functools.partial(distributed, batch_size=2),
+    "a worker": functools.partial(distributed, batch_size=2, num_workers=1),
+    "persistent": functools.partial(distributed, batch_size=2, num_workers=1, persistent_workers=True),
+    "unbatched": functools.partial(distributed, batch_size=None, collate_fn=torch.atleast_2d),
+    "inside a batch sampler": inside_a_batch_sampler,
+    "own": lambda: DataLoader(Samples(), sampler=ByEpoch(), batch_size=2, num_workers=1),
+    "own batches": lambda: DataLoader(Samples(), batch_sampler=BatchesByEpoch(), num_workers=1),
+    "stream": lambda: DataLoader(StreamByEpoch(), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", BY_EPOCH)
+def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, tmp_path: Path) -> None:
+    """Lightning begins a run's first pass before it sets the epoch, and workers ask for indices at once."""
+
+    def run(*callbacks: pl.Callback, ckpt: Path | None = None) -> Dropping:
+        loader = BY_EPOCH[name]()
+
+        def set_epoch(trainer: pl.Trainer, _: pl.LightningModule) -> None:
+            torch.rand(())  # as a hook that augments or resamples
+            if isinstance(loader.dataset, StreamByEpoch):
+                loader.dataset.epoch = trainer.current_epoch
+            if isinstance(loader.batch_sampler, BatchesByEpoch):
+                loader.batch_sampler.epoch = trainer.current_epoch
+
+        return fit(loader, *callbacks, LambdaCallback(on_train_epoch_start=set_epoch), ckpt=ckpt)
+
+    plain = run()
+    whole = run(ExactResume(), save_in(tmp_path))
+    assert whole.seen == plain.seen
+    assert whole.seen[:6] != whole.seen[6:12]
+    for step in (6, 12, 9) if name != "stream" else (6, 12):
+        resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
+        assert resumed.seen == whole.seen[step:]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight) or name == "persistent"
+
+
+class Counting(Indices):
+    """Samplers whose order depends on a state of their own, which nothing saves."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist()
+
+
+class OldNumPy(Indices):
+    def __init__(self) -> None:
+        self.random = np.random.RandomState(4)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.random.permutation(NUM_SAMPLES)  # NumPy's numbers
+
+
+class Seeded(ByEpoch):
+    """A sampler that is made with another seed when the run is resumed."""
+
+    seeds = itertools.count()
+
+    def __init__(self) -> None:
+        self.seed = next(self.seeds)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        yield from torch.randperm(NUM_SAMPLES, generator=generator).tolist()
+
+
+class Shards(BatchSampler):
+    """A batch sampler of tensors, as for datasets that take many indices at once."""
+
+    seeds = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__(range(NUM_SAMPLES), 2, drop_last=False)
+        self.order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(next(self.seeds)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order.view(-1, 2))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("make", "exact"),
+    [
+        (Counting, (3, 6)),
+        (OldNumPy, (3, 6)),
+        (Seeded, ()),
+        (Backwards, (3, 6, 9, 12)),
+        (ByEpoch, (3, 6, 9, 12)),
+    ],
+)
+def test_the_order_is_vouched_for_only_where_hashes_prove_it(
+    make: Any, exact: tuple[int, ...], num_workers: int, tmp_path: Path
+) -> None:
+    whole = fit(
+        shuffled(shuffle=None, sampler=make(), num_workers=num_workers), ExactResume(), save_in(tmp_path)
+    )
+    for step in (3, 6, 9, 12):
+        resume = ExactResume()
+        loader = shuffled(shuffle=None, sampler=make(), num_workers=num_workers)
+        resumed = fit(loader, resume, ckpt=tmp_path / f"step={step}.ckpt")
+        assert (resumed.seen == whole.seen[step:]) is (step in exact)
+        said = (
+            "order and random states as saved" if step in exact else "not exact: the sampler does not repeat"
+        )
+        assert said in resume.outcome().did, step
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DataLoader(Samples(), batch_sampler=Shards()), "not exact: the sampler does not repeat"),
+        (lambda: distributed(batch_size=2), "order and random states as saved"),
+        (lambda: DataLoader(Stream(), batch_size=2), "random states as saved, order not checked"),
+        (lambda: StatefulDataLoader(Samples(), batch_size=2), "random states as saved, order not checked"),
+        (
+            lambda: [shuffled(), DataLoader(Stream(), batch_size=2)],
+            "random states as saved, order not checked",
+        ),
+    ],
+)
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_loader_without_indices_is_not_vouched_for(make: Any, said: str, step: int, tmp_path: Path) -> None:
+    fit(make(), ExactResume(), save_in(tmp_path), max_epochs=2)
+    resume = ExactResume()
+    fit(make(), resume, ckpt=tmp_path / f"step={step}.ckpt", max_epochs=2)
+    assert f"resumed at step {step}: {said}" in resume.outcome().did
+
+
+class TwoParts(Dropping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.backbone(batch), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Switches(pl.Callback):
+    """Trains the backbone in the first epoch only, or in the second only, and with dropout in the first."""
+
+    def __init__(self, *, thaws: bool) -> None:
+        self.thaws = thaws
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_((trainer.current_epoch > 0) is self.thaws)
+        pl_module.backbone.train(trainer.current_epoch == 0)
+
+
+@pytest.mark.parametrize("in_validation", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1),
+        lambda: Switches(thaws=True),
+        lambda: Switches(thaws=False),
+    ],
+)
+def test_what_is_frozen_and_what_evaluates_comes_back(make: Any, in_validation: bool, tmp_path: Path) -> None:
+    def run(*callbacks: pl.Callback, ckpt: Path | None = None) -> TwoParts:
+        pl.seed_everything(3, verbose=False)
+        model = TwoParts()
+        keywords = {
+            "max_epochs": 3,
+            "max_steps": -1,
+            "enable_checkpointing": ckpt is None,
+            "val_check_interval": 2,
+        }
+        trainer = make_trainer(callbacks=[*callbacks, make()], num_sanity_val_steps=0, **keywords)
+        trainer.fit(model, shuffled(), VALIDATION() if in_validation else None, ckpt_path=ckpt)
+        return model
+
+    saver = (
+        ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
+        if in_validation
+        else save_in(tmp_path)
+    )
+    whole = run(ExactResume(), saver)
+    for step in (4, 6, 8, 10, 12):  # the flags change after 6
+        resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
+        assert all(map(torch.equal, whole.parameters(), resumed.parameters())), step
+
+
+class Keeps(pl.Callback):
+    """A callback with a state, such as an average of weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": 1.0}
+
+
+def test_callbacks_whose_state_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    fit(
+        shuffled(),
+        ExactResume(),
+        save_in(tmp_path),
+        pl.callbacks.EarlyStopping("loss", strict=False),
+        max_epochs=1,
+    )
+    dids: list[str] = []
+    for added in ([], [Keeps()], [save_in(tmp_path / "other")]):
+        resume = ExactResume()
+        fit(shuffled(), resume, *added, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
+        dids.append(resume.outcome().did)
+    assert "no saved state of Keeps" in dids[1]
+    assert all("no saved state" not in did for did in (dids[0], dids[2]))
 
 
 @pytest.mark.parametrize("first", [4, 6])

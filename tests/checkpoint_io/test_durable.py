@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import threading
+from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from omegaconf import OmegaConf
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint import atomic_write, digest
@@ -350,6 +359,54 @@ def test_the_newest_valid_checkpoint_is_found_and_skipped_ones_are_named(
     assert newest_valid(tmp_path) is None
 
 
+def run_with(root: Path, name: str, *steps: int | None, names: str = "step-{}") -> Path:
+    """Make a run with a checkpoint of each step, none of `global_step` None; return its folder of them."""
+    folder = root / name / "checkpoints"
+    for step in steps:
+        content = {} if step is None else {"global_step": step}
+        Durable().save_checkpoint(content, folder / f"{names.format(step)}.ckpt")
+    return folder
+
+
+EARLY, LATE = "2026-11-27_01-02-03-000004", "2026-11-27_01-02-03-000005"
+ORDERS: list[tuple[str, str, tuple[int, ...]]] = [
+    (EARLY, LATE, (5, 9)),
+    (EARLY, LATE, (9, 5)),  # the later run began again
+    (f"sweep_{EARLY}/10", f"{LATE}", (5, 9)),
+    (f"sweep_{EARLY}/9", f"sweep_{EARLY}/10", (9, 5)),
+    (f"sweep_{LATE}/2", f"sweep_{LATE}/10", (5, 9)),
+]
+
+
+@pytest.mark.parametrize("shift_s", [-1e6, 1e6])
+@pytest.mark.parametrize(("first", "second", "steps"), ORDERS)
+def test_the_last_run_is_the_one_with_the_later_name(
+    first: str, second: str, steps: tuple[int, ...], shift_s: float, tmp_path: Path
+) -> None:
+    run_with(tmp_path, first, steps[0])
+    wanted = run_with(tmp_path, second, steps[1])
+    for number, path in enumerate(sorted(tmp_path.rglob("*.ckpt"))):  # copied, or the clock was set
+        os.utime(path, (2e9 + shift_s * number, 2e9 + shift_s * number))
+    assert newest_valid(tmp_path) == wanted / f"step-{steps[1]}.ckpt"
+
+
+@pytest.mark.parametrize("names", ["step-{}", "epoch={}", "{}"])
+@pytest.mark.parametrize("name", [EARLY, "mine"])
+def test_the_last_of_a_run_has_the_greatest_step(name: str, names: str, tmp_path: Path) -> None:
+    folder = run_with(tmp_path, name, 9, 100, 20, 3, None, names=names)
+    for age, path in enumerate(sorted(folder.iterdir(), key=lambda path: path.name == names.format(100))):
+        os.utime(path, (2e9 - age, 2e9 - age))
+    assert newest_valid(tmp_path) == folder / f"{names.format(100)}.ckpt"
+
+
+def test_a_run_whose_folder_has_no_time_is_ordered_by_its_folders_time(tmp_path: Path) -> None:
+    older, newer = run_with(tmp_path, "b", 9), run_with(tmp_path, "a", 5)
+    os.utime(older.parent, (1e9, 1e9))
+    assert newest_valid(tmp_path) == newer / "step-5.ckpt"
+    run_with(tmp_path, "2100-01-01_00-00-00-000000", 1)
+    assert newest_valid(tmp_path).parent.parent.name.startswith("2100")
+
+
 def test_a_checkpoint_removed_meanwhile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         Durable().save_checkpoint({"x": 1}, tmp_path / "run" / "checkpoints" / f"{name}.ckpt")
@@ -381,3 +438,88 @@ def test_a_recipe_resumes_from_the_newest_valid_checkpoint_and_cleans_up(
     assert "checkpoint_io/durable" in out
     assert "baseline/one/checkpoints/.durable-0123456789abcdef.tmp, left by a run that died" in err
     assert names(one) == ["step-2.ckpt"]
+
+
+class Color(Enum):
+    RED = "red"
+
+
+@dataclass
+class Size:
+    width: int
+    act: Any = None
+
+
+def interpolated() -> Any:
+    return OmegaConf.create({"a": {"b": 2}, "c": "${a.b}", "gone": "${nothing}"})
+
+
+PLAIN: list[tuple[Any, Any]] = [
+    (Path("a/b"), "a/b"),
+    (Color.RED, "red"),
+    (IntEnum("Level", {"LOW": 3}).LOW, 3),
+    (np.float64(0.5), 0.5),
+    (np.str_("x"), "x"),
+    (np.arange(2), [0, 1]),
+    (Size(3), {"width": 3, "act": None}),
+    (Namespace(lr=np.float32(0.5), of=[Path("a")]), {"lr": 0.5, "of": ["a"]}),
+    (SimpleNamespace(a=(1, Color.RED)), {"a": (1, "red")}),
+    (OmegaConf.create([1, {"a": 2}]), [1, {"a": 2}]),
+    (frozenset({1}), {1}),
+    (defaultdict(int, a=1), {"a": 1}),
+    ({Color.RED: 1}, {"red": 1}),
+    (torch.float16, torch.float16),
+]
+LEFT_OUT: list[tuple[Any, dict[str, Any], str]] = [
+    (partial(torch.optim.Adam, lr=0.1), {}, "net"),
+    (Size, {}, "net"),
+    (torch.nn.ReLU(), {}, "net"),
+    (["a", torch.relu], {}, "net"),
+    ({"width": 4, "act": torch.nn.ReLU}, {"net": {"width": 4}}, "net.act"),
+    (Size(3, act=torch.relu), {"net": {"width": 3}}, "net.act"),
+    (interpolated(), {"net": {"a": {"b": 2}, "c": 2}}, "net.gone"),
+    (dt.timedelta(1), {}, "net"),
+    (range(3), {}, "net"),
+]
+
+
+@pytest.mark.parametrize(("given", "plain"), PLAIN)
+def test_hyperparameters_are_stored_as_plain_values(given: Any, plain: Any, tmp_path: Path) -> None:
+    saved = {"hyper_parameters": {"net": given}, "datamodule_hyper_parameters": {"net": given}}
+    Durable().save_checkpoint(saved, tmp_path / "one.ckpt")
+    loaded = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert loaded == {"hyper_parameters": {"net": plain}, "datamodule_hyper_parameters": {"net": plain}}
+    assert type(loaded["hyper_parameters"]["net"]) is type(plain)
+    assert saved["hyper_parameters"]["net"] is given
+
+
+@pytest.mark.parametrize(("given", "plain", "name"), LEFT_OUT)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_hyperparameters_without_a_plain_value_are_left_out_by_name(
+    given: Any, plain: dict[str, Any], name: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    io = Durable(asynchronous=asynchronous)
+    with pytest.warns(CheckpointWarning, match=rf" only: {name}\. ") as warned:
+        io.save_checkpoint({"hyper_parameters": {"net": given, "depth": 2}}, tmp_path / "one.ckpt")
+    assert io.load_checkpoint(tmp_path / "one.ckpt") == {"hyper_parameters": plain | {"depth": 2}}
+    assert len(warned) == 1
+
+
+def test_a_module_that_keeps_its_hyperparameters_as_a_config_resumes(tmp_path: Path) -> None:
+    class Configured(Net):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    config = OmegaConf.create({"width": 4, "path": "${oc.env:HOME}"})
+    fit(tmp_path, Configured(config), Durable(), max_steps=4)
+    loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert loaded["hyper_parameters"] == OmegaConf.to_container(config, resolve=True)
+    fit(tmp_path, Configured(config), Durable(), max_steps=6, resume=tmp_path / "last.ckpt")
+
+
+def test_the_first_checkpoint_that_cannot_be_loaded_again_is_reported(tmp_path: Path) -> None:
+    io, saved = Durable(), {"callbacks": {"Mine": {"best": np.float64(0.5)}}}
+    with pytest.warns(CheckpointWarning, match=r"one\.ckpt cannot be loaded again: it holds a .*scalar"):
+        io.save_checkpoint(saved, tmp_path / "one.ckpt")
+    io.save_checkpoint(saved, tmp_path / "two.ckpt")

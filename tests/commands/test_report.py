@@ -93,6 +93,18 @@ def test_runs_are_compared(empty_folder: Path, command: Command) -> None:
     assert "device: abacus and " in note
 
 
+def test_the_newest_run_is_the_one_with_the_later_name(tmp_path: Path) -> None:
+    """Whatever the times of files are: they were copied, or the clock was set."""
+    names = [f"2026-11-{day}_01-02-03-000000" for day in (21, 22)] + ["sweep_2026-11-23_01-02-03-000000/10"]
+    names += ["sweep_2026-11-23_01-02-03-000000/9"]
+    for age, name in enumerate(names):
+        file = tmp_path / "mine" / name / "efficiency.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        os.utime(file, (2e9 - age, 2e9 - age))
+    assert find_runs("mine", tmp_path) == [tmp_path / "mine" / names[2]]
+
+
 def test_a_sweep_is_a_table_and_failed_runs_are_rows(empty_folder: Path, command: Command) -> None:
     Path("my_own.py").write_text(MODULE + FAILS)
     Path("mine.yaml").write_text(RECIPE)

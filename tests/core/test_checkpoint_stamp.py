@@ -19,8 +19,9 @@ from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.config.ckpt_path import check_something_left
 from lightning_eff.core import checkpoint_stamp
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -134,21 +135,13 @@ def test_other_groups_parameters_and_numbers_of_optimizers_are_refused() -> None
     checkpoint_stamp.check_optimizers([one], [older])
 
 
-HOSTILE: list[Any] = [
-    7,
-    {"states": 3, "optimizers": "torch.SGD"},
-    {"states": {"callbacks/micro_batch": [1]}, "optimizers": [None]},
-]
-
-
-@pytest.mark.parametrize("content", HOSTILE)
-def test_a_stamp_of_something_else_is_not_obeyed(net: Maker, content: Any) -> None:
+def test_a_stamp_of_something_else_is_not_obeyed(net: Maker) -> None:
     trainer, optimizers = make_trainer(callbacks=[MicroBatch()]), [SGD(net().parameters())]
     states = [optimizers[0].state_dict()]
+    content = {"states": {"callbacks/micro_batch": [1]}, "optimizers": [None]}
     state: dict[str, Any] = {checkpoint_stamp.KEY: content, "optimizer_states": states, "callbacks": {}}
     checkpoint_stamp.load_stamp(MicroBatch(), trainer, net(), state)
-    kinds = checkpoint_stamp.nested_dict(state, checkpoint_stamp.KEY).get("optimizers")
-    checkpoint_stamp.check_optimizers(optimizers, states, kinds=kinds)
+    checkpoint_stamp.check_optimizers(optimizers, states, kinds=content["optimizers"])
     assert state["callbacks"] == {}
     long = "\x1b[31m{0}%s" + "x" * 10_000
     with pytest.raises(ConfigError, match=r"expected \\x1b\[31m\{0\}%sx+, with which") as caught:
@@ -219,3 +212,60 @@ def test_a_run_with_batches_that_are_not_trained_on_goes_on_at_its_place(
         assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
         for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
             assert torch.equal(one, other), path.name
+
+
+DAMAGED: list[dict[str, Any]] = [
+    *({checkpoint_stamp.KEY: value} for value in ("x", None, 7, [])),
+    *({checkpoint_stamp.KEY: {key: 3}} for key in ("optimizers", "states", "positions")),
+    *({"global_step": value} for value in ("../x", None, 1.5)),
+    *({checkpoint_stamp.LIGHTNING_VERSION: value} for value in (None, 2, "two")),
+    *({key: "x"} for key in ("epoch", "loops", "callbacks", "state_dict")),
+    *({key: "x"} for key in ("optimizer_states", "lr_schedulers")),
+]
+
+
+@pytest.mark.parametrize("change", DAMAGED, ids=str)
+def test_a_damaged_entry_is_an_error_of_the_checkpoint(
+    change: dict[str, Any], whole: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "damaged.ckpt"
+    torch.save(whole | change, path)
+    ((key, value),) = change.items()
+    key = next(iter(value)) if isinstance(value, dict) else key
+    with pytest.raises(CheckpointError, match=rf"damaged\.ckpt is not loaded: its '{key}' is damaged"):
+        check_something_left(path, make_trainer())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return saved(Net(), tmp_path_factory.mktemp("whole") / "a.ckpt", callbacks=[ExactResume()])
+
+
+def test_a_damaged_stamp_is_an_error_without_durable_too(
+    net: Maker, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.save(whole | {checkpoint_stamp.KEY: "x"}, tmp_path / "damaged.ckpt")
+    with pytest.raises(CheckpointError, match="its 'lightning_eff' is damaged"):
+        resumed(net(), tmp_path / "damaged.ckpt", callbacks=[ExactResume()])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_all", [True, False])
+def test_weights_that_are_not_finite_are_not_trained_on(
+    net: Maker, whole: dict[str, Any], value: float, is_all: bool, tmp_path: Path
+) -> None:
+    weights = {name: weight.clone() for name, weight in whole["state_dict"].items()}
+    for weight in weights.values() if is_all else [*weights.values()][-1:]:
+        weight.view(-1)[0] = value
+    torch.save(whole | {"state_dict": weights}, tmp_path / "bad.ckpt")
+    with pytest.raises(CheckpointError, match=r"bad\.ckpt is not loaded: .* not finite"):
+        resumed(net(), tmp_path / "bad.ckpt", callbacks=[EmptyCache(every_n_steps=1)])
+    frozen = net()  # weights that are not trained may be anything, as a mask is
+    frozen.requires_grad_(requires_grad=False)
+    frozen.extra = torch.nn.Parameter(torch.ones(1))
+    frozen.configure_optimizers = lambda: SGD([frozen.extra])
+    frozen.training_step = lambda batch, batch_idx: frozen.extra.sum()
+    changed = {"optimizer_states": [SGD([frozen.extra]).state_dict()], checkpoint_stamp.KEY: {}}
+    changed["state_dict"] = weights | {"extra": torch.ones(1)}
+    torch.save(whole | changed, tmp_path / "frozen.ckpt")
+    resumed(frozen, tmp_path / "frozen.ckpt", callbacks=[EmptyCache(every_n_steps=1)])

@@ -61,6 +61,8 @@ class ExactLoader(LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         run, stream = self.run, self.stream
         position = run.begin(self)
+        if run.is_before_epoch:
+            return iter(())  # `ExactResume` asks again, when the samplers know their epoch
         self.is_over = False
         self._start = run.capture() if position is None else position.start
         self._first = None if position is None else position.first
@@ -87,10 +89,10 @@ class ExactLoader(LoaderWrapper):
                 run.inexact.append("the loader begins a pass with its first batch: samples are seen again")
         if num_dropped:
             self._drop(iterator, num_dropped)
-        run.begun()
-        return self._batches(iterator, is_begun=num_dropped > 0)
+        saved = None if self.is_shared else position
+        return self._batches(iterator, saved, is_begun=num_dropped > 0)
 
-    def _batches(self, iterator: Iterator[Any], *, is_begun: bool) -> Iterator[Any]:
+    def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         while True:
             self.run.before_batch(self)
@@ -102,6 +104,8 @@ class ExactLoader(LoaderWrapper):
                 self.is_over = True
                 return
             self.num_batches += 1
+            if self.run.report is not None:
+                self.run.first_batch(self, saved)
             if is_ahead:
                 self._states = self._states[1], self.loader.state_dict()
             yield batch
@@ -141,11 +145,12 @@ class ExactLoader(LoaderWrapper):
             first=first if is_needed else None,
             order=order_of(sampler),
             seed=sampler.seed if isinstance(sampler, DistributedSampler) else 0,
-            epoch=int(getattr(sampler, "epoch", 0)),
+            epoch=int(getattr(has_epoch(self.loader), "epoch", self.run.epoch())),
             num_samples=len(dataset) if isinstance(dataset, Sized) else -1,
             batch_size=getattr(self.loader, "batch_size", None) or -1,
             length=-1 if (length := sized_len(self.loader)) is None else length,
             num_workers=getattr(self.loader, "num_workers", 0),
+            hashes=[] if self.stream is None else self.stream.hashes[: max(0, self.num_batches - num_ahead)],
         )
 
     def own_state(self) -> dict[str, Any]:
@@ -180,8 +185,14 @@ def sampler_of(loader: Any) -> Any:
     """Return the sampler of single indices that decides a loader's order."""
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler
-    sampler = sampler.sampler if isinstance(sampler, IndexStream) else sampler
+    sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
     return getattr(sampler, "sampler", sampler)
+
+
+def has_epoch(loader: Any) -> Any:
+    """Return the sampler whose epoch decides a loader's order, or the batch sampler around it; else None."""
+    samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
+    return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 
 
 def order_of(sampler: Any) -> str:

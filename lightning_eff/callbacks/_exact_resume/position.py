@@ -30,6 +30,7 @@ class Position:
         batch_size: Samples in a batch; -1 where the loader has none.
         length: Batches in a pass; -1 where it is not known.
         num_workers: Of the loader.
+        hashes: Of the indices of the first batches that were trained on.
     """
 
     num_batches: int
@@ -42,6 +43,7 @@ class Position:
     batch_size: int
     length: int
     num_workers: int
+    hashes: list[int]
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +24,7 @@ from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
     ExactLoader,
     StatefulExactLoader,
+    has_epoch,
     order_of,
     sampler_of,
 )
@@ -60,21 +63,28 @@ class ResumableRun:
         self.loaders: list[ExactLoader] = []
         self.num_ahead: Callable[[], int] = int  # none
         """Returns how many batches were handed out that are not trained on yet."""
+        self.epoch: Callable[[], int] = int
+        """Returns the number of the epoch, for a sampler that does not show its own."""
         self.pending: RankPosition | None = None
         """The position to resume, until its first batch is asked for."""
         self.num_saved_ranks = 1
         self.is_begun = False
         """Whether a pass has begun at the pending position."""
+        self.is_before_epoch = False
+        """Whether the pass of the epoch after the saved one is not to begin yet."""
         self.num_remaining: list[int] = []
         """Batches that other ranks than the checkpoint's have left of the epoch, a number for each loader."""
         self.did: list[str] = []
         self.inexact: list[str] = []
         """What will differ from the run that was saved."""
+        self.is_order_checked = True
+        """Whether hashes of indices have proved the order of every loader."""
+        self.report: Callable[[], None] | None = None
+        """Called when the first batch of a resumed run has been fetched: all is known then."""
         self.refusal = ""
         """How the data has changed: raised after `iter(loader)`, whose errors Lightning hides."""
         self.isolated: RandomStates | None = None
         """States to which training returns after the validation that runs now."""
-        self._after_start: RandomStates = {}
         self._num_requests = 0
         self._undo = ExitStack()
 
@@ -84,7 +94,7 @@ class ResumableRun:
         if has_indices and not is_stateful(loader):
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             sampler = getattr(loader, name)
-            sampler = sampler.sampler if isinstance(sampler, IndexStream) else sampler
+            sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
             # DataLoader.__setattr__ forbids it once it is made
             object.__setattr__(loader, name, IndexStream(sampler, self.capture, self.restore, self.inexact))
             self._undo.callback(object.__setattr__, loader, name, sampler)
@@ -139,7 +149,7 @@ class ResumableRun:
         self.num_saved_ranks = len(positions)
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
-        self.did, self.num_remaining = [], []
+        self.did, self.num_remaining, self.is_order_checked = [], [], True
         self.inexact[:] = self.pending.notes  # the loaders' streams share the list
         if self.num_ranks == len(positions):
             return
@@ -170,18 +180,12 @@ class ResumableRun:
         self._compare(
             position, loader.position(0), num_loaders=(len(self.pending.loaders), len(self.loaders))
         )
-        sampler = sampler_of(loader.loader)
-        if hasattr(sampler, "set_epoch"):
+        if (sampler := has_epoch(loader.loader)) is not None:
             sampler.set_epoch(position.epoch)
         if not self.replays and getattr(loader.loader, "num_workers", 0) > 0:
             self.inexact.append("augmentation in workers differs until the epoch's end (workers=fast)")
         self.restore(position.start)
         return position
-
-    def begun(self) -> None:
-        """Keep the random states between a pass's start and its first batch: hooks run in between."""
-        if self.pending is not None:
-            self._after_start = self.capture() if self.pending.is_over else self.pending.now
 
     def before_batch(self, loader: ExactLoader) -> None:
         """Set the random states of the save, before the first batch that had not been fetched then.
@@ -194,9 +198,46 @@ class ResumableRun:
         if self.pending is None or not self.is_begun or loader is not self.loaders[0]:
             return
         self._num_requests += 1
-        if self._num_requests > (0 if self.pending.is_over else self.num_pending_ahead):
-            self.restore(self._after_start)
+        if self.pending.is_over:
             self.pending = None
+        elif self._num_requests > self.num_pending_ahead:
+            self.restore(self.pending.now)
+            self.pending = None
+
+    def check_order(self, loader: ExactLoader, saved: Position) -> None:
+        """Compare the indices of a pass with the saved ones."""
+        if loader.stream is None or not saved.hashes:
+            self.is_order_checked = False
+        elif loader.stream.hashes[: len(saved.hashes)] != saved.hashes:
+            self.inexact.append("the sampler does not repeat the indices of the saved epoch")
+
+    def repeat_saved_epoch(self) -> None:
+        """Draw the first indices of the epoch that a checkpoint ended with, and compare them."""
+        saved = [] if self.pending is None or self.num_saved_ranks != self.num_ranks else self.pending.loaders
+        for loader, position in zip(self.loaders, saved, strict=False):
+            if loader.stream is not None and position.hashes:
+                if (sampler := has_epoch(loader.loader)) is not None:
+                    sampler.set_epoch(position.epoch)
+                self.restore(position.start)
+                indices = iter(loader.stream.source)  # some samplers draw now, others with the first index
+                self._begin_order(loader, position)
+                deque(itertools.islice(loader.stream.hashed(indices), len(position.hashes)), maxlen=0)
+            self.check_order(loader, position)
+
+    def _begin_order(self, loader: ExactLoader, saved: Position) -> None:
+        """Set the random states with which a pass was asked for its first indices."""
+        self.restore(saved.first or saved.start)
+        if saved.first is None:  # the seed of workers is drawn first
+            generator = getattr(loader.loader, "generator", None)
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+    def first_batch(self, loader: ExactLoader, saved: Position | None) -> None:
+        """Compare the order of a loader; report when each loader has been asked for a batch."""
+        if saved is not None:
+            self.check_order(loader, saved)
+        if self.report is not None and loader is self.loaders[-1]:
+            self.report()
+            self.report = None
 
     def remaining(self, loader: ExactLoader, saved: Position) -> list[list[int]] | None:
         """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
@@ -206,7 +247,7 @@ class ResumableRun:
         if any(ranks > 1 and not order.startswith("distributed") for ranks, order in runs):
             self.inexact.append("ranks do not share one order: samples of this epoch may be seen again")
             return None
-        order = self._order(saved)
+        order = self._order(loader, saved)
         if order is None:
             text = f"the order of {saved.order} is not known on other ranks"
             self.inexact.append(f"{text}: samples of this epoch may be seen again")
@@ -220,7 +261,7 @@ class ResumableRun:
         self.num_remaining.append(len(batches))
         return batches
 
-    def _order(self, saved: Position) -> list[int] | None:
+    def _order(self, loader: ExactLoader, saved: Position) -> list[int] | None:
         """Return the order of all samples of the epoch in which a checkpoint was saved."""
         samples: Any = range(saved.num_samples)
         if saved.order in ("sequential", "distributed in order"):
@@ -231,14 +272,9 @@ class ResumableRun:
             return list(sampler)
         if saved.order != "random":
             return None
-        current, states, generator = self.capture(), saved.first or saved.start, None
-        torch.set_rng_state(states["torch"])
-        if "generator.0" in states:
-            generator = torch.Generator()
-            generator.set_state(states["generator.0"])
-        if saved.first is None:  # the seed of workers is drawn first
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-        order = list(RandomSampler(samples, generator=generator))
+        current = self.capture()
+        self._begin_order(loader, saved)
+        order = list(RandomSampler(samples, generator=getattr(loader.loader, "generator", None)))
         self.restore(current)
         return order
 
