@@ -6,9 +6,9 @@ on more devices, or with smaller batches, makes steps of the same size. A loader
 (WebDataset, a stream, a batch sampler of your own, several loaders) takes `num_batches` in its place: the
 batches of a step on each rank. They may differ in size: each counts by its samples, or by its weight.
 
-Where batches weigh differently (tokens that are not padding, boxes, pixels), `training_step` returns the
-weight next to the mean loss, `{"loss": loss, "weight": tokens}`. A step that the end of an epoch cuts short
-counts what it has. The loop is microbatching/lightning_loop.py; the gradient is divided in
+Where batches weigh differently (tokens that are not padding, boxes, pixels), `training_step` returns
+`{"loss": mean_loss, "loss_weight": tokens}`. A step that the end of an epoch cuts short counts what it has.
+The loop is microbatching/lightning_loop.py; the gradient is divided in
 microbatching/window.py.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,

@@ -2,12 +2,12 @@
 
 A batch of the loader is the batch of an optimizer step; this callback splits it along its samples
 (microbatching/splitting.py has the rules; a `splitter` handles other batches). `keep` names what is not cut:
-class weights, positions, a mask for all samples. Micro-batches count by their
-samples, or by the weight that `training_step` returns next to the mean loss, so the step is that of the full
-batch. With `auto` the full batch is tried first; when memory runs out in the forward or backward pass,
-everything that the step has changed (random states, buffers, metrics) is restored and the step is computed
-again in half the size. The result equals to the bit that of a run with this size from the start. The size is
-saved in checkpoints.
+class weights, positions, a mask for all samples. Micro-batches count by their samples, or by the
+`loss_weight` that `training_step` returns next to the mean loss, so the step is that of the full batch. With
+`auto` the full batch is tried first; when memory runs out in the forward or backward pass, everything that
+the step has changed (random states, buffers, metrics) is restored and the step is computed again in half the
+size. The result equals to the bit that of a run with this size from the start. The size is saved in
+checkpoints.
 
 `find` runs several sizes before the first step, with an optimizer step each, and restores everything; the
 largest that fits is used. `search()` does so again during training, for example after layers were unfrozen.

@@ -163,8 +163,8 @@ class TiledLoss(Managed):
         node = node_of(loss) if isinstance(loss, Tensor) else None
         targets = next((count for each, count in means if each is node), None)
         if targets is not None:
-            return {"weight": targets, **rest}
-        if means and num_samples and rest.get("weight") is None:
+            return {"loss_weight": targets, **rest}
+        if means and num_samples and rest.get("loss_weight") is None:
             self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
@@ -182,7 +182,7 @@ class TiledLoss(Managed):
             text = (
                 "TiledLoss: the backward passes of a step had unequal numbers of targets and count by their "
                 "samples: a loss that was changed after its mean gives no weight\n"
-                '  try: return {"loss": loss, "weight": num_targets} from training_step'
+                '  try: return {"loss": loss, "loss_weight": num_targets} from training_step'
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
 

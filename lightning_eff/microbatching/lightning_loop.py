@@ -3,8 +3,8 @@
 The gradient of a step is that of one large batch, over the batches of a window (GradientAccumulation, or the
 Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is split into (MicroBatch), and
 over all ranks. window.py has the scale factors, micro_batch_runner.py splits batches; this module has what
-Lightning calls. `training_step` may return a weight next to the mean loss,
-`{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
+Lightning calls. `training_step` may return a `loss_weight` next to the mean loss,
+`{"loss": loss, "loss_weight": num_tokens}`; without it samples weigh the same.
 
 The way of the batch size: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
 `accumulate_grad_batches`, which `run` reads where a window begins and passes to `Window.begin(num_batches)`.
@@ -236,7 +236,7 @@ class ExactStep(_AutomaticOptimization):
 
 
 def _has_weight(output: Any) -> bool:
-    return isinstance(output, Mapping) and output.get("weight") is not None
+    return isinstance(output, Mapping) and output.get("loss_weight") is not None
 
 
 def install(trainer: pl.Trainer) -> ExactStep:

@@ -113,7 +113,7 @@ class StatefulModel(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("metric", self.seen, on_step=True, on_epoch=True)
         self.log("largest", loss, on_step=True, on_epoch=True, reduce_fx="max")
-        return {"loss": loss, "weight": w.sum(), "ids": batch["ids"]}
+        return {"loss": loss, "loss_weight": w.sum(), "ids": batch["ids"]}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
