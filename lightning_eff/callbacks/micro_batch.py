@@ -21,7 +21,8 @@ Costs: a micro-batch that is too small for the device is slow. `auto` keeps a co
     (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms) use
     the micro-batch.
 When not: the batch fits.
-Conflicts: manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
+Conflicts: a loss that is no mean over samples, and `optimizer.step()` in `training_step`, both rejected;
+    manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
     `auto` on several ranks under anything but DDP, with synchronized batch norms, a communication hook or a
     static graph.
 Source: learned from Composer's device_train_microbatch_size; what Lightning's own search gets wrong:
@@ -64,6 +65,7 @@ class MicroBatch(Managed):
     Raises:
         ConfigError: A number is outside its range, `find` without `auto`, `keep` with a splitter, or, in the
             first batch, a name that it does not have.
+        ConflictError: The loss is no mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
         NoEffectWarning: No batch was larger than `micro_batch_size`.
@@ -185,7 +187,8 @@ class MicroBatch(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._counts_by = self._loop.counts_by if self._loop is not None else ""
+        if self._loop is not None:
+            self._counts_by = "; ".join(filter(None, (self._loop.mean_check, self._loop.counts_by)))
         if not self.is_auto and self._size is not None and not self._size.num_split:
             text = f"MicroBatch had no effect: no batch had more than {self.micro_batch_size} samples"
             warnings.warn(text, NoEffectWarning, stacklevel=2)

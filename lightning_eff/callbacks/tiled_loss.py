@@ -153,11 +153,15 @@ class TiledLoss(Managed):
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
-                projection.keeps_means = True
+                projection.keeps_means, projection.counted = True, projection.counts()
 
     def _weigh(self, output: Any, num_samples: int | None) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
         rest: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
+        for projection in self._tiled.values():
+            if num_samples == 0:  # of a check, which the report does not count
+                projection.num_losses, projection.readers = projection.counted
+            projection.counted = projection.counts()
         means = [mean for projection in self._tiled.values() for mean in projection.take_means()]
         loss = rest.get("loss")
         node = node_of(loss) if isinstance(loss, Tensor) else None

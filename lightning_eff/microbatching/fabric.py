@@ -3,7 +3,7 @@
 The arithmetic and the retries of GradientAccumulation and MicroBatch as one object: it runs forward and
 backward passes of all batches of a step in micro-batches that fit, and leaves in the parameters the gradient
 of their samples as one batch, on all ranks. Without weights, ranks count alike. Clipping and stepping stay
-with the loop; no `zero_grad` is needed.
+with the loop; no `zero_grad` is needed. That the loss is a mean over samples is not checked here.
 """
 
 from __future__ import annotations

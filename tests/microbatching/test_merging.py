@@ -107,7 +107,8 @@ class Measures(pl.LightningModule):
         self.log("updated", self.updated, on_step=False, on_epoch=True)
         self.log("largest", self.largest, on_step=False, on_epoch=True)
         self.log_dict(self.many, on_step=False, on_epoch=True)
-        self.fault.meet("forward", len(x))
+        if self.training:
+            self.fault.meet("forward", len(x))
         return self.layer(x).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
