@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import ConflictError, root_cause_line
+from lightning_eff.core.shards import is_sharded
 from lightning_eff.microbatching.merging import mean
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.snapshot import StepSnapshot
@@ -102,6 +103,7 @@ def _run_part(
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     # A step may move a momentum encoder; what is frozen below an adapter is too large to copy.
     is_copied = 2 * sum(each.nbytes for each in frozen) <= sum(each.nbytes for each in parameters)
+    is_copied &= not any(map(is_sharded, frozen))
     copies = [(parameter, parameter.data, parameter.data.clone()) for parameter in frozen if is_copied]
     states = [(vars(child), dict(vars(child))) for child in module.modules()]
     for state, _ in states:
