@@ -105,8 +105,8 @@ FAULTS = {
     ),
     "random state not brought back": (
         SNAPSHOT,
-        "partial(torch.set_rng_state, torch.get_rng_state())",
-        "int",
+        "(torch.get_rng_state, torch.set_rng_state)",
+        "(torch.get_rng_state, id)",
         TRACE,
     ),
     "batch norm twice": (SNAPSHOT, "buffer.tensor.copy_(buffer.values)", "pass", TRACE),

@@ -6,9 +6,9 @@ on more devices, or with smaller batches, makes steps of the same size. A loader
 (WebDataset, a stream, a batch sampler of your own, several loaders) takes `num_batches` in its place: the
 batches of a step on each rank. They may differ in size: each counts by its samples, or by its weight.
 
-Where batches weigh differently (tokens that are not padding, boxes, pixels), `training_step` returns the
-weight next to the mean loss, `{"loss": loss, "weight": tokens}`. A step that the end of an epoch cuts short
-counts what it has. The loop is microbatching/lightning_loop.py; the gradient is divided in
+Where batches weigh differently (tokens that are not padding, boxes, pixels), `training_step` returns
+`{"loss": mean_loss, "loss_weight": tokens}`. A step that the end of an epoch cuts short counts what it has.
+The loop is microbatching/lightning_loop.py; the gradient is divided in
 microbatching/window.py.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
@@ -18,9 +18,9 @@ Saves: activations: only one of the step's batches is in memory at a time.
 Costs: a step waits for all its batches. With weights that are tensors on a GPU, one synchronization per
     micro-batch; with weights on several ranks, one all-reduce of a number per step.
 When not: the batch fits: one large batch is faster.
-Conflicts: Lightning's own `accumulate_grad_batches` and GradientAccumulationScheduler, its
-    DeepSpeedStrategy (which accumulates itself), manual optimization, and optimizers that evaluate the
-    closure again (LBFGS, SAM), rejected.
+Conflicts: a loss that is no mean over samples, `optimizer.step()` in `training_step`, optimizers that
+    evaluate the closure again (LBFGS, SAM), manual optimization, Lightning's own `accumulate_grad_batches`
+    and GradientAccumulationScheduler, and its DeepSpeedStrategy (which accumulates itself), all rejected.
 Source: the exact gradient of a weighted mean; what Lightning computes instead:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
@@ -56,6 +56,7 @@ class GradientAccumulation(Managed):
     Raises:
         ConfigError: A number is outside its range, the global batch is no multiple of the loader's, or none
             or several of the three are set.
+        ConflictError: The loss is no mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
         ConflictWarning: An epoch has fewer batches than a step.
@@ -199,7 +200,8 @@ class GradientAccumulation(Managed):
         # One batch a step is what `global_batch_size` asks for where the loader's batch has that size.
         is_as_requested = bool(self._description) and self.global_batch_size is not None
         did = self._description or "no training data yet"
-        did += f"; {self._loop.counts_by}" if self._loop is not None and is_accumulated else ""
+        if self._loop is not None and is_accumulated:
+            did = "; ".join(filter(None, (did, self._loop.counts_by, self._loop.mean_check)))
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
         for reason, count in reasons.items():
             did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""

@@ -2,12 +2,12 @@
 
 A batch of the loader is the batch of an optimizer step; this callback splits it along its samples
 (microbatching/splitting.py has the rules; a `splitter` handles other batches). `keep` names what is not cut:
-class weights, positions, a mask for all samples. Micro-batches count by their
-samples, or by the weight that `training_step` returns next to the mean loss, so the step is that of the full
-batch. With `auto` the full batch is tried first; when memory runs out in the forward or backward pass,
-everything that the step has changed (random states, buffers, metrics) is restored and the step is computed
-again in half the size. The result equals to the bit that of a run with this size from the start. The size is
-saved in checkpoints.
+class weights, positions, a mask for all samples. Micro-batches count by their samples, or by the
+`loss_weight` that `training_step` returns next to the mean loss, so the step is that of the full batch. With
+`auto` the full batch is tried first; when memory runs out in the forward or backward pass, everything that
+the step has changed (random states, buffers, metrics) is restored and the step is computed again in half the
+size. The result equals to the bit that of a run with this size from the start. The size is saved in
+checkpoints.
 
 `find` runs several sizes before the first step, with an optimizer step each, and restores everything; the
 largest that fits is used. `search()` does so again during training, for example after layers were unfrozen.
@@ -21,7 +21,8 @@ Costs: a micro-batch that is too small for the device is slow. `auto` keeps a co
     (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms) use
     the micro-batch.
 When not: the batch fits.
-Conflicts: manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
+Conflicts: a loss that is no mean over samples, and `optimizer.step()` in `training_step`, both rejected;
+    manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
     `auto` on several ranks under anything but DDP, with synchronized batch norms, a communication hook or a
     static graph.
 Source: learned from Composer's device_train_microbatch_size; what Lightning's own search gets wrong:
@@ -64,6 +65,7 @@ class MicroBatch(Managed):
     Raises:
         ConfigError: A number is outside its range, `find` without `auto`, `keep` with a splitter, or, in the
             first batch, a name that it does not have.
+        ConflictError: The loss is no mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
         NoEffectWarning: No batch was larger than `micro_batch_size`.
@@ -185,7 +187,8 @@ class MicroBatch(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._counts_by = self._loop.counts_by if self._loop is not None else ""
+        if self._loop is not None:
+            self._counts_by = "; ".join(filter(None, (self._loop.mean_check, self._loop.counts_by)))
         if not self.is_auto and self._size is not None and not self._size.num_split:
             text = f"MicroBatch had no effect: no batch had more than {self.micro_batch_size} samples"
             warnings.warn(text, NoEffectWarning, stacklevel=2)

@@ -153,18 +153,22 @@ class TiledLoss(Managed):
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
-                projection.keeps_means = True
+                projection.keeps_means, projection.counted = True, projection.counts()
 
     def _weigh(self, output: Any, num_samples: int | None) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
         rest: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
+        for projection in self._tiled.values():
+            if num_samples == 0:  # of a check, which the report does not count
+                projection.num_losses, projection.readers = projection.counted
+            projection.counted = projection.counts()
         means = [mean for projection in self._tiled.values() for mean in projection.take_means()]
         loss = rest.get("loss")
         node = node_of(loss) if isinstance(loss, Tensor) else None
         targets = next((count for each, count in means if each is node), None)
         if targets is not None:
-            return {"weight": targets, **rest}
-        if means and num_samples and rest.get("weight") is None:
+            return {"loss_weight": targets, **rest}
+        if means and num_samples and rest.get("loss_weight") is None:
             self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
@@ -182,7 +186,7 @@ class TiledLoss(Managed):
             text = (
                 "TiledLoss: the backward passes of a step had unequal numbers of targets and count by their "
                 "samples: a loss that was changed after its mean gives no weight\n"
-                '  try: return {"loss": loss, "weight": num_targets} from training_step'
+                '  try: return {"loss": loss, "loss_weight": num_targets} from training_step'
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
 

@@ -32,10 +32,10 @@ def take_buffers(model: DistributedDataParallel) -> None:
 def without_collectives(model: DistributedDataParallel) -> Generator[None]:
     """Run forward and backward passes that no other rank takes part in."""
     with model.no_sync():
-        # Private to DDP, as of torch 2.13: else the forward pass would broadcast the buffers. DDP sets it
-        # again after its next forward pass that synchronizes.
-        model.require_forward_param_sync = False
+        # Private to DDP, as of torch 2.13: else the forward pass would broadcast the buffers.
+        before, model.require_forward_param_sync = model.require_forward_param_sync, False
         yield
+        model.require_forward_param_sync = before
 
 
 def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> float:

@@ -3,7 +3,7 @@
 The arithmetic and the retries of GradientAccumulation and MicroBatch as one object: it runs forward and
 backward passes of all batches of a step in micro-batches that fit, and leaves in the parameters the gradient
 of their samples as one batch, on all ranks. Without weights, ranks count alike. Clipping and stepping stay
-with the loop; no `zero_grad` is needed.
+with the loop; no `zero_grad` is needed. That the loss is a mean over samples is not checked here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.microbatching.window import Window, weight_of
 
 Step = Callable[[Any], Any]
-"""Returns the mean loss of a batch, or `{"loss": mean_loss, "weight": n}`."""
+"""Returns the mean loss of a batch, or `{"loss": mean_loss, "loss_weight": n}`."""
 
 
 class ExactGradient:
@@ -184,6 +184,6 @@ class ExactGradient:
 def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        text = f"the step returned {type(loss).__name__}: expected a loss, or a dict with 'loss' and 'weight'"
+        text = f"the step returned {type(loss).__name__}: expected a loss, or a dict with a 'loss'"
         raise TypeError(text)
     return loss

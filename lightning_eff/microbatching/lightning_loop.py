@@ -3,8 +3,8 @@
 The gradient of a step is that of one large batch, over the batches of a window (GradientAccumulation, or the
 Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is split into (MicroBatch), and
 over all ranks. window.py has the scale factors, micro_batch_runner.py splits batches; this module has what
-Lightning calls. `training_step` may return a weight next to the mean loss,
-`{"loss": loss, "weight": num_tokens}`; without it samples weigh the same.
+Lightning calls. `training_step` may return a `loss_weight` next to the mean loss,
+`{"loss": loss, "loss_weight": num_tokens}`; without it samples weigh the same.
 
 The way of the batch size: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
 `accumulate_grad_batches`, which `run` reads where a window begins and passes to `Window.begin(num_batches)`.
@@ -40,11 +40,13 @@ from lightning.pytorch.trainer.call import _call_strategy_hook  # pyright: ignor
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
-from lightning_eff.core.errors import ConfigError, ConflictWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
 from lightning_eff.microbatching import ddp
+from lightning_eff.microbatching.mean_check import check_mean
 from lightning_eff.microbatching.micro_batch_runner import (
     Arguments,
     MicroBatchRunner,
@@ -83,19 +85,23 @@ class ExactStep(_AutomaticOptimization):
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
-        """May add a weight to what `training_step` returned for a number of samples."""
+        """May add a weight to what `training_step` returned for a number of samples; 0 for a check."""
         self.weighs_by = ""
         """What these weights are."""
         self.counts_by = "samples count equally"
         """How the backward passes of a step count."""
+        self.mean_check: str | None = None
+        """Why the loss could not be checked to be a mean; empty for a mean, None before the check."""
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
+        self._reduce: Callable[[float, str], float]
+        self._reduce = lambda value, by: float(strategy.reduce(number(value), reduce_op=by))
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
             # All ranks take part: once per window with weights, and once more in the first window.
-            sum_over_ranks=lambda value: float(strategy.reduce(number(value), reduce_op="sum")),
+            sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
         self._state_before_batch = self._window.state()
@@ -133,6 +139,9 @@ class ExactStep(_AutomaticOptimization):
                     self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
                 self._runner.begin()
             self._epoch, self._loss = self.trainer.current_epoch, None
+            is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
+            if is_split or self._num_batches > 1:
+                self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
         self._is_skipped = False
         self._batch_idx = epoch_loop.total_batch_idx
         self._position += 1
@@ -196,7 +205,7 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        functions = StepFunctions(self._forward, zero_grad, backward, self._is_complete)
+        functions = StepFunctions(self._forward, zero_grad, backward, self._check_mean, self._is_complete)
 
         def step() -> ClosureResult:
             # An optimizer may evaluate its closure again: count this batch once.
@@ -241,7 +250,7 @@ class ExactStep(_AutomaticOptimization):
     ) -> ClosureResult:
         """Run a forward pass, and scale the loss of `part` as a summand of the window's."""
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
-        output = _call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
         is_weighted = _has_weight(output)
         if self.weigh is not None:
@@ -261,6 +270,55 @@ class ExactStep(_AutomaticOptimization):
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
             )
         return result
+
+    def _training_step_output(self, arguments: Arguments) -> Any:
+        with register_optimizer_step_pre_hook(self._reject_step):
+            return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
+
+    def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Reject an update of the model in `training_step`; inner loops may train copies of it."""
+        trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if self.may_have_several_passes and trained & updated:
+            name = type(optimizer).__name__
+            text = f"training_step calls {name}.step(), once per micro-batch: leave the step to Lightning"
+            raise ConflictError(text)
+
+    def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
+        """Reject a loss that is no mean over samples, once, before the first split or longer window."""
+        if self.mean_check is not None:
+            return
+        trainer, batch, weigh = self.trainer, arguments.get("batch"), self.weigh
+        size = self.micro_batch_size or MicroBatchSize(None, is_auto=False)
+        count = size.num_samples(batch, by_splitting=True) or 0
+        if self.micro_batch_size is None:  # the first dimension may be time, where nothing is to be split
+            batch_size = getattr(trainer.train_dataloader, "batch_size", None)
+            count = count if batch_size in (None, count) else 0
+        if is_on_all_ranks:  # their forward passes may wait for each other
+            count = int(self._reduce(count, "min"))
+        # Forward passes without gradients need less memory than those of training.
+        max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
+
+        def run(part: MicroBatchPart) -> Any:
+            with torch.set_grad_enabled(weigh is not None):  # TiledLoss finds its losses in the graph
+                output = self._training_step_output(OrderedDict(arguments, batch=part.batch))
+                return output if weigh is None else weigh(output, 0)
+
+        model, module, device = trainer.strategy.model, trainer.lightning_module, trainer.strategy.root_device
+        is_ddp = isinstance(model, DistributedDataParallel)
+        with ddp.without_collectives(model) if is_ddp else nullcontext():
+            difference, self.mean_check = check_mean(batch, run, module, size, max_samples, device)
+        if is_on_all_ranks and self._reduce(bool(difference), "max"):
+            difference = difference or "none on another rank"
+        if difference:
+            name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
+            memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
+            text = (
+                f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
+                '  try: return {"loss": loss, "loss_weight": n}, if loss is a mean over n targets\n'
+                f"  try: return loss / num_samples, if loss is a sum\n  try: ~callbacks.{name}"
+            )
+            raise ConflictError(text)
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
@@ -307,7 +365,7 @@ class ExactStep(_AutomaticOptimization):
 
 
 def _has_weight(output: Any) -> bool:
-    return isinstance(output, Mapping) and output.get("weight") is not None
+    return isinstance(output, Mapping) and output.get("loss_weight") is not None
 
 
 def install(trainer: pl.Trainer) -> ExactStep:

@@ -30,8 +30,8 @@ from lightning_eff.microbatching.splitting import MicroBatchPart
 def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatchPart]) -> dict[str, Any]:
     """Merge what `training_step` returned next to the loss.
 
-    Tensors and lists with one row per sample are concatenated, other numbers averaged by samples (`weight` is
-    summed); of anything else the last micro-batch's is returned.
+    Tensors and lists with one row per sample are concatenated, other numbers averaged by samples
+    (`loss_weight` is summed); of anything else the last micro-batch's is returned.
 
     Example:
         >>> parts = [MicroBatchPart(None, 3), MicroBatchPart(None, 1)]
@@ -52,7 +52,7 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
                 kinds.add((value.shape[1:], value.dtype, value.device))
             else:
                 kinds.add("list" if isinstance(value, list) else None)
-        if key == "weight" and None not in values:
+        if key == "loss_weight" and None not in values:
             merged[key] = sum(values[1:], start=values[0])
         elif len(kinds) == 1 and None not in kinds and [len(value) for value in values] == sizes:
             is_list = isinstance(last, list)

@@ -42,6 +42,7 @@ class StepFunctions:
     forward: Callable[[Arguments, MicroBatchPart, int | None], ClosureResult]
     zero_grad: Callable[[], None] | None  # None where gradients are added to
     backward: Callable[[Tensor], None] | None  # None where there is no backward pass
+    check_mean: Callable[[Arguments], None]  # called before a batch is split
     is_last: bool  # whether the optimizer steps after this batch
 
 
@@ -128,6 +129,8 @@ class MicroBatchRunner:
         results, trainer = self._results, self._trainer
         results.batch, results.batch_size = part.batch, part.num_samples
         is_full_batch = is_first and is_last
+        if not is_full_batch:
+            functions.check_mean(arguments)
         before = {} if is_full_batch else merging.logged_values(results)
         # The strategy averages gradients over the ranks in the last backward pass of a step only.
         synchronize = is_last and functions.is_last

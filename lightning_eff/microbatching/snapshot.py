@@ -16,7 +16,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -91,17 +90,29 @@ class StepSnapshot:
         self._frozen = [(parameter, _version(parameter)) for parameter in frozen]
         held = [value for value in vars(self._module).values() if isinstance(value, torch.Generator)]
         generators = self._generators | {id(generator): generator for generator in held}
-        self._restore_random: list[Callable[[], Any]] = [
-            partial(torch.set_rng_state, torch.get_rng_state()),
-            partial(random.setstate, random.getstate()),
-            partial(np.random.set_state, np.random.get_state()),
-            *(partial(generator.set_state, generator.get_state()) for generator in generators.values()),
+        sources: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+            *((generator.get_state, generator.set_state) for generator in generators.values()),
         ]
         if self._device.type != "cpu":
-            backend = torch.get_device_module(self._device)
-            state = backend.get_rng_state(self._device)
-            self._restore_random.append(partial(backend.set_rng_state, state, self._device))
+            backend, device = torch.get_device_module(self._device), self._device
+            sources.append(
+                (lambda: backend.get_rng_state(device), lambda s: backend.set_rng_state(s, device))
+            )
+        self._random = [(get(), get, put) for get, put in sources]
         self.keep_visible()
+
+    def has_drawn(self) -> bool:
+        """Return whether random numbers were drawn since `keep` or `restore`."""
+        states = [(state, get()) for state, get, _ in self._random]
+        pairs = [zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)] for a, b in states]
+        return not all(np.array_equal(before, now) for pair in pairs for before, now in pair)
+
+    def has_changed_frozen(self) -> bool:
+        """Return whether a frozen parameter was changed in place since `keep`."""
+        return any(_version(parameter) != version for parameter, version in self._frozen)
 
     def keep_visible(self) -> None:
         """Keep what was logged, counted and collected as it is now; the rest stays as it was kept."""
@@ -135,10 +146,10 @@ class StepSnapshot:
                 name = f"{buffer.name} of {type(buffer.owner).__name__}"
                 text = f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
                 raise RuntimeError(text)
-        for restore in self._restore_random:
-            restore()
+        for state, _, put in self._random:
+            put(state)
         self.restore_visible()
-        if any(_version(parameter) != version for parameter, version in self._frozen):
+        if self.has_changed_frozen():
             text = "out of memory, and training_step changes frozen parameters: change them after the step"
             raise RuntimeError(text)
 

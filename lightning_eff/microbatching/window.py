@@ -36,7 +36,7 @@ from lightning_eff.core.errors import ConflictWarning
 WindowState = tuple[int | None, float, float | None]
 """What a window has counted: samples of its first batch, batches, and weight."""
 UNKNOWN_SAMPLES = (
-    'the samples cannot be counted: return {"loss": ..., "weight": num_samples} from training_step'
+    'the samples cannot be counted: return {"loss": ..., "loss_weight": num_samples} from training_step'
 )
 
 
@@ -188,10 +188,11 @@ def weight_of(output: Any) -> float | None:
         ValueError: It is not a finite number of at least 0.
 
     Example:
-        >>> weight_of({"loss": torch.tensor(0.5), "weight": torch.tensor(7)}), weight_of(torch.tensor(0.5))
+        >>> loss = torch.tensor(0.5)
+        >>> weight_of({"loss": loss, "loss_weight": torch.tensor(7)}), weight_of({"loss": loss, "weight": 7})
         (7.0, None)
     """
-    weight: Any = output.get("weight") if isinstance(output, Mapping) else None
+    weight: Any = output.get("loss_weight") if isinstance(output, Mapping) else None
     if weight is None:
         return None
     try:
@@ -199,7 +200,7 @@ def weight_of(output: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not (math.isfinite(number) and number >= 0.0):
-        text = f"training_step returned weight={weight!r}: expected a finite number of at least 0"
+        text = f"training_step returned loss_weight={weight!r}: expected a finite number of at least 0"
         raise ValueError(text)
     return number
 

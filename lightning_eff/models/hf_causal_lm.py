@@ -216,7 +216,7 @@ class HFCausalLM(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss, count = self._batch_loss(batch)
         self.log("train_loss", loss, prog_bar=True)
-        return {"loss": loss, "weight": count}
+        return {"loss": loss, "loss_weight": count}
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

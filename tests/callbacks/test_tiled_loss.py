@@ -256,7 +256,7 @@ class Weighted(Step):
     """The same with its weight."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "weight": (batch[1] != -100).sum()}
+        return {"loss": super().training_step(batch, batch_idx), "loss_weight": (batch[1] != -100).sum()}
 
 
 def loader(batch_size: int = 2) -> DataLoader[Any]:

@@ -159,7 +159,7 @@ def own_loop(size: Any) -> list[Tensor]:
         rows, targets = batch
         logits = replica(rows).reshape(-1, VOCAB_SIZE)
         loss = nn.functional.cross_entropy(logits, targets.reshape(-1), ignore_index=-100)
-        return {"loss": loss, "weight": (targets >= 0).sum()}
+        return {"loss": loss, "loss_weight": (targets >= 0).sum()}
 
     for _ in range(5):
         gradient.backward(step, *((x[rows], y[rows]) for rows in own))

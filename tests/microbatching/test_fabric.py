@@ -39,7 +39,7 @@ def train(weighted: bool, size: Size, batch_size: int, window: int, fabric: Fabr
 
     def step(batch: Any) -> Any:
         loss, weight = wrapped.loss(batch)
-        return {"loss": loss, "weight": weight} if weighted else loss
+        return {"loss": loss, "loss_weight": weight} if weighted else loss
 
     num_batches = -(-len(x) // batch_size)
     steps = window_batches(window, num_batches)

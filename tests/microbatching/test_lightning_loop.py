@@ -90,7 +90,7 @@ def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
 def test_weights_that_are_none_are_refused(weights: list[Any], message: str) -> None:
     class Wrong(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": self.loss(batch)[0], "weight": weights[batch_idx]}
+            return {"loss": self.loss(batch)[0], "loss_weight": weights[batch_idx]}
 
     with pytest.raises(ValueError, match=message):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=4)]).fit(Wrong(False), loader(4))
@@ -129,7 +129,7 @@ def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss, weight = self.loss(batch)
             broken = self.trainer.fit_loop.total_batch_idx == 5  # in the second window of four
-            return {"loss": loss * (float("inf") if broken else 1.0), "weight": weight}
+            return {"loss": loss * (float("inf") if broken else 1.0), "loss_weight": weight}
 
     torch.manual_seed(1)
     model = Overflows(True)

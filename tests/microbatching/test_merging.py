@@ -13,8 +13,11 @@ from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAc
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.microbatching.merging import merge_outputs
+from lightning_eff.microbatching.splitting import MicroBatchPart
 from tests.support.faults import BATCH, Fault, data
 from tests.support.models import make_trainer
+from tests.support.ranks import is_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
@@ -41,7 +44,7 @@ class Logs(pl.LightningModule):
         self.log("most", losses.max(), on_step=True, on_epoch=True, reduce_fx="max")
         self.log("least", losses.min(), on_step=True, on_epoch=True, reduce_fx="min")
         output = {"loss": mean, "rows": losses.detach(), "mean": losses.mean().detach()}
-        return output | ({"weight": w.sum()} if self.weighted else {})
+        return output | ({"loss_weight": w.sum()} if self.weighted else {})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         values = {"loss": float(outputs["loss"]), "kept": float(outputs["mean"])}
@@ -104,7 +107,8 @@ class Measures(pl.LightningModule):
         self.log("updated", self.updated, on_step=False, on_epoch=True)
         self.log("largest", self.largest, on_step=False, on_epoch=True)
         self.log_dict(self.many, on_step=False, on_epoch=True)
-        self.fault.meet("forward", len(x))
+        if self.training:
+            self.fault.meet("forward", len(x))
         return self.layer(x).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -136,3 +140,20 @@ def test_a_metric_is_logged_of_the_full_batch(callbacks: list[Any], fault: Fault
     assert len(model.logged) == len(expected.logged)
     for ours, theirs in zip(model.logged, expected.logged, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_outputs_are_merged_as_of_the_full_batch() -> None:
+    parts = [MicroBatchPart(None, 2), MicroBatchPart(None, 1)]
+    outputs: dict[str, tuple[Any, Any, Any]] = {  # of the first, of the second, of both
+        "rows": (torch.ones(2, 3), torch.zeros(1, 3), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])),
+        "n": (4.0, 1.0, 3.0),
+        "loss_weight": (torch.tensor(3), torch.tensor(5), torch.tensor(8)),
+        "flag": (True, False, False),
+        "list": ([1, 2], [3], [1, 2, 3]),
+        "name": ("a", "b", "b"),
+    }
+    first, second, both = ({key: value[i] for key, value in outputs.items()} for i in range(3))
+    merged = merge_outputs([first, second], parts)
+    assert merged.pop("n") == pytest.approx(both.pop("n"))
+    assert is_equal(merged, both)
+    assert merge_outputs([first], parts[:1]) == first

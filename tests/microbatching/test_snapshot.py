@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_eff.microbatching.atomic_update import atomic_update
-from lightning_eff.microbatching.snapshot import OptimizerSnapshot, StepSnapshot
+from lightning_eff.microbatching.snapshot import MAX_LIST_ITEMS, OptimizerSnapshot, StepSnapshot
 from tests.support.ranks import is_equal
 
 CPU = torch.device("cpu")
@@ -30,17 +30,28 @@ class Model(nn.Module):
             self.register_buffer("best", torch.ones(2))
         self.mean, self.rows = MeanMetric(), CatMetric()
         self.own = torch.Generator().manual_seed(1)
+        self.layer.own = torch.Generator().manual_seed(2)
+        self.long = [0.0] * (MAX_LIST_ITEMS + 1)
         self.count, self.seen, self.ema = 0, [1.0], 0.0
 
 
 def state(model: Model) -> list[Any]:
-    numbers = [torch.rand(2), torch.rand(2, generator=model.own)]
+    numbers = [torch.rand(2), *(torch.rand(2, generator=owner.own) for owner in (model, model.layer))]
     plain = [random.random(), float(np.random.rand())]
     metrics = [float(model.mean.compute()), model.rows.compute()]
     buffers = dict(model.named_buffers())
     values = [buffer.to_dense().clone() for buffer in buffers.values()]
     plain += [model.count, model.ema]
-    return [*numbers, *values, plain, metrics, list(model.seen), list(buffers), sorted(vars(model))]
+    return [
+        *numbers,
+        *values,
+        plain,
+        metrics,
+        list(model.seen),
+        len(model.long),
+        list(buffers),
+        sorted(vars(model)),
+    ]
 
 
 def change(model: Model) -> None:
@@ -50,13 +61,14 @@ def change(model: Model) -> None:
     model.mean.mean_value += 1.0  # in place, as some metrics do
     model.mean(torch.tensor(5.0))
     model.rows(torch.tensor([5.0]))
-    torch.rand(2, generator=model.own)
+    torch.rand(2, generator=model.own), torch.rand(2, generator=model.layer.own)
     random.random(), np.random.rand()
     model.mu = torch.ones(3)
     model.register_buffer("late", torch.ones(1))
     model.count += 1
     model.ema = 0.9 * model.ema + 1.0
     model.seen.append(2.0)
+    model.long.append(2.0)
     model.fresh = 1
 
 

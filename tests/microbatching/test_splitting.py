@@ -1,4 +1,4 @@
-"""Split batches of every kind, and merge what their micro-batches returned."""
+"""Split batches of every kind."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.microbatching import splitting
-from lightning_eff.microbatching.merging import merge_outputs
-from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples, split
-from tests.support.ranks import is_equal
+from lightning_eff.microbatching.splitting import num_samples, split
 
 B = 5
 
@@ -130,23 +128,6 @@ def test_an_ambiguous_batch_is_rejected_with_its_paths(batch: Any, message: str)
 def test_a_splitter_must_return_parts() -> None:
     with pytest.raises(ConfigError, match=r"splitter=\[\]: expected a function that returns a list"):
         split(torch.ones(4), 2, lambda batch, size: [])
-
-
-def test_outputs_are_merged_as_of_the_full_batch() -> None:
-    parts = [MicroBatchPart(None, 2), MicroBatchPart(None, 1)]
-    outputs: dict[str, tuple[Any, Any, Any]] = {  # of the first, of the second, of both
-        "rows": (torch.ones(2, 3), torch.zeros(1, 3), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])),
-        "n": (4.0, 1.0, 3.0),
-        "weight": (torch.tensor(3), torch.tensor(5), torch.tensor(8)),
-        "flag": (True, False, False),
-        "list": ([1, 2], [3], [1, 2, 3]),
-        "name": ("a", "b", "b"),
-    }
-    first, second, both = ({key: value[i] for key, value in outputs.items()} for i in range(3))
-    merged = merge_outputs([first, second], parts)
-    assert merged.pop("n") == pytest.approx(both.pop("n"))
-    assert is_equal(merged, both)
-    assert merge_outputs([first], parts[:1]) == first
 
 
 UNEVEN = [torch.ones(length) for length in (3, 2, 1, 4)]

@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_transformers(tiny_llama: Path, form: str) -> None:
     step = step_of(model, batch)
     theirs = model.model(**batch, use_cache=False).loss
     assert torch.equal(step["loss"], theirs)
-    assert int(step["weight"]) == int((batch["labels"][:, 1:] != -100).sum())
+    assert int(step["loss_weight"]) == int((batch["labels"][:, 1:] != -100).sum())
 
 
 def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -
         step_of(model, {"input_ids": torch.tensor([each]), "labels": torch.tensor([each])})
         for each in DOCUMENTS
     ]
-    total = sum(step["loss"] * step["weight"] for step in alone)
-    assert int(whole["weight"]) == sum(int(step["weight"]) for step in alone) == 11
+    total = sum(step["loss"] * step["loss_weight"] for step in alone)
+    assert int(whole["loss_weight"]) == sum(int(step["loss_weight"]) for step in alone) == 11
     torch.testing.assert_close(whole["loss"], total / 11, rtol=1e-12, atol=0.0)
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (whole["loss"], total / 11)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
@@ -105,7 +105,7 @@ def test_a_batch_without_targets_has_no_weight_and_no_gradient(tiny_llama: Path)
     step = step_of(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
     step["loss"].backward()
     assert step["loss"].item() == 0.0
-    assert int(step["weight"]) == 0
+    assert int(step["loss_weight"]) == 0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 

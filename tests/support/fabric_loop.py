@@ -250,7 +250,7 @@ def exact(strategy: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
     def step(batch: Any) -> dict[str, Any]:
         x, y, weight = batch
-        return {"loss": F.mse_loss(loop.model(x), y), "weight": weight.sum()}
+        return {"loss": F.mse_loss(loop.model(x), y), "loss_weight": weight.sum()}
 
     for number in range(NUM_STEPS):
         x, y = data(dtype)[number]

@@ -48,7 +48,7 @@ class LanguageModel(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, weight = self.loss(batch)
-        return {"loss": loss, "weight": weight} if self.weighted else loss
+        return {"loss": loss, "loss_weight": weight} if self.weighted else loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]).clone())

@@ -38,7 +38,7 @@ class Encoder(pl.LightningModule):
             self.head(self.layers(self.embedding(tokens))).flatten(0, 1), targets.flatten()
         )
         self.log("loss", loss)
-        return {"loss": loss, "weight": float(weight)}
+        return {"loss": loss, "loss_weight": float(weight)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), foreach=True)

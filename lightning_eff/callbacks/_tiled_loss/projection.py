@@ -64,6 +64,7 @@ class LateProjection:
         self.held_bytes = 0  # of its logits, which were not
         self.readers: Counter[str] = Counter()
         """Functions that needed whole logits."""
+        self.counted = self.counts()
         self.keeps_means = False
         self._means: list[tuple[object, Tensor]] = []
         """What `take_means` returns, if `keeps_means`."""
@@ -189,6 +190,10 @@ class LateProjection:
         if self.keeps_means and is_mean and loss.grad_fn is not None:
             self._means.append((node_of(loss), (target != options["ignore_index"]).sum()))
         return loss
+
+    def counts(self) -> tuple[int, Counter[str]]:
+        """Return the numbers of losses and of readers so far."""
+        return self.num_losses, self.readers.copy()
 
     def take_means(self) -> list[tuple[object, Tensor]]:
         """Return the nodes of mean losses since the last call, and their numbers of targets."""

@@ -1,0 +1,242 @@
+"""A loss that is no mean over samples is rejected before it is split; the check leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.core.errors import ConflictError
+from lightning_eff.microbatching import lightning_loop
+from tests.support.faults import Fault, out_of_memory, stateful_model
+from tests.support.faults import data as stateful_data
+from tests.support.models import make_trainer
+from tests.support.ranks import is_equal
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),  # of the batch norm
+    pytest.mark.filterwarnings("ignore:Found 1 module|Trying to infer the `batch_size`"),
+]
+CLASS_WEIGHTS = torch.linspace(0.1, 3.0, 4)
+HIDDEN = np.random.default_rng(0)
+Loss = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def info_nce(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(F.normalize(a, dim=1) @ F.normalize(b, dim=1).T, torch.arange(len(a)))
+
+
+def barlow_twins(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    a, b = ((x - x.mean(0)) / (x.std(0) + 1e-3) for x in (a, b))
+    return (a.T @ b / len(a) - torch.eye(4)).square().sum()
+
+
+def ranking(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    scores, is_above = a.sum(1), (y[:, None] > y).to(a.dtype)
+    return ((1.0 - scores[:, None] + scores).relu() * is_above).sum() / is_above.sum().clamp(min=1.0)
+
+
+def triplets(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    distance, is_same = (a[:, None] - a).square().sum(-1), y[:, None] == y
+    is_positive = is_same & ~torch.eye(len(a), dtype=torch.bool)
+    is_valid = is_positive[:, :, None] & ~is_same[:, None]
+    return (distance[:, :, None] - distance[:, None] + 1.0).relu()[is_valid].sum() / max(
+        int(is_valid.sum()), 1
+    )
+
+
+def total(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return (a - b).square().sum()
+
+
+def class_weighted(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(a, y, weight=CLASS_WEIGHTS.to(a.dtype))
+
+
+def declared(a: Tensor, b: Tensor, y: Tensor) -> Any:
+    return {"loss": class_weighted(a, b, y), "loss_weight": CLASS_WEIGHTS[y].sum(), "weight": 7.0}
+
+
+def with_decay(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(a, y, label_smoothing=0.1) + 0.5
+
+
+class Towers(pl.LightningModule):
+    """Two towers, with dropout and a batch norm in one of them."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.a = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.b = nn.Linear(5, 4)
+        self.limit = 10**9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training and len(batch[2]) > self.limit:
+            raise out_of_memory()
+        return self.loss(self.a(batch[0]), self.b(batch[1]), batch[2])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(model: pl.LightningModule, callback: Any, batch_size: int = 12, **keywords: Any) -> str:
+    """Train one step; return what the callback reports."""
+    torch.manual_seed(1)
+    rows = torch.randn(24, 6), torch.randn(24, 5), torch.randint(0, 4, (24,))
+    keywords = {"max_steps": 1, "accelerator": "cpu"} | keywords
+    loader = DataLoader(TensorDataset(*rows), batch_size=batch_size)
+    make_trainer(callbacks=[callback], **keywords).fit(model, loader)
+    return callback.outcome().did
+
+
+CALLBACKS = [lambda: MicroBatch(micro_batch_size=4), lambda: GradientAccumulation(num_batches=2)]
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+@pytest.mark.parametrize("loss", [info_nce, barlow_twins, ranking, triplets, total, class_weighted])
+def test_a_loss_that_is_no_mean_is_rejected(loss: Loss, callback: Callable[[], Any]) -> None:
+    model = Towers(loss)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConflictError, match="mean over samples"):
+        fit(model, callback())
+    assert is_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("loss", [lambda a, b, y: F.mse_loss(a, b), with_decay, declared])
+def test_a_mean_is_trained(loss: Loss, precision: str, callback: Callable[[], Any]) -> None:
+    assert "not checked" not in fit(Towers(loss), callback(), precision=precision)
+
+
+def test_a_contrastive_loss_is_rejected_in_low_precision_too() -> None:
+    for precision in ("bf16-mixed", "bf16-true"):
+        with pytest.raises(ConflictError, match="mean over samples"):
+            fit(Towers(info_nce), MicroBatch(micro_batch_size=1), precision=precision)
+
+
+def evaluation_fails(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    if not a.requires_grad:
+        raise KeyError("boxes")
+    return F.mse_loss(a, b)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda a, b, y: F.mse_loss(a + torch.randn_like(a), b), "random"),
+        (lambda a, b, y: F.mse_loss(a, b) * float(HIDDEN.random()), "random"),
+        (lambda a, b, y: (a - 1e3).relu().mean(), "is 0"),
+        (lambda a, b, y: F.mse_loss(a, b) if a.requires_grad else None, "no loss"),
+        (evaluation_fails, "KeyError"),
+    ],
+)
+def test_what_cannot_be_checked_trains_and_is_reported(loss: Loss, reason: str) -> None:
+    for callback in CALLBACKS:
+        did = fit(Towers(loss), callback())
+        assert "not checked that the loss is a mean over samples" in did
+        assert reason in did
+
+
+def test_other_batches_than_of_countable_samples_are_not_checked() -> None:
+    model = Towers(lambda a, b, y: F.mse_loss(a, b))
+    model.a = nn.Linear(6, 4)  # type: ignore[assignment]
+    assert "single sample" in fit(model, GradientAccumulation(num_batches=2), batch_size=1)
+    model.a = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    assert "running statistics" in fit(model, MicroBatch(micro_batch_size=4))
+
+
+def test_auto_ends_with_both_reasons_where_an_out_of_memory_error_would_change_the_loss() -> None:
+    model = Towers(info_nce)
+    fit(model, MicroBatch())  # a batch that is never split may have any loss
+    model.limit = 8
+    with pytest.raises(ConflictError, match=r"CUDA out of memory.*mean over samples"):
+        fit(model, MicroBatch())
+    fine = Towers(lambda a, b, y: F.mse_loss(a, b))
+    fine.limit = 8
+    assert "12 -> 6" in fit(fine, MicroBatch())
+
+
+class Collects(Towers):
+    """Changes as much as a step can: logs, a momentum encoder, a module's state, and its batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda a, b, y: F.mse_loss(a, b))
+        self.slow = copy.deepcopy(self.b).requires_grad_(requires_grad=False)
+        self.b.eval()
+        self.b.rows = None  # type: ignore[assignment]
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.training:
+            self.seen.append(
+                [self.b.training, self.b.rows, copy.deepcopy(batch), self.trainer.callback_metrics]
+            )
+        for slow, fast in zip(self.slow.parameters(), self.b.parameters(), strict=True):
+            slow.data = 0.5 * slow.data + 0.5 * fast.data if slow.dim() == 1 else slow.data.mul_(0.9)
+        self.b.rows = len(batch[0])  # type: ignore[assignment]
+        batch[1].mul_(0.5)
+        self.log("loss", F.mse_loss(self.a(batch[0]), self.slow(batch[1])), on_epoch=True, batch_size=4)
+        return F.mse_loss(self.a(batch[0]), self.b(batch[1])) + F.mse_loss(
+            self.a(batch[0]), self.slow(batch[1])
+        )
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append([parameter.grad for parameter in self.parameters()])
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_the_check_leaves_no_trace(callback: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for _ in range(2):
+        model, other = Collects(), stateful_model(Fault())
+        fit(model, callback(), max_steps=2, log_every_n_steps=1)
+        make_trainer(callbacks=[callback()], max_steps=3, max_epochs=2).fit(other, stateful_data())
+        results.append(
+            [model.state_dict(), model.seen, other.state_dict(), other.losses, other.logged, other.count]
+        )
+        monkeypatch.setattr(lightning_loop, "check_mean", lambda *_: ("", ""))
+    assert is_equal(*results)
+
+
+def steps_of(name: str) -> Callable[[Any], Any]:
+    return {
+        "wrapped": lambda model: model.optimizers().step(),
+        "own": lambda model: model.optimizers().optimizer.step(),
+        "another": lambda model: torch.optim.SGD(model.b.parameters(), lr=0.1).step(),
+        "of a copy": lambda model: torch.optim.SGD(copy.deepcopy(model.b).parameters(), lr=0.1).step(),
+    }[name]
+
+
+class StepsItself(Towers):
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        super().__init__(lambda a, b, y: F.mse_loss(a, b))
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(self)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["wrapped", "own", "another", "of a copy"])
+@pytest.mark.parametrize("callback", [*CALLBACKS, MicroBatch])
+def test_a_step_that_training_step_makes_itself_is_rejected(name: str, callback: Callable[[], Any]) -> None:
+    model = StepsItself(steps_of(name))
+    if name == "of a copy":
+        fit(model, callback())
+        return
+    with pytest.raises(ConflictError, match=r"SGD.step\(\)"):
+        fit(model, callback())
+    fit(StepsItself(steps_of(name)), GradientAccumulation(num_batches=1))
