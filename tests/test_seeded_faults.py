@@ -63,8 +63,8 @@ FAULTS = {
     ),
     "clipped before the correction": (
         LIGHTNING,
-        "            self._window.correct()\n            return loss\n",
-        "            return loss\n",
+        "                self._window.correct()\n",
+        "                pass\n",
         WINDOWS,
     ),
     "scheduler in each batch": (
