@@ -276,7 +276,7 @@ def test_a_deepspeed_config_in_another_file_is_read() -> None:
 def test_unknown_keys_and_odd_values_are_listed() -> None:
     odd = {
         "per_device_train_batch_size": "four", "num_train_epochs": 1.5, "seed": None, "warmup_ratio": 1.0,
-        "run_name": "a\x1b[201~b", "learning_rate": {"a b": 1}, "adam_beta2": "0.97",
+        "run_name": "a\\b", "learning_rate": {"a b": 1}, "adam_beta2": "0.97",
         "weight_decay": float("inf"), "adam_beta1": 0.8,
         "leaning_rate": 1, "evaluation_strategy": False, "tpu_num_cores": None, "logging_steps": 0.1,
     }  # fmt: skip
