@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, get_peft_model_state_dict
-from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file, save_model
 from torch import nn
@@ -31,7 +30,7 @@ from lightning_eff.adapters.inject import (
     wrapped_layers,
 )
 from lightning_eff.adapters.methods import name_of_method, peft_rejects
-from lightning_eff.adapters.module_tree import outermost, plain_name, tied_parameters, untie
+from lightning_eff.adapters.module_tree import outermost, plain_name, untie
 from lightning_eff.adapters.quantized import is_quantized
 from lightning_eff.adapters.targets import exact_targets
 from lightning_eff.core.errors import ConfigError
@@ -42,18 +41,8 @@ IN_PEFT_MODEL = "base_model.model."
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does.
-
-    Raises:
-        ConfigError: Trained tokens belong to an embedding with a tied weight.
-    """
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does."""
     prefix, part = _exported_part(model)
-    for name, layer in wrapped_layers(model).items():
-        has_tokens = any(isinstance(module, TrainableTokensLayer) for module in layer.modules())
-        if has_tokens and tied_parameters(model, layer):
-            allowed = f"true here: {name.removeprefix(prefix)} has a tied weight, "
-            allowed += "and PEFT trains tokens in both layers or none"
-            raise ConfigError(key="--merge", value=False, allowed=allowed, remedies=["--merge"])
     config = _exported_config(model, prefix, part)
     # PEFT's function expects a PeftModel: its names, and its config
     wrapper: Any = nn.Module()

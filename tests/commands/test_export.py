@@ -24,7 +24,6 @@ from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.adapters import export as adapter_export
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.checkpoint import stored_weights
-from lightning_eff.core.errors import ConfigError
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.support.adapters import METHODS, Exact, edited
 from tests.support.command_line import Command
