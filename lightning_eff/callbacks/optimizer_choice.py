@@ -186,7 +186,7 @@ class OptimizerChoice(Managed):
         groups = trainer.optimizers[0].param_groups
         self._first_rates = [float(group["lr"]) for group in groups if "lr" in group]
         if self._first_rates and not any(self._first_rates) and not trainer.lr_scheduler_configs:
-            text = "OptimizerChoice: no effect: the learning rate is 0, so no weight changes"
+            text = "OptimizerChoice: no effect: the learning rate is 0, and no weight moves"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
         self._set_mode(train=True)
 
