@@ -100,18 +100,12 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         if query.is_nested:  # which has other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
-        choice = choose(call, capability, enabled=switched_on())
+        enabled = [name for name in switched_on() if name in (names or BACKENDS)]
+        choice = choose(call, capability, enabled=enabled)
         if names and choice.backend not in names:
-            allowed = choose(call, capability, enabled=(*names, "math"))
-            if allowed.backend not in names:
-                reasons = "; ".join(f"{key} rejects it ({why})" for key, why in allowed.refused.items())
-                text = (
-                    f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}\n"
-                    f"  try: {remedy(call, allowed) or 'a backend of another name'}\n"
-                    f"  try: {NO_BACKEND}"
-                )
-                raise ConflictError(text)
-            choice = allowed
+            reasons = "; ".join(f"{name} rejects it ({why})" for name, why in choice.refused.items())
+            msg = f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}"
+            raise ConflictError(f"{msg}\n  try: {remedy(choice)}\n  try: {NO_BACKEND}")
         calls[choice.backend] += 1
         return attend(query, key, value, *args, scale=scale, **kwargs)
 

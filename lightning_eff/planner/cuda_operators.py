@@ -100,9 +100,8 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
         choice = choose(call, self._capability, **switches)
         if choice.backend not in switches["enabled"]:
             reasons = ", ".join(f"{name}: {why}" for name, why in choice.refused.items())
-            msg = f"math is switched off, and no other backend takes attention ({reasons}); try: "
-            msg += remedy(call, choice)
-            raise RuntimeError(msg)
+            msg = f"math is switched off, and no other backend takes attention ({reasons})"
+            raise RuntimeError(f"{msg}; try: {remedy(choice)}")
         return _BY_BACKEND[choice.backend](*operands, scale=scale, **options)
 
 
