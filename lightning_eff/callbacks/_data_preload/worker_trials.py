@@ -5,11 +5,10 @@ A trial makes batches from fixed indices of the dataset, so it advances no sampl
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pickle import PicklingError  # the error alone: nothing is unpickled here
 from typing import Any
 
 import torch
@@ -19,14 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Batches that are compared and timed in this process; at most so many are timed with workers."""
+"""Batches that are compared, and timed in this process; at most so many are timed with workers."""
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
-SAMPLE_ERRORS = (
-    *(LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError),
-    *(OSError, EOFError, NotImplementedError, PicklingError),
-)
-"""What samples raise for an index that their own sampler would not use, or in a worker."""
 WORKER_TIMEOUT_S = 20.0
 """Time after which a worker that returns no sample counts as hung."""
 
@@ -57,65 +51,55 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
         reason = "this process may not start others"
     elif counts and method != "fork" and loader.num_workers == 0:
         reason = f"processes are started by {method}, which runs a script without a main guard again"
+    tried: dict[int, float] = {}
+    samples: list[Any] = []
+    best = 0
     # Lightning restores no state after an error, so none leaves the block.
     with isolate_rng(include_cuda=False):
         try:
             start = time.perf_counter()
             loader.dataset[0]
-            sample_s = time.perf_counter() - start
+            sample_s = max(time.perf_counter() - start, 1e-9)
             # Slow samples are timed in smaller batches.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
-            size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * max(sample_s, 1e-9)))))
-            samples, again = (list(_batches(loader, 0, size, 0)) for _ in range(2))
-            is_random = not _are_equal(samples, again)
-            tried = {0: _seconds_per_batch(loader, 0, size, budget_s) * batch_size / size}
-        except SAMPLE_ERRORS as error:
-            reason = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
-            return WorkerChoice(None, {}, reason)
-        best = 0
-        for count in () if reason else counts:
-            try:
-                # A file or another handle that processes share gives workers other samples.
-                if not (is_random or _are_equal(samples, list(_batches(loader, count, size, 0)))):
+            size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
+            for count in (0, *(() if reason else counts)):
+                found, seconds = _trial(loader, count, size, budget_s)
+                samples = samples or found
+                # A file or another handle that processes share gives workers other samples; random ones
+                # differ in this process too.
+                if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
-                tried[count] = _seconds_per_batch(loader, count, size, budget_s) * batch_size / size
-            except SAMPLE_ERRORS as error:
-                reason = f"{type(error).__name__} in a worker: {error}".splitlines()[0]
-                return WorkerChoice(0, tried, reason)
-            if tried[count] < MAX_TIME_RATIO * tried[best]:
-                best = count
-            elif count > 1:
-                break
+                tried[count] = seconds * batch_size / size
+                if tried[count] < MAX_TIME_RATIO * tried[best]:
+                    best = count
+                elif count > 1:
+                    break
+        except Exception as error:  # noqa: BLE001 - a user's dataset may raise anything
+            reason = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+            return WorkerChoice(0 if tried else None, tried, reason)
     return WorkerChoice(best, tried, reason)
 
 
-def _batches(
-    loader: DataLoader[Any], count: int, size: int, first: int, num_batches: int = NUM_BATCHES
-) -> Iterator[Any]:
-    """Return batches number `first` to `first + num_batches`, made by `count` workers."""
+def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
+    """Return the first batches of `size` samples, and the seconds of a batch after them."""
     num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    # Workers are timed with samples that this process has not read: those may be in the cache of files.
+    timed = range(2 * NUM_BATCHES, MAX_BATCHES) if count else range(NUM_BATCHES, 2 * NUM_BATCHES)
     indices = [
-        [(number * size + k) % num_samples for k in range(size)]
-        for number in range(first, first + num_batches)
+        [(number * size + k) % num_samples for k in range(size)] for number in (*range(NUM_BATCHES), *timed)
     ]
     keywords: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
     if count:
         keywords["multiprocessing_context"] = loader.multiprocessing_context
         keywords |= {"num_workers": count, "timeout": WORKER_TIMEOUT_S}
     if loader.batch_sampler is None:  # batch_size=None: the loader hands out samples
-        return iter(DataLoader(loader.dataset, sampler=[i for i, *_ in indices], batch_size=None, **keywords))
-    return iter(DataLoader(loader.dataset, batch_sampler=indices, **keywords))
-
-
-def _seconds_per_batch(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> float:
-    """Time batches until the budget is spent or they are enough, after one batch for each worker."""
-    # Others than were read before, which may still be in the system's cache of files.
-    if count == 0:
-        batches = _batches(loader, count, size, NUM_BATCHES)
+        keywords |= {"sampler": [index for index, *_ in indices], "batch_size": None}
     else:
-        batches = _batches(loader, count, size, 2 * NUM_BATCHES, MAX_BATCHES)
-    for _ in range(count):
-        next(batches)
+        keywords["batch_sampler"] = indices
+    batches = iter(DataLoader(loader.dataset, **keywords))
+    # One batch of each worker at least, so that all have started.
+    first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
     start = now = time.perf_counter()
     num_done = 0
     for _ in batches:
@@ -123,7 +107,7 @@ def _seconds_per_batch(loader: DataLoader[Any], count: int, size: int, budget_s:
         is_enough = num_done >= 16 * max(1, count) and now - start > 0.1
         if is_enough or (now - start > budget_s and num_done >= max(1, count)):
             break
-    return (now - start) / max(1, num_done)
+    return first, (now - start) / max(1, num_done)
 
 
 def _are_equal(left: Any, right: Any) -> bool:

@@ -92,12 +92,11 @@ def test_more_workers_are_tried_while_they_help(
 ) -> None:
     seconds, tried = {0: 1.0, 1: 1.1, 2: 0.6, 4: 0.3, 8: 0.29, 16: 0.01} | several, list[int]()
 
-    def measure(loader: Any, count: int, size: int, budget_s: float) -> float:
+    def trial(loader: Any, count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
         tried.append(count)
-        return seconds[count]
+        return [1], seconds[count]
 
-    monkeypatch.setattr(worker_trials, "_seconds_per_batch", measure)
-    monkeypatch.setattr(worker_trials, "_batches", lambda *_: iter([1]))
+    monkeypatch.setattr(worker_trials, "_trial", trial)
     assert choose(range(4000), 8, most, budget_s=1.0).num_workers == chosen
     assert tried == [count for count in (0, 1, 2, 4, 8) if count <= most]
 
@@ -147,7 +146,7 @@ def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(worker_trials, "WORKER_TIMEOUT_S", 0.5)
     choice = choose(Hangs(), 4, 2, budget_s=0.2)
     assert choice.num_workers == 0
-    assert "RuntimeError in a worker" in choice.reason
+    assert "a trial failed (RuntimeError" in choice.reason
 
 
 def test_no_process_is_started_where_that_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
