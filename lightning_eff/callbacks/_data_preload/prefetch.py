@@ -1,17 +1,17 @@
 """A loader with other workers for the training, whose batches are on the device ahead of use.
 
-A stateful loader's state is the one after the last batch that
-was handed out, not after the last that was fetched. A second iteration during a pass (to look at some images)
-gets an iterator of the loader itself, and takes nothing from the training.
+A stateful loader's state is the one after the last batch that was handed out, not after the last that was
+fetched. A second iteration during a pass (to look at some images) gets an iterator of the loader itself, and
+takes nothing from the training.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
 import torch
@@ -32,67 +32,6 @@ class FetchedBatch:
     error: Exception | None = None  # what the loader raised, `StopIteration` at its end
 
 
-class PrefetchIterator(Iterator[Any]):
-    """One pass over the training's loader; `begin` returns that one's iterator, for the first batch."""
-
-    def __init__(self, loader: PrefetchLoader, begin: Callable[[], Iterator[Any]]) -> None:
-        self.source: Iterator[Any] | None = None
-        self.ready: deque[FetchedBatch] = deque()
-        self.taken_state: Any = None  # the loader's, after the last batch that was handed out
-        self.has_ended = False
-        self._loader = loader
-        self._begin = begin
-        self._num_fetched = 0
-        self._stream: Any = None
-
-    @override
-    def __next__(self) -> Any:
-        if self.has_ended:
-            raise StopIteration
-        # One batch is fetched in any case, others only ahead of use in this epoch.
-        while not self.ready or (
-            len(self.ready) <= self._loader.num_ahead
-            and self.ready[-1].error is None
-            and self._num_fetched < self._loader.limit()
-        ):
-            self.ready.append(self._fetch())
-            self._num_fetched += 1
-        fetched = self.ready.popleft()
-        if fetched.error is not None:
-            self.close()
-            raise fetched.error
-        if fetched.arrived is not None:
-            current = torch.cuda.current_stream(self._loader.device)
-            current.wait_event(fetched.arrived)
-            # The side stream allocated the tensors, this one uses them last.
-            for tensor in tensors_in(fetched.batch):
-                tensor.record_stream(current)
-        self.taken_state = fetched.state
-        return fetched.batch
-
-    def _fetch(self) -> FetchedBatch:
-        """Fetch one batch, or the error to raise where it would have been handed out."""
-        try:
-            if self.source is None:
-                self.source = self._begin()
-            batch, arrived = next(self.source), None
-            is_stateful_loader = isinstance(self._loader, StatefulPrefetchLoader)
-            state = self._loader.loader.state_dict() if is_stateful_loader else None
-            device = self._loader.device
-            if device is not None:
-                self._stream = self._stream or torch.cuda.Stream(device)
-                with torch.cuda.stream(self._stream):
-                    batch, arrived = move_data_to_device(batch, device), self._stream.record_event()
-        except Exception as error:  # noqa: BLE001 - raised when its batch is due
-            return FetchedBatch(error=error)
-        return FetchedBatch(batch, state, arrived)
-
-    def close(self) -> None:
-        """End the pass, and drop what is ready."""
-        self.has_ended = True
-        self.ready.clear()
-
-
 class PrefetchLoader(LoaderWrapper):
     """Any iterable with batches ready.
 
@@ -104,7 +43,10 @@ class PrefetchLoader(LoaderWrapper):
         limit: Returns how many batches the epoch takes: a stream may go on in the next one.
     """
 
-    OWN = ("loader", "num_ahead", "device", "limit", "_tuned", "_current", "_taken_state", "_is_over")
+    OWN = (
+        "loader", "num_ahead", "device", "limit",
+        "_tuned", "_current", "_source", "_taken_state", "_is_over",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -120,13 +62,18 @@ class PrefetchLoader(LoaderWrapper):
         self.device = device
         self.limit = limit
         self._tuned = loader if tuned is None else tuned
-        self._current: PrefetchIterator | None = None
+        self._current: Generator[Any] | None = None
+        """The pass of the training."""
+        self._source: Iterator[Any] | None = None
+        """The iterator of `tuned` in this pass; None before its first batch is fetched."""
         self._taken_state: Any = None
+        """The loader's, after the last batch that was handed out."""
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_over or (self._current is not None and not self._current.has_ended):
+        if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
             return iter(self.loader)
+        self._source = self._taken_state = None
         # The pass's iterator makes the same draws from the random state as the loader's. torch 2.13: a loader
         # without workers draws a seed when its iterator is made, and the sampler's with the first batch; one
         # with workers draws both at once; persistent workers draw none in later passes.
@@ -136,28 +83,71 @@ class PrefetchLoader(LoaderWrapper):
         is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
         if not is_at_once or (is_kept and not loader.persistent_workers):
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-        current = PrefetchIterator(self, functools.partial(iter, tuned))
         if is_at_once:
-            current.source = source = iter(tuned)
+            self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
                 # The sampler draws its order now too, with the first index.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
-        self._current = current
-        return current
+        self._current = self._batches()
+        return self._current
+
+    def _batches(self) -> Generator[Any]:
+        """Hand out the batches of one pass."""
+        ready: deque[FetchedBatch] = deque()
+        num_fetched = 0
+        stream = None if self.device is None else torch.cuda.Stream(self.device)
+        while True:
+            # One batch is fetched in any case, others only ahead of use in this epoch.
+            while not ready or (
+                len(ready) <= self.num_ahead and ready[-1].error is None and num_fetched < self.limit()
+            ):
+                ready.append(self._fetch(stream))
+                num_fetched += 1
+            if isinstance(ready[0].error, StopIteration):
+                return
+            # No variable here refers to the batch while it is trained on.
+            yield self._take(ready.popleft())
+
+    def _fetch(self, stream: Any) -> FetchedBatch:
+        """Fetch one batch, or the error to raise where it would have been handed out."""
+        try:
+            if self._source is None:
+                self._source = iter(self._tuned)
+            batch, arrived = next(self._source), None
+            state = self.loader.state_dict() if isinstance(self, StatefulPrefetchLoader) else None
+            if self.device is not None:
+                with torch.cuda.stream(stream):
+                    batch, arrived = move_data_to_device(batch, self.device), stream.record_event()
+        except Exception as error:  # noqa: BLE001 - raised when its batch is due
+            return FetchedBatch(error=error)
+        return FetchedBatch(batch, state, arrived)
+
+    def _take(self, fetched: FetchedBatch) -> Any:
+        """Return a batch that may be used from now on."""
+        if fetched.error is not None:
+            raise fetched.error
+        if fetched.arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(fetched.arrived)
+            # The side stream allocated the tensors, this one uses them last.
+            for tensor in tensors_in(fetched.batch):
+                tensor.record_stream(current)
+        self._taken_state = fetched.state
+        return fetched.batch
 
     def close(self) -> None:
         """End the pass, drop what is ready, and end workers that are not persistent."""
-        current, self._current = self._current, None
-        if current is None:
+        if self._current is None:
             return
-        current.close()
-        self._taken_state = current.taken_state
+        self._current.close()
+        self._current = None
+        source, self._source = self._source, None
         if self._tuned is not self.loader and not self._tuned.persistent_workers:
             # Now, and not when the last traceback that refers to them is gone.
-            end_workers = getattr(current.source, "_shutdown_workers", None)
+            end_workers = getattr(source, "_shutdown_workers", None)
             if end_workers is not None:
                 end_workers()
 
@@ -189,8 +179,7 @@ class StatefulPrefetchLoader(PrefetchLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch that was handed out."""
-        taken = self._taken_state if self._current is None else self._current.taken_state
-        return self.loader.state_dict() if taken is None else taken
+        return self.loader.state_dict() if self._taken_state is None else self._taken_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state in the next iteration."""
