@@ -33,7 +33,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from typing_extensions import override
 
 from lightning_eff.callbacks._packed_attention import (
@@ -47,6 +47,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.attention_backends import (
     ASK_FOR_SDPA,
     BACKENDS,
+    SDP,
     AttentionCall,
     choose,
     remedy,
@@ -65,12 +66,6 @@ NO_BACKEND = "callbacks.attention.backend=null"
 ON_CPU = ("flash", "math")
 NO_KERNEL = "No available kernel"
 """torch's words for a call that no backend accepts: of a later batch, or compiled."""
-SDP = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 @contextmanager
@@ -133,7 +128,7 @@ class Attention(Managed):
         >>> trainer = pl.Trainer(callbacks=[Attention(backend="flash")], logger=False, accelerator="cpu")
         >>> Attention(backend="fast")
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: backend='fast': expected cudnn, flash, efficient, math, ...
+        lightning_eff.core.errors.ConfigError: backend='fast': expected flash, efficient, math, cudnn, ...
     """
 
     @check_arguments

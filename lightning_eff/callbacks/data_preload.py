@@ -85,10 +85,8 @@ class DataPreload(Managed):
         self._reset()
 
     def _reset(self) -> None:
-        self._loaders: list[PrefetchLoader] = []
-        self._choices: list[WorkerChoice] = []
-        """How the workers of each loader were chosen."""
-        self._nums_workers: list[int] = []
+        self._prepared: list[tuple[PrefetchLoader, int, WorkerChoice]] = []
+        """Each loader with its number of workers, and how that was chosen."""
         self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
@@ -111,9 +109,9 @@ class DataPreload(Managed):
     def _prepare(self, loader: Any, trainer: pl.Trainer) -> PrefetchLoader:
         """Return the loader that the training iterates in place of `loader`."""
         if trainer.current_epoch != self._epoch:
-            for earlier in self._loaders:  # Lightning replaces them
+            for earlier, *_ in self._prepared:  # Lightning replaces them
                 earlier.end()
-            self._loaders, self._choices, self._nums_workers = [], [], []
+            self._prepared = []
         self._epoch = trainer.current_epoch
         device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
@@ -144,9 +142,7 @@ class DataPreload(Managed):
             device=device if is_ahead and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
         )
-        self._loaders.append(prepared)
-        self._choices.append(choice)
-        self._nums_workers.append(num_workers)
+        self._prepared.append((prepared, num_workers, choice))
         return prepared
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice:
@@ -166,24 +162,24 @@ class DataPreload(Managed):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for loader in self._loaders:
+        for loader, *_ in self._prepared:
             loader.close()  # the next iteration is the next epoch's
 
     def _finish(self) -> None:
         """Keep the outcome, and drop the loaders with their data."""
-        for loader in self._loaders:
-            loader.end()
         self._final = self.outcome()
-        self._loaders = []
+        for loader, *_ in self._prepared:
+            loader.end()
+        self._prepared = []
 
     def outcome(self) -> Outcome:
         """Return what was chosen, and its measurements."""
         if self._final is not None:
             return self._final
-        if not self._loaders:
+        if not self._prepared:
             return Outcome(did="no training data yet", effective=False)
         texts: list[str] = []
-        for loader, count, choice in zip(self._loaders, self._nums_workers, self._choices, strict=True):
+        for loader, count, choice in self._prepared:
             text = "1 worker" if count == 1 else f"{count} workers"
             if choice.seconds_per_batch:
                 tried = [f"{s * 1e3:.2f} ms with {n}" for n, s in choice.seconds_per_batch.items()]
@@ -196,8 +192,7 @@ class DataPreload(Managed):
         parts = list(dict.fromkeys(texts))
         if self._transfer_hook:
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
-        numbers = {
-            "num_workers": self._nums_workers,
-            "seconds_per_batch": [choice.seconds_per_batch for choice in self._choices],
-        }
-        return Outcome(did="; ".join(parts), effective=any(self._nums_workers), numbers=numbers)
+        nums_workers = [count for _, count, _ in self._prepared]
+        seconds = [choice.seconds_per_batch for *_, choice in self._prepared]
+        numbers = {"num_workers": nums_workers, "seconds_per_batch": seconds}
+        return Outcome(did="; ".join(parts), effective=any(nums_workers), numbers=numbers)

@@ -14,15 +14,23 @@ nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,  # pyright: ignore[reportPrivateUsage]
+)
 
-BACKENDS = ("cudnn", "flash", "efficient", "math")
+SDP = {
+    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION,
+}  # fmt: skip
+"""torch's name of each backend, by priority as torch has it before a device is used."""
+BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
 ASK_FOR_SDPA = "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers"
@@ -167,13 +175,11 @@ RULES: dict[str, tuple[Callable[[AttentionCall, int], bool], str]] = {
 
 
 def switched_on() -> list[str]:
-    """Return the backends that are switched on now, by `sdpa_kernel` or for good."""
-    return [name for name, is_on in zip(BACKENDS, _SWITCHES, strict=True) if is_on()]
+    """Return the backends that are switched on now, by `sdpa_kernel` or for good, by priority."""
+    names = {backend: name for name, backend in SDP.items()}
+    return [names[each] for each in _cur_sdpa_kernel_backends(with_priority=True) if each in names]
 
 
-_SWITCHES = (
-    cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
-)  # fmt: skip
 _SHAPES = ("number of heads", "batch sizes", "no tokens", "strided last axis")
 _CPU = {
     "flash": ("dropout", "shape of the mask", "mask requires grad", "head sizes differ", "dtype", *_SHAPES)
@@ -192,20 +198,15 @@ _CUDA = {
 """What each backend refuses, the backends by priority."""
 
 
-def choose(
-    call: AttentionCall,
-    capability: int,
-    *,
-    enabled: Collection[str] = BACKENDS,
-    priority: Sequence[str] = (),
-) -> Choice:
+def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BACKENDS) -> Choice:
     """Return the backend that torch takes for a call.
 
     Args:
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
-        enabled: Backends that are not switched off. Without math, torch raises where math is returned.
-        priority: Order of backends, as set by `sdpa_kernel(..., set_priority=True)`; empty for the device's.
+        enabled: Backends that are not switched off, as `switched_on`: an order other than that of `BACKENDS`
+            was set by `sdpa_kernel(..., set_priority=True)`. Without math, torch raises where math is
+            returned.
 
     Example:
         >>> shape = (2, 4, 512, 64)
@@ -220,9 +221,11 @@ def choose(
     general = ["not 4-D"] if len(call.query) != 4 else []
     rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
     has_cudnn = capability // 10 in {9, 10}  # elsewhere it comes after math
-    default = [backend for backend in rules if has_cudnn or backend != "cudnn"]
+    order: Sequence[str] = [backend for backend in rules if has_cudnn or backend != "cudnn"]
+    if capability and list(enabled) != [name for name in BACKENDS if name in enabled]:
+        order = enabled
     refused: dict[str, str] = {}
-    for backend in priority if capability and priority else default:
+    for backend in order:
         if backend == "math":
             break
         reasons = general + [name for name in rules[backend] if RULES[name][0](in_4d, capability)]
