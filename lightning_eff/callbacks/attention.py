@@ -2,7 +2,7 @@
 
 torch takes the first backend that accepts a call and falls back to `math`, which holds all T x T scores, in
 silence. `backend` names the backends that may be used, by priority. In the first batch each call is checked:
-where only `math` would be left, the run ends with the reason and the remedy, before an optimizer step.
+where only `math` would be left, the run ends with the reason, before an optimizer step.
 
 Packed rows of several documents need a mask by which attention stays within each. transformers makes it
 dense: B x T x T values, and again as numbers in every layer. With `packing=auto` its models compute packed
@@ -50,7 +50,6 @@ from lightning_eff.core.attention_backends import (
     SDP,
     AttentionCall,
     choose,
-    remedy,
     switched_on,
 )
 from lightning_eff.core.compiled_call import is_compiled
@@ -100,7 +99,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         if names and choice.backend not in names:
             reasons = "; ".join(f"{name} rejects it ({why})" for name, why in choice.refused.items())
             msg = f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}"
-            raise ConflictError(f"{msg}\n  try: {remedy(choice)}\n  try: {NO_BACKEND}")
+            raise ConflictError(f"{msg}\n  try: a call without what is rejected, or {NO_BACKEND}")
         calls[choice.backend] += 1
         return attend(query, key, value, *args, scale=scale, **kwargs)
 

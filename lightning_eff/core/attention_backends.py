@@ -102,7 +102,7 @@ class Choice:
 
     backend: str
     refused: dict[str, str]
-    """Reasons by backend, keys of `RULES` separated by `; `."""
+    """Reasons by backend, separated by `; `: keys of `RULES`, `not 4-D` and `switched off`."""
 
 
 def _is_mask_shape_refused(call: AttentionCall, _: int) -> bool:
@@ -139,39 +139,30 @@ def _is_dtype_refused(call: AttentionCall, capability: int) -> bool:
     return call.dtype not in (torch.float16, torch.float32, *more)
 
 
-RULES: dict[str, tuple[Callable[[AttentionCall, int], bool], str]] = {
-    "not 4-D": (lambda *_: False, "inputs of [B, H, T, E]: x.unsqueeze(1), or x.flatten(0, -4)"),
-    "strided last axis": (lambda c, _: c.is_strided, "x.contiguous()"),
-    "dropout": (lambda c, _: c.dropout > 0, "dropout 0.0 in the attention, or a CUDA device"),
-    "dropout of one query": (lambda c, _: c.dropout > 0 and c.query[2] == 1, "dropout 0.0"),
-    "dropout is no multiple of 1/16": (lambda c, _: c.dropout * 16 % 1 != 0, "dropout 0.125"),
-    "not half precision": (lambda c, _: c.dtype not in HALF, "precision=bf16_mixed, or torch.autocast"),
-    "dtype": (_is_dtype_refused, "precision=bf16_mixed, or torch.autocast"),
-    "shape of the mask": (_is_mask_shape_refused, "an attn_mask of [T, S] or [B, H, T, S]"),
-    "mask requires grad": (
-        lambda c, _: c.mask_requires_grad, "attn_mask.detach(), or a CUDA device if it is trained"),
-    "mask": (
-        lambda c, _: c.mask in {"bool", "float"}, "is_causal=True, or attn_mask=None if it masks nothing"),
-    "causal, T != S": (
-        lambda c, _: c.mask == "causal" and c.query[2] != c.key[2],
-        "attn_mask=torch.ones(T, S).bool().tril()"),
-    "head sizes differ": (
-        lambda c, _: c.query[3] != c.value[3],
-        "F.pad(value, (0, E - Ev)), or query and key with the old scale"),
-    "number of heads": (_are_heads_refused, "enable_gqa=True; the key's heads must divide the query's"),
-    "grouped heads": (
-        lambda c, _: len({c.query[1], c.key[1], c.value[1]}) > 1, "repeat them: key.repeat_interleave(n, 1)"),
-    "batch sizes": (lambda c, _: len({c.query[0], c.key[0], c.value[0]}) > 1, "x.expand(B, -1, -1, -1)"),
-    "switched off": (lambda *_: False, "switch it on: torch.nn.attention.sdpa_kernel"),
-    "no tokens": (lambda c, _: 0 in (c.query[2], c.key[2]), "leave empty sequences out"),
-    "one key": (lambda c, _: c.key[2] == 1, "more than one key"),
-    "head size not aligned": (_is_alignment_refused, "heads of a multiple of 8"),
-    "head size of cuDNN": (_is_size_refused_by_cudnn, "heads of a multiple of 8 up to 128"),
-    "head size > 256": (lambda c, _: c.query[3] > 256, "heads of at most 256"),
-    "backward of large heads": (_is_backward_refused, "heads of at most 192"),
-    "GPU older than Ampere": (lambda _, capability: capability < 80, "a newer GPU"),
-}  # fmt: skip
-"""By reason: what is refused and what to change, the easiest first. Axes of shapes are `[B, H, T, E]`."""
+RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
+    "strided last axis": lambda c, _: c.is_strided,
+    "dropout": lambda c, _: c.dropout > 0,
+    "dropout of one query": lambda c, _: c.dropout > 0 and c.query[2] == 1,
+    "dropout is no multiple of 1/16": lambda c, _: c.dropout * 16 % 1 != 0,
+    "not half precision": lambda c, _: c.dtype not in HALF,
+    "dtype": _is_dtype_refused,
+    "shape of the mask": _is_mask_shape_refused,
+    "mask requires grad": lambda c, _: c.mask_requires_grad,
+    "mask": lambda c, _: c.mask in {"bool", "float"},
+    "causal, T != S": lambda c, _: c.mask == "causal" and c.query[2] != c.key[2],
+    "head sizes differ": lambda c, _: c.query[3] != c.value[3],
+    "number of heads": _are_heads_refused,
+    "grouped heads": lambda c, _: len({c.query[1], c.key[1], c.value[1]}) > 1,
+    "batch sizes": lambda c, _: len({c.query[0], c.key[0], c.value[0]}) > 1,
+    "no tokens": lambda c, _: 0 in (c.query[2], c.key[2]),
+    "one key": lambda c, _: c.key[2] == 1,
+    "head size not aligned": _is_alignment_refused,
+    "head size of cuDNN": _is_size_refused_by_cudnn,
+    "head size > 256": lambda c, _: c.query[3] > 256,
+    "backward of large heads": _is_backward_refused,
+    "GPU older than Ampere": lambda _, capability: capability < 80,
+}
+"""What is refused, by reason. Axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
@@ -228,24 +219,9 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
     for backend in order:
         if backend == "math":
             break
-        reasons = general + [name for name in rules[backend] if RULES[name][0](in_4d, capability)]
+        reasons = general + [name for name in rules[backend] if RULES[name](in_4d, capability)]
         reasons += ["switched off"] if backend not in enabled else []
         if not reasons:
             return Choice(backend, refused)
         refused[backend] = "; ".join(reasons)
     return Choice("math", refused)
-
-
-def remedy(choice: Choice) -> str:
-    """Return the least to change so that a backend is taken that refused.
-
-    Example:
-        >>> shape = (2, 512, 64)
-        >>> call = AttentionCall(query=shape, key=shape, value=shape, dtype=torch.float32)
-        >>> remedy(choose(call, 90))
-        'inputs of [B, H, T, E]: x.unsqueeze(1), or x.flatten(0, -4)'
-    """
-    effort = list(RULES).index
-    by_backend = (reasons.split("; ") for reasons in choice.refused.values())
-    reasons = min(by_backend, key=lambda names: (len(names), max(map(effort, names))))
-    return "; ".join(dict.fromkeys(RULES[name][1] for name in reasons))

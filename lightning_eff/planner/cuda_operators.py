@@ -27,7 +27,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's own name
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_eff.core.attention_backends import AttentionCall, choose, remedy, switched_on
+from lightning_eff.core.attention_backends import AttentionCall, choose, switched_on
 
 aten: Any = torch.ops.aten
 _C: Any = torch._C  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -92,7 +92,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
         if choice.backend not in enabled:
             reasons = ", ".join(f"{name}: {why}" for name, why in choice.refused.items())
             msg = f"math is switched off, and no other backend takes attention ({reasons})"
-            raise RuntimeError(f"{msg}; try: {remedy(choice)}")
+            raise RuntimeError(msg)
         return _BY_BACKEND[choice.backend](*operands, scale=scale, **options)
 
 

@@ -116,7 +116,7 @@ def test_a_backend_that_is_switched_off_is_not_taken() -> None:
             assert run(90)[0] == [f"{backend}_attention"]
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
         assert run(90)[0] == ["_safe_softmax"]
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="try: is_causal=True"):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="flash: mask"):
         run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
 
 
