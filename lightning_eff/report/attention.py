@@ -129,6 +129,8 @@ class AttentionWatch:
         # Under DDP the calls that the compiler makes while it traces come here too.
         if self._is_done or TracingContext.try_get() is not None:
             return
+        if getattr(args[0] if args else None, "is_nested", False):  # a nested tensor has no shape
+            return
         name = getattr(func, "__name__", str(func)).partition(".")[0]
         if fused := FUSED.fullmatch(name):
             self._see_fused(fused[fused.lastindex or 0], func, args, kwargs)

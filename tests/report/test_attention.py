@@ -131,6 +131,7 @@ def test_nothing_lives_longer_for_being_looked_at() -> None:
     assert (row.backend, row.score_bytes) == ("math", 0), "nothing is held without gradients"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_what_is_no_attention_is_left_out() -> None:
     x = torch.randn(4, 8, 16, requires_grad=True)
     assert rows_of(lambda: (x @ torch.randn(4, 16, 9)).softmax(-1)) == [], "a classifier of tokens"
@@ -139,6 +140,8 @@ def test_what_is_no_attention_is_left_out() -> None:
         (x @ x.mT)[0].to_sparse().to(torch.float64)
         with torch.inference_mode():
             torch.where(torch.ones(3, dtype=torch.bool))
+        nested = torch.nested.nested_tensor([torch.ones(2, 3, 3), torch.ones(2, 5, 5)])
+        nested.softmax(-1)
     assert count.attention.rows() == []
 
 
