@@ -2,7 +2,7 @@
 
 torch takes the first backend that accepts a call and falls back to `math`, which holds all T x T scores, in
 silence. `backend` names the backends that may be used, by priority. In the first batch each call is checked:
-where only `math` would be left, the run ends with the reason and the remedy, before an optimizer step.
+where only `math` would be left, the run ends with the reason, before an optimizer step.
 
 Packed rows of several documents need a mask by which attention stays within each. transformers makes it
 dense: B x T x T values, and again as numbers in every layer. With `packing=auto` its models compute packed
@@ -33,7 +33,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from typing_extensions import override
 
 from lightning_eff.callbacks._packed_attention import (
@@ -47,9 +47,9 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.attention_backends import (
     ASK_FOR_SDPA,
     BACKENDS,
+    SDP,
     AttentionCall,
     choose,
-    remedy,
     switched_on,
 )
 from lightning_eff.core.compiled_call import is_compiled
@@ -65,12 +65,6 @@ NO_BACKEND = "callbacks.attention.backend=null"
 ON_CPU = ("flash", "math")
 NO_KERNEL = "No available kernel"
 """torch's words for a call that no backend accepts: of a later batch, or compiled."""
-SDP = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 @contextmanager
@@ -100,18 +94,12 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         if query.is_nested:  # which has other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
-        choice = choose(call, capability, enabled=switched_on())
+        enabled = [name for name in switched_on() if name in (names or BACKENDS)]
+        choice = choose(call, capability, enabled=enabled)
         if names and choice.backend not in names:
-            allowed = choose(call, capability, enabled=(*names, "math"))
-            if allowed.backend not in names:
-                reasons = "; ".join(f"{key} rejects it ({why})" for key, why in allowed.refused.items())
-                text = (
-                    f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}\n"
-                    f"  try: {remedy(call, allowed) or 'a backend of another name'}\n"
-                    f"  try: {NO_BACKEND}"
-                )
-                raise ConflictError(text)
-            choice = allowed
+            reasons = "; ".join(f"{name} rejects it ({why})" for name, why in choice.refused.items())
+            msg = f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}"
+            raise ConflictError(f"{msg}\n  try: a call without what is rejected, or {NO_BACKEND}")
         calls[choice.backend] += 1
         return attend(query, key, value, *args, scale=scale, **kwargs)
 
@@ -139,7 +127,7 @@ class Attention(Managed):
         >>> trainer = pl.Trainer(callbacks=[Attention(backend="flash")], logger=False, accelerator="cpu")
         >>> Attention(backend="fast")
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: backend='fast': expected cudnn, flash, efficient, math, ...
+        lightning_eff.core.errors.ConfigError: backend='fast': expected flash, efficient, math, cudnn, ...
     """
 
     @check_arguments

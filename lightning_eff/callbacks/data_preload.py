@@ -23,23 +23,40 @@ Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/
 from __future__ import annotations
 
 import copy
+import itertools
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader
-from lightning_eff.callbacks._data_preload.worker_trials import WorkerChoice, choose_num_workers
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
 from lightning_eff.core.machine import num_cores
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
+from lightning_eff.report.live_bytes import tensors_in
 
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
+NUM_BATCHES, MAX_BATCHES = 4, 512
+"""Batches that are compared, and timed in this process; at most so many are timed with workers."""
+MAX_TIME_RATIO = 0.9
+"""More workers are chosen only if a batch then takes at most this fraction of the time."""
+WORKER_TIMEOUT_S = 20.0
+"""Time after which a worker that returns no sample counts as hung."""
 
 
 class DataPreload(Managed):
@@ -85,10 +102,8 @@ class DataPreload(Managed):
         self._reset()
 
     def _reset(self) -> None:
-        self._loaders: list[PrefetchLoader] = []
-        self._choices: list[WorkerChoice] = []
-        """How the workers of each loader were chosen."""
-        self._nums_workers: list[int] = []
+        self._prepared: list[tuple[PrefetchLoader, int, WorkerChoice]] = []
+        """Each loader with its number of workers, and how that was chosen."""
         self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
@@ -111,9 +126,9 @@ class DataPreload(Managed):
     def _prepare(self, loader: Any, trainer: pl.Trainer) -> PrefetchLoader:
         """Return the loader that the training iterates in place of `loader`."""
         if trainer.current_epoch != self._epoch:
-            for earlier in self._loaders:  # Lightning replaces them
+            for earlier, *_ in self._prepared:  # Lightning replaces them
                 earlier.end()
-            self._loaders, self._choices, self._nums_workers = [], [], []
+            self._prepared = []
         self._epoch = trainer.current_epoch
         device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
@@ -144,9 +159,7 @@ class DataPreload(Managed):
             device=device if is_ahead and self.num_batches_ahead else None,
             limit=lambda: trainer.num_training_batches,
         )
-        self._loaders.append(prepared)
-        self._choices.append(choice)
-        self._nums_workers.append(num_workers)
+        self._prepared.append((prepared, num_workers, choice))
         return prepared
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice:
@@ -166,24 +179,24 @@ class DataPreload(Managed):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for loader in self._loaders:
+        for loader, *_ in self._prepared:
             loader.close()  # the next iteration is the next epoch's
 
     def _finish(self) -> None:
         """Keep the outcome, and drop the loaders with their data."""
-        for loader in self._loaders:
-            loader.end()
         self._final = self.outcome()
-        self._loaders = []
+        for loader, *_ in self._prepared:
+            loader.end()
+        self._prepared = []
 
     def outcome(self) -> Outcome:
         """Return what was chosen, and its measurements."""
         if self._final is not None:
             return self._final
-        if not self._loaders:
+        if not self._prepared:
             return Outcome(did="no training data yet", effective=False)
         texts: list[str] = []
-        for loader, count, choice in zip(self._loaders, self._nums_workers, self._choices, strict=True):
+        for loader, count, choice in self._prepared:
             text = "1 worker" if count == 1 else f"{count} workers"
             if choice.seconds_per_batch:
                 tried = [f"{s * 1e3:.2f} ms with {n}" for n, s in choice.seconds_per_batch.items()]
@@ -196,8 +209,271 @@ class DataPreload(Managed):
         parts = list(dict.fromkeys(texts))
         if self._transfer_hook:
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
-        numbers = {
-            "num_workers": self._nums_workers,
-            "seconds_per_batch": [choice.seconds_per_batch for choice in self._choices],
-        }
-        return Outcome(did="; ".join(parts), effective=any(self._nums_workers), numbers=numbers)
+        nums_workers = [count for _, count, _ in self._prepared]
+        seconds = [choice.seconds_per_batch for *_, choice in self._prepared]
+        numbers = {"num_workers": nums_workers, "seconds_per_batch": seconds}
+        return Outcome(did="; ".join(parts), effective=any(nums_workers), numbers=numbers)
+
+
+@dataclass(frozen=True)
+class WorkerChoice:
+    """How many workers to use, and the measurements behind it."""
+
+    num_workers: int | None  # None leaves the loader as it is
+    seconds_per_batch: dict[int, float]  # by number of workers; 0 is this process; empty if not measured
+    reason: str = ""  # why nothing was measured, or no more workers were tried
+
+
+def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
+    """Try 0, 1, 2, 4 ... workers, until more do not help.
+
+    A trial makes batches from fixed indices of the dataset, so it advances no sampler. `budget_s` is for all
+    trials, the start of workers not counted.
+
+    Example:
+        >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
+        0
+    """
+    counts = [2**power for power in range(16) if 2**power <= max_workers]
+    budget_s /= 1 + len(counts)
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    reason = ""
+    if counts and multiprocessing.current_process().daemon:
+        reason = "this process may not start others"
+    elif counts and method != "fork" and loader.num_workers == 0:
+        reason = f"processes are started by {method}, which runs a script without a main guard again"
+    tried: dict[int, float] = {}
+    samples: list[Any] = []
+    best = 0
+    # Lightning restores no state after an error, so none leaves the block.
+    with isolate_rng(include_cuda=False):
+        try:
+            start = time.perf_counter()
+            loader.dataset[0]
+            sample_s = max(time.perf_counter() - start, 1e-9)
+            # Slow samples are timed in smaller batches.
+            batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
+            size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
+            for count in (0, *(() if reason else counts)):
+                found, seconds = _trial(loader, count, size, budget_s)
+                samples = samples or found
+                # A file or another handle that processes share gives workers other samples; random ones
+                # differ in this process too.
+                if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
+                    return WorkerChoice(0, tried, "samples of a worker differ from this process's")
+                tried[count] = seconds * batch_size / size
+                if tried[count] < MAX_TIME_RATIO * tried[best]:
+                    best = count
+                elif count > 1:
+                    break
+        except Exception as error:  # noqa: BLE001 - a user's dataset may raise anything
+            reason = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+            return WorkerChoice(0 if tried else None, tried, reason)
+    return WorkerChoice(best, tried, reason)
+
+
+def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
+    """Return the first batches of `size` samples, and the seconds of a batch after them."""
+    num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    # Workers are timed with samples that this process has not read: those may be in the cache of files.
+    timed = range(2 * NUM_BATCHES, MAX_BATCHES) if count else range(NUM_BATCHES, 2 * NUM_BATCHES)
+    indices = [
+        [(number * size + k) % num_samples for k in range(size)] for number in (*range(NUM_BATCHES), *timed)
+    ]
+    keywords: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    if count:
+        keywords["multiprocessing_context"] = loader.multiprocessing_context
+        keywords |= {"num_workers": count, "timeout": WORKER_TIMEOUT_S}
+    if loader.batch_sampler is None:  # batch_size=None: the loader hands out samples
+        keywords |= {"sampler": [index for index, *_ in indices], "batch_size": None}
+    else:
+        keywords["batch_sampler"] = indices
+    batches = iter(DataLoader(loader.dataset, **keywords))
+    # One batch of each worker at least, so that all have started.
+    first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
+    start = now = time.perf_counter()
+    num_done = 0
+    for _ in batches:
+        now, num_done = time.perf_counter(), num_done + 1
+        is_enough = num_done >= 16 * max(1, count) and now - start > 0.1
+        if is_enough or (now - start > budget_s and num_done >= max(1, count)):
+            break
+    return first, (now - start) / max(1, num_done)
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    """Compare batches; what cannot be compared counts as different."""
+    pairs = tree_leaves(left), tree_leaves(right)
+    return len(pairs[0]) == len(pairs[1]) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a is b or a == b)
+        for a, b in zip(*pairs, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class FetchedBatch:
+    """One batch, or the error that ended the pass."""
+
+    batch: Any = None  # on the device if it is moved ahead
+    state: Any = None  # of a stateful loader, after this batch
+    arrived: Any = None  # CUDA event of the end of the copy to the device; None if nothing was copied
+    error: Exception | None = None  # what the loader raised, `StopIteration` at its end
+
+
+class PrefetchLoader(dataloaders.LoaderWrapper):
+    """A loader with other workers for the training, whose batches are on the device ahead of use.
+
+    A second iteration during a pass (to look at some images) gets an iterator of the loader itself, and takes
+    nothing from the training.
+
+    Args:
+        loader: The wrapped loader.
+        tuned: The same loader with other workers, for the training; None for `loader` itself.
+        num_ahead: Batches that are fetched before they are asked for.
+        device: A CUDA device to copy batches to, on a side stream; None copies none.
+        limit: Returns how many batches the epoch takes: a stream may go on in the next one.
+    """
+
+    OWN = (
+        "loader", "num_ahead", "device", "limit",
+        "_tuned", "_current", "_source", "_taken_state", "_is_over",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        loader: Any,
+        tuned: Any = None,
+        *,
+        num_ahead: int = 0,
+        device: torch.device | None = None,
+        limit: Callable[[], float] = lambda: float("inf"),
+    ) -> None:
+        super().__init__(loader)
+        self.num_ahead = num_ahead
+        self.device = device
+        self.limit = limit
+        self._tuned = loader if tuned is None else tuned
+        self._current: Generator[Any] | None = None
+        """The pass of the training."""
+        self._source: Iterator[Any] | None = None
+        """The iterator of `tuned` in this pass; None before its first batch is fetched."""
+        self._taken_state: Any = None
+        """The loader's, after the last batch that was handed out."""
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
+            return iter(self.loader)
+        self._source = self._taken_state = None
+        # The pass's iterator makes the same draws from the random state as the loader's. torch 2.13: a loader
+        # without workers draws a seed when its iterator is made, and the sampler's with the first batch; one
+        # with workers draws both at once; persistent workers draw none in later passes.
+        tuned, loader, seed = self._tuned, self.loader, 0
+        is_at_once = tuned is loader or loader.num_workers > 0
+        # Persistent workers of ours draw no seed, and new ones of the loader would.
+        is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
+        if not is_at_once or (is_kept and not loader.persistent_workers):
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        if is_at_once:
+            self._source = source = iter(tuned)
+            if tuned is not loader and not tuned.num_workers:
+                # The sampler draws its order now too, with the first index.
+                indices = source._sampler_iter  # noqa: SLF001
+                source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
+        else:
+            object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
+        self._current = self._batches()
+        return self._current
+
+    def _batches(self) -> Generator[Any]:
+        """Hand out the batches of one pass."""
+        ready: deque[FetchedBatch] = deque()
+        num_fetched = 0
+        stream = None if self.device is None else torch.cuda.Stream(self.device)
+        while True:
+            # One batch is fetched in any case, others only ahead of use in this epoch.
+            while not ready or (
+                len(ready) <= self.num_ahead and ready[-1].error is None and num_fetched < self.limit()
+            ):
+                ready.append(self._fetch(stream))
+                num_fetched += 1
+            if isinstance(ready[0].error, StopIteration):
+                return
+            # No variable here refers to the batch while it is trained on.
+            yield self._take(ready.popleft())
+
+    def _fetch(self, stream: Any) -> FetchedBatch:
+        """Fetch one batch, or the error to raise where it would have been handed out."""
+        try:
+            if self._source is None:
+                self._source = iter(self._tuned)
+            batch, arrived = next(self._source), None
+            state = self.loader.state_dict() if isinstance(self, StatefulPrefetchLoader) else None
+            if self.device is not None:
+                with torch.cuda.stream(stream):
+                    batch, arrived = move_data_to_device(batch, self.device), stream.record_event()
+        except Exception as error:  # noqa: BLE001 - raised when its batch is due
+            return FetchedBatch(error=error)
+        return FetchedBatch(batch, state, arrived)
+
+    def _take(self, fetched: FetchedBatch) -> Any:
+        """Return a batch that may be used from now on."""
+        if fetched.error is not None:
+            raise fetched.error
+        if fetched.arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(fetched.arrived)
+            # The side stream allocated the tensors, this one uses them last.
+            for tensor in tensors_in(fetched.batch):
+                tensor.record_stream(current)
+        self._taken_state = fetched.state
+        return fetched.batch
+
+    def close(self) -> None:
+        """End the pass, drop what is ready, and end workers that are not persistent."""
+        if self._current is None:
+            return
+        self._current.close()
+        self._current = None
+        source, self._source = self._source, None
+        if self._tuned is not self.loader and not self._tuned.persistent_workers:
+            # Now, and not when the last traceback that refers to them is gone.
+            end_workers = getattr(source, "_shutdown_workers", None)
+            if end_workers is not None:
+                end_workers()
+
+    def end(self) -> None:
+        """Close for good, persistent workers too; later iterations are the loader's own."""
+        self.close()
+        self._is_over = True
+        if self._tuned is not self.loader:
+            if self._tuned._iterator is not None:  # noqa: SLF001
+                self._tuned._iterator._shutdown_workers()  # noqa: SLF001
+                self._tuned._iterator = None  # noqa: SLF001
+            self._tuned = self.loader
+
+    @property
+    def _iterator(self) -> Any:
+        """Close the pass and return the inner iterator: Lightning 2.6 shuts down its workers through this."""
+        self.close()
+        return self._tuned._iterator  # noqa: SLF001
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.OWN and self._tuned is not self.loader:
+            setattr(self._tuned, name, value)
+        super().__setattr__(name, value)
+
+
+class StatefulPrefetchLoader(PrefetchLoader):
+    """The same for a loader with a state: the one after the last batch that was handed out, not fetched."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the last batch that was handed out."""
+        return self.loader.state_dict() if self._taken_state is None else self._taken_state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state in the next iteration."""
+        self.close()
+        self._taken_state = None
+        self.loader.load_state_dict(state_dict)

@@ -157,7 +157,6 @@ def _predict(
     from lightning_eff.planner.device_memory import MemoryForecast
     from lightning_eff.planner.dry_run import dry_run
     from lightning_eff.planner.sharding import sharding_table_of
-    from lightning_eff.report.attention import scores_not_held
 
     values = compose(())
     division = sharding_table_of(values, trainer)
@@ -167,7 +166,7 @@ def _predict(
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)
     attention = prediction.attention
-    not_held = scores_not_held(attention, memory.capability)
+    not_held = sum(row.score_bytes for row in attention if not row.remedy)
     sections = [str(expected), *_attention_section(attention, memory.name, not_held)]
     content: dict[str, Any] = {
         "division": division.rows(),

@@ -14,16 +14,23 @@ nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuD
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,  # pyright: ignore[reportPrivateUsage]
+)
 
-BACKENDS = ("cudnn", "flash", "efficient", "math")
+SDP = {
+    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION,
+}  # fmt: skip
+"""torch's name of each backend, by priority as torch has it before a device is used."""
+BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
 ASK_FOR_SDPA = "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers"
@@ -88,18 +95,6 @@ class AttentionCall:
             is_strided=any(tensor.stride(-1) != 1 for tensor in operands),
         )  # fmt: skip
 
-    def scores_bytes(self, capability: int) -> int:
-        """Return the bytes of scores that math holds for the backward pass, which no other backend holds.
-
-        The softmax's result, in float32 for half precision; with dropout also its product and mask, which is
-        of bool on CUDA. Nothing without gradients. `capability` is that of `choose`.
-        """
-        if not self.requires_grad:
-            return 0
-        itemsize = 4 if self.dtype in HALF else self.dtype.itemsize
-        dropout_itemsize = itemsize + (1 if capability else itemsize) if self.dropout > 0 else 0
-        return math.prod(self.query[:-1]) * self.key[-2] * (itemsize + dropout_itemsize)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -107,7 +102,7 @@ class Choice:
 
     backend: str
     refused: dict[str, str]
-    """Reasons by backend, keys of `RULES` separated by `; `."""
+    """Reasons by backend, separated by `; `: keys of `RULES`, `not 4-D` and `switched off`."""
 
 
 def _is_mask_shape_refused(call: AttentionCall, _: int) -> bool:
@@ -144,54 +139,38 @@ def _is_dtype_refused(call: AttentionCall, capability: int) -> bool:
     return call.dtype not in (torch.float16, torch.float32, *more)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    refuses: Callable[[AttentionCall, int], bool]
-    remedy: str
-
-
-RULES = {
-    "not 4-D": _Rule(lambda *_: False, "{to_4d}"),
-    "strided last axis": _Rule(lambda c, _: c.is_strided, "x.contiguous()"),
-    "dropout": _Rule(lambda c, _: c.dropout > 0, "dropout 0.0 in the attention, or a CUDA device"),
-    "dropout of one query": _Rule(lambda c, _: c.dropout > 0 and c.query[2] == 1, "dropout 0.0"),
-    "dropout is no multiple of 1/16": _Rule(lambda c, _: c.dropout * 16 % 1 != 0, "dropout 0.125"),
-    "not half precision": _Rule(lambda c, _: c.dtype not in HALF, "precision=bf16_mixed, or torch.autocast"),
-    "dtype": _Rule(_is_dtype_refused, "precision=bf16_mixed, or torch.autocast"),
-    "shape of the mask": _Rule(_is_mask_shape_refused, "an attn_mask of [T, S] or [B, H, T, S]"),
-    "mask requires grad": _Rule(
-        lambda c, _: c.mask_requires_grad, "attn_mask.detach(), or a CUDA device if it is trained"),
-    "mask": _Rule(
-        lambda c, _: c.mask in {"bool", "float"}, "is_causal=True, or attn_mask=None if it masks nothing"),
-    "causal, T != S": _Rule(
-        lambda c, _: c.mask == "causal" and c.query[2] != c.key[2],
-        "attn_mask=torch.ones(T, S).bool().tril()"),
-    "head sizes differ": _Rule(
-        lambda c, _: c.query[3] != c.value[3], "{pad}"),
-    "number of heads": _Rule(_are_heads_refused, "enable_gqa=True; the key's heads must divide the query's"),
-    "grouped heads": _Rule(
-        lambda c, _: len({c.query[1], c.key[1], c.value[1]}) > 1, "repeat them: key.repeat_interleave(n, 1)"),
-    "batch sizes": _Rule(lambda c, _: len({c.query[0], c.key[0], c.value[0]}) > 1, "x.expand(B, -1, -1, -1)"),
-    "switched off": _Rule(lambda *_: False, "switch it on: torch.nn.attention.sdpa_kernel"),
-    "no tokens": _Rule(lambda c, _: 0 in (c.query[2], c.key[2]), "leave empty sequences out"),
-    "one key": _Rule(lambda c, _: c.key[2] == 1, "more than one key"),
-    "head size not aligned": _Rule(_is_alignment_refused, "heads of a multiple of 8"),
-    "head size of cuDNN": _Rule(_is_size_refused_by_cudnn, "heads of a multiple of 8 up to 128"),
-    "head size > 256": _Rule(lambda c, _: c.query[3] > 256, "heads of at most 256"),
-    "backward of large heads": _Rule(_is_backward_refused, "heads of at most 192"),
-    "GPU older than Ampere": _Rule(lambda _, capability: capability < 80, "a newer GPU"),
-}  # fmt: skip
-"""By reason: what is refused and what to change, the easiest first. Axes of shapes are `[B, H, T, E]`."""
+RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
+    "strided last axis": lambda c, _: c.is_strided,
+    "dropout": lambda c, _: c.dropout > 0,
+    "dropout of one query": lambda c, _: c.dropout > 0 and c.query[2] == 1,
+    "dropout is no multiple of 1/16": lambda c, _: c.dropout * 16 % 1 != 0,
+    "not half precision": lambda c, _: c.dtype not in HALF,
+    "dtype": _is_dtype_refused,
+    "shape of the mask": _is_mask_shape_refused,
+    "mask requires grad": lambda c, _: c.mask_requires_grad,
+    "mask": lambda c, _: c.mask in {"bool", "float"},
+    "causal, T != S": lambda c, _: c.mask == "causal" and c.query[2] != c.key[2],
+    "head sizes differ": lambda c, _: c.query[3] != c.value[3],
+    "number of heads": _are_heads_refused,
+    "grouped heads": lambda c, _: len({c.query[1], c.key[1], c.value[1]}) > 1,
+    "batch sizes": lambda c, _: len({c.query[0], c.key[0], c.value[0]}) > 1,
+    "no tokens": lambda c, _: 0 in (c.query[2], c.key[2]),
+    "one key": lambda c, _: c.key[2] == 1,
+    "head size not aligned": _is_alignment_refused,
+    "head size of cuDNN": _is_size_refused_by_cudnn,
+    "head size > 256": lambda c, _: c.query[3] > 256,
+    "backward of large heads": _is_backward_refused,
+    "GPU older than Ampere": lambda _, capability: capability < 80,
+}
+"""What is refused, by reason. Axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
-    """Return the backends that are switched on now, by `sdpa_kernel` or for good."""
-    return [name for name, is_on in zip(BACKENDS, _SWITCHES, strict=True) if is_on()]
+    """Return the backends that are switched on now, by `sdpa_kernel` or for good, by priority."""
+    names = {backend: name for name, backend in SDP.items()}
+    return [names[each] for each in _cur_sdpa_kernel_backends(with_priority=True) if each in names]
 
 
-_SWITCHES = (
-    cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
-)  # fmt: skip
 _SHAPES = ("number of heads", "batch sizes", "no tokens", "strided last axis")
 _CPU = {
     "flash": ("dropout", "shape of the mask", "mask requires grad", "head sizes differ", "dtype", *_SHAPES)
@@ -210,20 +189,15 @@ _CUDA = {
 """What each backend refuses, the backends by priority."""
 
 
-def choose(
-    call: AttentionCall,
-    capability: int,
-    *,
-    enabled: Collection[str] = BACKENDS,
-    priority: Sequence[str] = (),
-) -> Choice:
+def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BACKENDS) -> Choice:
     """Return the backend that torch takes for a call.
 
     Args:
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
-        enabled: Backends that are not switched off. Without math, torch raises where math is returned.
-        priority: Order of backends, as set by `sdpa_kernel(..., set_priority=True)`; empty for the device's.
+        enabled: Backends that are not switched off, as `switched_on`: an order other than that of `BACKENDS`
+            was set by `sdpa_kernel(..., set_priority=True)`. Without math, torch raises where math is
+            returned.
 
     Example:
         >>> shape = (2, 4, 512, 64)
@@ -238,37 +212,16 @@ def choose(
     general = ["not 4-D"] if len(call.query) != 4 else []
     rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
     has_cudnn = capability // 10 in {9, 10}  # elsewhere it comes after math
-    default = [backend for backend in rules if has_cudnn or backend != "cudnn"]
+    order: Sequence[str] = [backend for backend in rules if has_cudnn or backend != "cudnn"]
+    if capability and list(enabled) != [name for name in BACKENDS if name in enabled]:
+        order = enabled
     refused: dict[str, str] = {}
-    for backend in priority if capability and priority else default:
+    for backend in order:
         if backend == "math":
             break
-        reasons = general + [name for name in rules[backend] if RULES[name].refuses(in_4d, capability)]
+        reasons = general + [name for name in rules[backend] if RULES[name](in_4d, capability)]
         reasons += ["switched off"] if backend not in enabled else []
         if not reasons:
             return Choice(backend, refused)
         refused[backend] = "; ".join(reasons)
     return Choice("math", refused)
-
-
-def remedy(call: AttentionCall, choice: Choice) -> str:
-    """Return the least to change so that not math is taken; empty where it is not.
-
-    Example:
-        >>> shape = (2, 512, 64)
-        >>> call = AttentionCall(query=shape, key=shape, value=shape, dtype=torch.float32)
-        >>> remedy(call, choose(call, 90))
-        'add an axis of heads: x.unsqueeze(1)'
-    """
-    if choice.backend != "math":
-        return ""
-    effort = list(RULES).index
-    by_backend = (text.split("; ") for text in choice.refused.values())
-    reasons = min(by_backend, key=lambda names: (len(names), max(map(effort, names))))
-    query, value = list(call.query), list(call.value)
-    has_many = len(query) > 4
-    to_4d = "join the first axes: x.flatten(0, -4)" if has_many else "add an axis of heads: x.unsqueeze(1)"
-    missing = query[-1] - value[-1]
-    pad = f"F.pad(value, (0, {missing}))"
-    pad = pad if missing > 0 else f"F.pad(query, (0, {-missing})), key too, old scale"
-    return "; ".join(dict.fromkeys(RULES[name].remedy.format(pad=pad, to_4d=to_4d) for name in reasons))

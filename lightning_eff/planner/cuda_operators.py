@@ -24,22 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - PyTorch's own name
-from torch.nn.attention import (
-    SDPBackend,
-    _cur_sdpa_kernel_backends,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_eff.core.attention_backends import AttentionCall, choose, remedy
+from lightning_eff.core.attention_backends import AttentionCall, choose, switched_on
 
 aten: Any = torch.ops.aten
 _C: Any = torch._C  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-_NAMES = {
-    SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-}  # fmt: skip
-"""By priority, as torch has it before a device is used."""
 ALIGNMENT = 8
 """Multiple to which torch pads heads for flash attention, and rows of a mask for the efficient one."""
 
@@ -96,23 +87,13 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
         if _is_real(query):
             return own(*operands, scale=scale, **options)
         call = AttentionCall.of(*operands, **options)
-        switches = _switches()
-        choice = choose(call, self._capability, **switches)
-        if choice.backend not in switches["enabled"]:
+        enabled = switched_on()
+        choice = choose(call, self._capability, enabled=enabled)
+        if choice.backend not in enabled:
             reasons = ", ".join(f"{name}: {why}" for name, why in choice.refused.items())
-            msg = f"math is switched off, and no other backend takes attention ({reasons}); try: "
-            msg += remedy(call, choice)
+            msg = f"math is switched off, and no other backend takes attention ({reasons})"
             raise RuntimeError(msg)
         return _BY_BACKEND[choice.backend](*operands, scale=scale, **options)
-
-
-def _switches() -> dict[str, list[str]]:
-    """Return the backends that are switched on, and their priority where `sdpa_kernel` has set one."""
-    order = [
-        _NAMES[backend] for backend in _cur_sdpa_kernel_backends(with_priority=True) if backend in _NAMES
-    ]
-    is_set = order != [name for name in _NAMES.values() if name in order]
-    return {"enabled": order, "priority": order if is_set else []}
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any) -> Tensor:

@@ -128,7 +128,7 @@ def predict(
             _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
             return module
 
-        found = _predicted(run, fakes, capability)
+        found = _predicted(run, fakes)
         found.warned.extend(dict.fromkeys(str(each.message) for each in warned))
         if isinstance(made.precision_plugin, Float8) and found.peak is not None:
             outcome = made.precision_plugin.outcome()
@@ -196,12 +196,12 @@ def predict_step(
                 probe.end()
             return module
 
-        return _predicted(run, fakes, capability)
+        return _predicted(run, fakes)
 
 
-def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, capability: int) -> Prediction:
+def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
     """Run a training, which returns its model, and return its peak, or why it failed."""
-    recorder = Recorder(capability=capability)
+    recorder = Recorder()
     probe = Probe(recorder)
     try:
         model = run(probe)

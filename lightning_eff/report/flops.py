@@ -28,7 +28,6 @@ class FlopCount(InfraMode):
     """Count the floating-point operations of everything that runs inside.
 
     Args:
-        capability: Compute capability of the device, times ten; 0 for a CPU.
         is_compiled: Whether a part of the model is compiled: then only its fused attention is found, and
             nothing is counted, since a compiled graph shows few of its operations.
 
@@ -39,12 +38,12 @@ class FlopCount(InfraMode):
         48
     """
 
-    def __init__(self, *, capability: int = 0, is_compiled: bool = False) -> None:
+    def __init__(self, *, is_compiled: bool = False) -> None:
         super().__init__()
         self.flops = 0
         self._is_compiled = is_compiled
         self._tracker = ModuleTracker()
-        self.attention = AttentionWatch(lambda: self._tracker.path, capability=capability)
+        self.attention = AttentionWatch(lambda: self._tracker.path)
         """Looks at the same operations."""
 
     def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> AbstractContextManager[None]:

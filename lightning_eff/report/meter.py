@@ -95,8 +95,7 @@ class Meter:
         self.throughput = Throughput()
         has_recorder = is_counted and not is_compiled and device.type == "cpu"
         self._recorder = Recorder() if has_recorder else None
-        count = FlopCount(capability=devices.of(device).capability, is_compiled=is_compiled)
-        self.probe = Probe(self._recorder or count)
+        self.probe = Probe(self._recorder or FlopCount(is_compiled=is_compiled))
         self._is_probing = is_counted
         self._data_wait = DataWait(profiler)
         # The first batch is never timed: it compiles, and allocates the optimizer's state.

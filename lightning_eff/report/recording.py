@@ -63,9 +63,6 @@ class Event:
 class Recorder(LiveBytes):
     """Count live bytes, and record each storage.
 
-    Args:
-        capability: Compute capability, times ten, of the device whose attention runs; 0 for a CPU.
-
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
         >>> recorder = Recorder()
@@ -76,7 +73,7 @@ class Recorder(LiveBytes):
         [('parameters', '', 'weight'), ('temporaries', 'mm', '(root)'), ('gradients', 'mm', 'weight')]
     """
 
-    def __init__(self, *, capability: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
@@ -93,7 +90,7 @@ class Recorder(LiveBytes):
         self._optimizers: list[Optimizer] = []
         self._tracker = ModuleTracker()
         self._was_recomputing = False
-        self.attention = AttentionWatch(lambda: self._tracker.path, capability=capability)
+        self.attention = AttentionWatch(lambda: self._tracker.path)
         """Looks at the operations of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:

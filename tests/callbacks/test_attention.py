@@ -47,7 +47,7 @@ def test_only_the_chosen_backend_is_enabled_and_flags_and_functions_are_restored
 def test_a_call_that_only_math_accepts_is_rejected_before_the_first_step() -> None:
     net, attend = Attending(dropout_p=0.1), F.scaled_dot_product_attention
     before = net.layer.weight.detach().clone()
-    with pytest.raises(ConflictError, match=r"\(dropout(.|\n)*dropout 0.0(.|\n)*backend=None"):
+    with pytest.raises(ConflictError, match=r"\(dropout(.|\n)*backend=None"):
         run(net, Attention(backend=["cudnn", "flash"]))
     assert torch.equal(net.layer.weight, before)
     assert F.scaled_dot_product_attention is attend

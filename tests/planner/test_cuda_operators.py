@@ -116,7 +116,7 @@ def test_a_backend_that_is_switched_off_is_not_taken() -> None:
             assert run(90)[0] == [f"{backend}_attention"]
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
         assert run(90)[0] == ["_safe_softmax"]
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="try: is_causal=True"):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="flash: mask"):
         run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
 
 
@@ -131,7 +131,7 @@ def test_real_tensors_and_those_afterwards_are_left_to_torch() -> None:
 
 def backends(found: Prediction) -> list[tuple[str, str]]:
     assert found.reason == ""
-    return [(row.backend, str(row.call.dtype)) for row in found.attention for _ in range(row.calls)]
+    return [(row.backend, row.dtype) for row in found.attention for _ in range(row.calls)]
 
 
 TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
@@ -151,7 +151,7 @@ def test_calls_of_one_forward_pass_under_techniques(name: str) -> None:
         make, batch, num_batches=10, capability=80,
         trainer=lambda: trainer_of({"callbacks": TECHNIQUES[name](), "plugins": plugins}),
     )  # fmt: skip
-    assert backends(found) == [("flash", "torch.bfloat16")] * 2
+    assert backends(found) == [("flash", "bfloat16")] * 2
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -170,18 +170,18 @@ def predicted(capability: int, *, dropout: float) -> Prediction:
 
 def test_flops_are_the_same_and_the_peak_with_dropout_has_no_scores_on_cuda() -> None:
     fused, there = predicted(0, dropout=0.0), predicted(80, dropout=0.0)
-    assert backends(fused) == backends(there) == [("flash", "torch.bfloat16")]
+    assert backends(fused) == backends(there) == [("flash", "bfloat16")]
     assert (there.flops, there.masked_flops) == (fused.flops, fused.masked_flops)
     # Half of two products forward and five backward.
     assert fused.masked_flops == 7 * 2 * 2 * 64 * 64 * 16 // 2
     here, there = predicted(0, dropout=0.1), predicted(80, dropout=0.1)
-    assert backends(here) == [("math", "torch.bfloat16")]
-    assert backends(there) == [("flash", "torch.bfloat16")]
+    assert backends(here) == [("math", "float32")]
+    assert backends(there) == [("flash", "bfloat16")]
     assert here.peak is not None
     assert there.peak is not None
     held, saved = (each.peak.by_phase["backward"]["activations"] for each in (here, there))
     # The softmax's backward pass, where the peak is, has freed one of the three tensors.
-    assert held - saved > here.attention[0].score_bytes * 2 // 3
+    assert held - saved > here.attention[0].score_bytes * 2
 
 
 def test_autocast_has_the_lists_of_the_torch_that_is_installed() -> None:

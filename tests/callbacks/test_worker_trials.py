@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_eff.callbacks._data_preload import worker_trials
-from lightning_eff.callbacks._data_preload.worker_trials import NUM_BATCHES, choose_num_workers
+from lightning_eff.callbacks import data_preload
+from lightning_eff.callbacks.data_preload import NUM_BATCHES, choose_num_workers
 
 
 def choose(dataset: Any, batch_size: int, max_workers: int, budget_s: float) -> Any:
@@ -92,12 +92,11 @@ def test_more_workers_are_tried_while_they_help(
 ) -> None:
     seconds, tried = {0: 1.0, 1: 1.1, 2: 0.6, 4: 0.3, 8: 0.29, 16: 0.01} | several, list[int]()
 
-    def measure(loader: Any, count: int, size: int, budget_s: float) -> float:
+    def trial(loader: Any, count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
         tried.append(count)
-        return seconds[count]
+        return [1], seconds[count]
 
-    monkeypatch.setattr(worker_trials, "_seconds_per_batch", measure)
-    monkeypatch.setattr(worker_trials, "_batches", lambda *_: iter([1]))
+    monkeypatch.setattr(data_preload, "_trial", trial)
     assert choose(range(4000), 8, most, budget_s=1.0).num_workers == chosen
     assert tried == [count for count in (0, 1, 2, 4, 8) if count <= most]
 
@@ -144,14 +143,14 @@ class Hangs(Counted):
 
 @pytest.mark.slow  # PyTorch asks its workers every five seconds
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_trials, "WORKER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(data_preload, "WORKER_TIMEOUT_S", 0.5)
     choice = choose(Hangs(), 4, 2, budget_s=0.2)
     assert choice.num_workers == 0
-    assert "RuntimeError in a worker" in choice.reason
+    assert "a trial failed (RuntimeError" in choice.reason
 
 
 def test_no_process_is_started_where_that_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_trials.multiprocessing, "get_start_method", lambda allow_none: "spawn")
+    monkeypatch.setattr(data_preload.multiprocessing, "get_start_method", lambda allow_none: "spawn")
     choice = choose(Sleeps(), 8, 2, budget_s=0.3)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
     assert "spawn" in choice.reason

@@ -16,8 +16,8 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_eff.callbacks._data_preload import prefetch
-from lightning_eff.callbacks._data_preload.prefetch import PrefetchLoader, StatefulPrefetchLoader
+from lightning_eff.callbacks import data_preload
+from lightning_eff.callbacks.data_preload import PrefetchLoader, StatefulPrefetchLoader
 from lightning_eff.core.dataloaders import is_stateful
 
 # torchdata 0.11 on torch 2.13
@@ -137,7 +137,7 @@ def on_fake_device(monkeypatch: pytest.MonkeyPatch, move: Any) -> Mock:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.side)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.main)
-    monkeypatch.setattr(prefetch, "move_data_to_device", move)
+    monkeypatch.setattr(data_preload, "move_data_to_device", move)
     return streams
 
 
