@@ -115,8 +115,7 @@ def test_a_run_is_the_plain_run_and_is_restored(name: str) -> None:
     plain, ours = models
     assert plain.losses[0] != plain.losses[-1], "nothing was trained"
     assert ours.losses == pytest.approx(plain.losses, rel=1e-10)
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close([*ours.parameters()], [*plain.parameters()], rtol=1e-9, atol=1e-11)
 
 
 class Segmenter(Images):
@@ -197,8 +196,7 @@ def test_with_instance_norm_the_report_says_what_ended_the_segments() -> None:
     technique = TiledConv(tile_budget_mib=0.01, min_pixels=1)
     technique._tiled = forwards = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)
     ours = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
     # After each norm: an activation and a convolution, without the norm.
     assert {name: list(each.segments) for name, each in forwards.items()} == {
         "": [],

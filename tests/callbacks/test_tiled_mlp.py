@@ -287,8 +287,7 @@ def test_a_run_is_the_plain_run_and_is_restored(name: str) -> None:
     plain, ours = models
     assert plain.losses[0] != plain.losses[-1], "nothing was trained"
     assert ours.losses == pytest.approx(plain.losses, rel=1e-10)
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close([*ours.parameters()], [*plain.parameters()], rtol=1e-9, atol=1e-11)
 
 
 def test_in_bfloat16_the_error_is_as_plain_pytorchs() -> None:

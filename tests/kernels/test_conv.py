@@ -219,8 +219,7 @@ def test_each_weight_gets_one_gradient_also_one_that_is_used_twice() -> None:
     ours = [p.grad for p in shared.parameters()]
     shared.zero_grad()
     shared(x).square().sum().backward()
-    for one, parameter in zip(ours, shared.parameters(), strict=True):
-        torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, [p.grad for p in shared.parameters()], rtol=1e-12, atol=1e-12)
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
@@ -314,8 +313,7 @@ def test_batch_norm_on_tiles_of_one_pixel_has_the_gradients_of_the_image(order: 
             inputs = [*model.parameters()]
             ours = torch.autograd.grad(tiled(layers, x, tiles=tiles), [x, *inputs], grad)
             expected = torch.autograd.grad(model(plain), [plain, *inputs], grad)
-            for one, other in zip(ours, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_memory_format_is_kept() -> None:
@@ -388,10 +386,8 @@ def test_layer_norm_over_channels_is_local(norm: type[nn.LayerNorm]) -> None:
     model = nn.Sequential(*chain()[:2], norm(4), *chain()[2:]).double()
     nn.init.normal_(model[2].weight)
     x = image()
-    for ours, expected in zip(
-        gradients(tiled(model, x, tiles=3), x, model), gradients(model(x), x, model), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+    ours, expected = (gradients(y, x, model) for y in (tiled(model, x, tiles=3), model(x)))
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
 Namesake = type("Conv2d", (nn.Conv2d,), {"__module__": "adapters.lora.layer"})

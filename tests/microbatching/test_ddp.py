@@ -228,8 +228,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def assert_weights(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close([*ours], [each.detach() for each in theirs], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", range(len(EXACT)))
