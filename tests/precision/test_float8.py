@@ -33,7 +33,7 @@ from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, to_float8
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
-from tests.support.ranks import run_two_ranks
+from tests.support.ranks import results_of_two_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:precision='bf16-.*' will be slow",
@@ -390,7 +390,7 @@ def gathered_in_float8() -> dict[str, Any]:
     return results
 
 
-def main(folder: str) -> None:
+def main(folder: str) -> dict[str, Any]:
     """Train on two ranks by DDP and by FSDP2."""
     results: dict[str, Any] = {}
     for name, strategy in (("ddp", "ddp"), ("fsdp2", FSDP2())):
@@ -407,16 +407,13 @@ def main(folder: str) -> None:
         trainer.fit(Deep(), make_loader())
     except ConflictError as error:
         results["refused"] = str(error)
-    if trainer.global_rank == 0:
-        torch.save(results, Path(folder) / "results.pt")
+    return results
 
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_does_on_both_halves(tmp_path: Path) -> None:
     """Each rank scales what it has: the same as one device that accumulates the two halves of a batch."""
-    done = run_two_ranks("tests.precision.test_float8", tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    results, _ = results_of_two_ranks(__name__, tmp_path)
     one, plugin = seeded(Deep, dropout=0.0), Float8(emulate=True)
     dataset: Any = make_loader().dataset
     order = [2 * i + rank for first in range(0, 20, 2) for rank in (0, 1) for i in (first, first + 1)]
