@@ -171,20 +171,6 @@ def test_dropout_inside_draws_the_same_in_forward_and_recomputation() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
-def test_a_recomputation_has_the_training_flags_of_the_forward() -> None:
-    model, grads = nn.ModuleDict({"mlp": SwiGLU(dropout=0.5)}).double(), list[list[Tensor | None]]()
-    tile_mlps(model, modules="mlp", tile_budget_mib=4 * 128 * 5 * 8 / 2**20, min_tokens=1)
-    for eval_between in (False, True):
-        model.train().zero_grad()
-        torch.manual_seed(3)
-        y = model["mlp"](torch.ones(8, 32, dtype=torch.float64))
-        model["mlp"].train(not eval_between)
-        y.square().sum().backward()
-        assert [part.training for part in model["mlp"].modules()] == [not eval_between] * 5
-        grads.append([parameter.grad for parameter in model.parameters()])
-    assert is_equal(*grads)
-
-
 @pytest.mark.parametrize("what", ["other weights", "frozen"])
 def test_a_tile_is_computed_again_with_the_mlp_of_its_forward(what: str) -> None:
     grads = []
