@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels import conv
 from lightning_eff.kernels.conv import tiled
 from lightning_eff.report.live_bytes import LiveBytes
+from tests.support.counted import Operators
 from tests.support.ranks import is_equal
 
 LONGEST = (40, 17, 9)
@@ -143,18 +143,12 @@ def image(channels: int = 4, side: int = 13) -> Tensor:
     return torch.randn(2, channels, side, side, dtype=torch.float64, requires_grad=True)
 
 
-class Convolutions(TorchDispatchMode):
+class Convolutions(Operators):
     """Counts the pixels that convolutions compute in a forward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pixels = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def count(self, func: Any, args: Any, result: Any) -> None:
         if func is torch.ops.aten.convolution.default:
-            self.pixels += out[:, 0].numel()
-        return out
+            self.counts["pixels"] += result[:, 0].numel()
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -170,7 +164,7 @@ def test_a_segment_is_computed_twice_a_step_also_in_a_checkpoint_that_ends_with_
         )
         y.sum().backward()
     # Two samples; along an axis the first layer computes 5, 6 and 5 pixels of 12, the last one 4 each.
-    assert count.pixels == 2 * 2 * (16 * 16 + 12 * 12)
+    assert count.counts["pixels"] == 2 * 2 * (16 * 16 + 12 * 12)
 
 
 def test_nothing_between_the_layers_is_kept_and_a_tile_at_a_time_is_computed() -> None:
