@@ -20,6 +20,7 @@ from lightning_eff.core import catalog
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
 from tests.support.models import Deep, make_loader, make_trainer
+from tests.support.ranks import is_equal
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.NoEffectWarning",
@@ -124,8 +125,7 @@ def test_trains_to_the_bit_like_the_librarys_own_loop_with_so_many_bytes_of_stat
     theirs = deep(width=WIDTH)
     losses, optimizers = bare_loop(name, theirs, 12)
     assert ours.losses == losses
-    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert is_equal([*ours.parameters()], [*theirs.parameters()])
     held = choice.outcome().numbers["state_bytes"]
     assert sum(held.values()) == sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
     assert choice.outcome().effective is (name != "cpu_offload"), "here the state is on the CPU anyway"
@@ -169,8 +169,7 @@ def test_saved_and_resumed_it_has_the_same_state_and_goes_on_alike(
     _, trainer = fit(name, whole, tmp_path, max_epochs=2, **epochs)
     _, resumed = fit(name, second, tmp_path, max_epochs=2, ckpt_path=tmp_path / "one.ckpt", **epochs)
     assert second.losses == whole.losses[10:]
-    for left, right in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert is_equal([*second.parameters()], [*whole.parameters()])
     states = [laid_open(t.optimizers[0].state_dict()) for t in (trainer, resumed)]
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
     assert states[1]["param_groups"] == states[0]["param_groups"]

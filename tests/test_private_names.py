@@ -77,33 +77,15 @@ PARAMETERS = [
     ("torch.cuda.memory:_record_memory_history", "enabled"),
     ("torch.cuda.memory:_dump_snapshot", "filename"),
 ]
-# module:attribute, and what it has
+# module:attribute, and what it has. Here is what is replaced, or not used where it is missing; where another
+# name is gone, whatever uses it fails with that name.
 NAMES = {
     AUTOMATIC: "_training_step _make_zero_grad_fn _optimizer_step _on_before_zero_grad _optimizer_zero_grad",
-    # What these mean is tested where they are used, by kernels and report.
-    "torch:_C": "_will_engine_execute_node _len_torch_dispatch_stack _current_graph_task_id "
-    "_current_autograd_node",
-    "torch.cuda:memory": "_record_memory_history _dump_snapshot",
-    "torch._guards:TracingContext": "try_get",
-    "torch._C:_functorch": "maybe_current_level peek_interpreter_stack",
-    "torch._C:_autograd": "_top_saved_tensors_default_hooks",
     "torch._C._dynamo:eval_frame": "_set_lru_cache",
-    "torch.nn:Module": "_call_impl",
-    "torch:autograd": "_get_sequence_nr",
-    "torch.autograd:forward_ad": "_current_level",
-    "torch:Tensor": "_post_accumulate_grad_hooks _version _make_wrapper_subclass",
-    "torch.library:Library": "_destroy",
-    "torch.nn:attention": "_cur_sdpa_kernel_backends",
-    "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu _local_scalar_dense "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
-    "_scaled_dot_product_flash_attention_for_cpu_backward _amp_foreach_non_finite_check_and_unscale_",
-    "torch._dynamo:config": "recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit",
-    "torch._dynamo:exc": "BackendCompilerFailed",
-    "torch._dynamo.callback:CallbackTrigger": "DYNAMO",
+    "torch:Tensor": "_post_accumulate_grad_hooks",
+    "torch.ops:aten": "_amp_foreach_non_finite_check_and_unscale_",
     "torch._dynamo.callback:callback_handler": "start_callbacks end_callbacks",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
-    "torch.utils:_python_dispatch": "TorchDispatchMode _disable_current_modes",
 }
 # Read from its files: importing DeepSpeed settles on an accelerator for the whole process.
 DEEPSPEED_FILES = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_eff import FSDP2Fabric
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -24,16 +25,23 @@ from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm, swap
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.data.digits import Digits
+from lightning_eff.data.python_source import PythonSource
+from lightning_eff.data.shapes import Shapes
 from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
 from lightning_eff.models.hf_causal_lm import HFCausalLM
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
+from lightning_eff.monitors.text_sample import TextSample
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Net, make_loader, make_trainer
 
 WEIGHTS = [torch.zeros(2, 2, requires_grad=True)]
@@ -86,8 +94,36 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (SCHEDULE, {"decay": "cosin"}, "^decay='cosin': expected "),
     (SCHEDULE, {"total_steps": None}, "^total_steps=None: expected "),
     (SCHEDULE, {"min_lr_ratio": math.nan}, "^min_lr_ratio=nan: expected "),
+    (TextSample, {"num_tokens": 0}, "num_tokens=0"),
+    (TextSample, {"prompt": ""}, "prompt=''"),
+    (EfficiencyReport, {"num_warmup_batches": -1}, "num_warmup_batches=-1"),
+    *((kind, {"param_dtype": "int8"}, "param_dtype='int8'") for kind in (FSDP2, FSDP2Fabric)),
+    (FSDP2, {"reduce_dtype": "fp8"}, "reduce_dtype='fp8'"),
+    (FSDP2, {"checkpoints": "both"}, "checkpoints='both'"),
+    (DeepSpeedZero, {"stage": 0}, "stage=0"),
+    (DeepSpeedZero, {"offload_optimizer": "nvme"}, "offload_optimizer='nvme'"),
+    (DeepSpeedZero, {"offload_parameters": "cpu"}, "offload_parameters='cpu'"),
+    (DeepSpeedZero, {"config": {"gradient_clipping": 1.0}}, r"trainer\.gradient_clip_val"),
+    (DeepSpeedZero, {"config": {"train_batch_size": 8}}, r"data\.batch_size"),
+    (DeepSpeedZero, {"config": {"zero_optimization": {"stage": 1}}}, r"strategy\.stage"),
+    (
+        DeepSpeedZero,
+        {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+        r"config\.zero_optimization\.offload_optimizer\.device='cpu'",
+    ),
+    (DeepSpeedZero, {"config": {"zero_optimisation": {}}}, "did you mean 'zero_optimization'"),
 ]
-WRONG_SIZES: list[tuple[Callable[..., nn.Module], dict[str, Any], str]] = [
+IMAGES = ("image_size", "num_train_images", "num_val_images", "num_shapes", "batch_size")
+OF_DATA: list[tuple[Callable[..., object], str, Any]] = [
+    *((kind, "num_workers", -1) for kind in (Digits, Shapes, PythonSource)),
+    *((Digits, "batch_size", 0), (Digits, "val_fraction", 0.0), (Digits, "val_fraction", 1.0)),
+    *((Shapes, key, 0) for key in IMAGES),
+    *((PythonSource, key, 0) for key in ("context_length", "batch_size")),
+    *((PythonSource, "vocab_size", 256), (PythonSource, "vocab_size", 65_537)),
+    *((PythonSource, "val_fraction", 0.0), (PythonSource, "source_dir", "nowhere")),
+]
+WRONG_SIZES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    *((kind, {key: value}, f"{key}={value!r}") for kind, key, value in OF_DATA),
     *((LANGUAGE, {name: 0}, f"^{name}=0 must be at least 1$") for name in SIZES),
     (LANGUAGE, {"d_model": 18}, r"^d_model=18 must be a multiple of 2 \* num_heads = 4$"),
     (LANGUAGE, {"dropout": 1.0}, r"^dropout=1.0 must lie in \[0, 1\)$"),
@@ -103,8 +139,8 @@ def test_a_wrong_setting_is_refused(make: Callable[..., object], wrong: dict[str
 
 
 @pytest.mark.parametrize(("make", "wrong", "text"), WRONG_SIZES)
-def test_a_wrong_size_is_refused(make: Callable[..., nn.Module], wrong: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_a_wrong_size_is_refused(make: Callable[..., object], wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=text):
         make(**wrong)
 
 

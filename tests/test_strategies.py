@@ -36,7 +36,7 @@ from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support import covering
 from tests.support.logged import rows_of
 from tests.support.models import make_trainer
-from tests.support.ranks import is_equal, run_two_ranks
+from tests.support.ranks import is_equal, results_of_two_ranks
 
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -175,7 +175,7 @@ def adapted() -> list[Any]:
     ]  # fmt: skip
 
 
-def main(folder: str) -> None:
+def main(folder: str) -> dict[str, Any]:
     path = Path(folder)
     chain = GROUPS[path.name]
     sharded = chain[1:-1]
@@ -202,7 +202,7 @@ def main(folder: str) -> None:
         save(trained(other, 8, begin, ckpt_path=path / f"{one}.ckpt"), path / f"{one}-{other}-8.ckpt")
     if path.name == "usual":
         results["in_parts"] = in_parts(path / "again.ckpt")
-    torch.save(results, path / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+    return results
 
 
 def gathered(trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -276,10 +276,7 @@ def evaluated(trainer: pl.Trainer) -> float:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Return where two ranks have left their checkpoints, and their results."""
     folder = tmp_path_factory.mktemp(request.param, numbered=False)
-    done = run_two_ranks("tests.test_strategies", folder)
-    files = [folder / f"rank{rank}.pt" for rank in range(2)]
-    assert all(file.exists() for file in files), done.stderr[-4000:]
-    results, other = [torch.load(file, weights_only=False) for file in files]
+    results, other = results_of_two_ranks(__name__, folder)
     chain = GROUPS[request.param]
     return SimpleNamespace(folder=folder, results=results, other=other, chain=chain, names=chain[:-1])
 

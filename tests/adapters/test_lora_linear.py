@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_eff.adapters.lora_linear import LoraLinear, add_in_place
 from lightning_eff.callbacks.peft_adapter import adapt
+from tests.support.counted import Operators
 
 T, K, N = 24, 16, 40
 
@@ -33,21 +32,15 @@ def layers(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any
     return model, other
 
 
-class Results(TorchDispatchMode):
+class Results(Operators):
     """Counts operations whose result is as large as the layer's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def count(self, func: Any, args: Any, result: Any) -> None:
         is_new = isinstance(result, Tensor) and not (
             func.is_view or func is torch.ops.aten._unsafe_view.default
         )
         if is_new and result.numel() == T * N:
             self.counts[func.__name__] += 1
-        return result
 
 
 def test_passes_over_tensors_of_the_size_of_the_result() -> None:

@@ -29,7 +29,7 @@ from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Net, make_loader, make_trainer
 from tests.support.prediction import assert_predicted_is_measured
-from tests.support.ranks import is_equal, run_two_ranks
+from tests.support.ranks import is_equal, results_of_two_ranks
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 """Reads weights, gradients and state in the order of memory."""
@@ -294,7 +294,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(folder: str) -> None:
+def main(folder: str) -> dict[str, Any]:
     """Run in both ranks: train with every strategy, plain and in the format."""
     found: dict[str, Any] = {}
     for name, make in STRATEGIES.items():
@@ -306,16 +306,13 @@ def main(folder: str) -> None:
             weights = trainer.strategy.lightning_module_state_dict()
             found[f"{name} {len(callbacks)}"] = {key: value.clone() for key, value in weights.items()}
             found |= {f"{name} numbers": dict(each.outcome().numbers) for each in callbacks}
-    if trainer.global_rank == 0:
-        torch.save(found, Path(folder, "found.pt"))
+    return found
 
 
 @pytest.mark.slow
 def test_two_ranks_train_like_without_it(tmp_path: Path) -> None:
     """FSDP2 and DeepSpeed take contiguous weights only; images are converted for them too."""
-    done = run_two_ranks(__name__, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "found.pt")
+    found, _ = results_of_two_ranks(__name__, tmp_path)
     for name in STRATEGIES:
         assert found[f"{name} 1"].keys() == found[f"{name} 0"].keys()
         for key, value in found[f"{name} 1"].items():

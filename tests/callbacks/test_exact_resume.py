@@ -708,20 +708,6 @@ def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> N
     assert any("ranks do not share one order" in reason for reason in other.inexact)
 
 
-def test_a_checkpoint_of_validation_has_the_states_from_before_it(tmp_path: Path) -> None:
-    """ModelCheckpoint saves at the end of validation, by default."""
-
-    def saving() -> ModelCheckpoint:
-        return ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
-
-    keywords = {"val_check_interval": 2, "max_epochs": 2}
-    whole = fit(shuffled(), ExactResume(), saving(), validation=VALIDATION(), **keywords)
-    for step in (2, 4, 6, 8, 10):
-        ckpt = tmp_path / f"step={step}.ckpt"
-        resumed = fit(shuffled(), ExactResume(), validation=VALIDATION(), ckpt=ckpt, **keywords)
-        assert_continues(resumed, whole, step)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_is_stopped_saves_its_position(error: type[BaseException], tmp_path: Path) -> None:
     class Stops(pl.Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
@@ -18,7 +16,7 @@ from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.call_state import RecomputationError
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.models.gpt import GPT
-from lightning_eff.report.live_bytes import LiveBytes
+from tests.support.counted import Operators, kept_bytes
 from tests.support.models import Deep, fit
 from tests.support.ranks import is_equal
 
@@ -26,18 +24,6 @@ NUM_LAYERS = 4
 PRODUCTS_A_BLOCK = 4
 """Linear layers: queries, keys and values together, output, up, down."""
 aten = torch.ops.aten
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations by their name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def make_gpt(policy: str | None, dropout: float = 0.0, **options: Any) -> GPT:
@@ -76,21 +62,14 @@ def test_products_and_attentions_of_the_backward_pass(
     policy: str | None, options: dict[str, Any], products: int, attentions: int
 ) -> None:
     loss = step(make_gpt(policy, **options))
-    with Operations() as operations:
+    with Operators() as operations:
         loss.backward()
     assert operations.counts["mm"] == products
     assert operations.counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions
 
 
 def live_bytes(policy: str | None, **options: Any) -> int:
-    """Return the bytes that a forward pass leaves alive for the backward pass."""
-    model, live = make_gpt(policy, **options), LiveBytes()
-    live.add([*model.parameters(), *model.buffers()])
-    before = live.now_bytes
-    with live:
-        loss = step(model)
-    assert loss.requires_grad
-    return live.now_bytes - before
+    return kept_bytes(make_gpt(policy, **options), step)
 
 
 def test_bytes_alive_after_the_forward_pass() -> None:
@@ -166,7 +145,7 @@ def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other
     recompute(model, policy="selective")
     loss = model(x).square().sum()
     model.zero_grad()
-    with Operations() as operations:
+    with Operators() as operations:
         loss.backward()
     assert operations.counts["addmm"] == len(blocks), "one product of two"
     assert operations.counts["mm"] == len(blocks) * 2 * 2, "two for the gradients of each product"

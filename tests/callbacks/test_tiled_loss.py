@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_eff.callbacks._tiled_loss.find_head import find_head
 from lightning_eff.callbacks._tiled_loss.lazy_logits import LazyLogits
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -391,14 +390,3 @@ def test_compiled_blocks_and_a_compiled_model() -> None:
         gradients(plain, lambda m: F.cross_entropy(m(X).mT, Y)),
         rtol=1e-10, atol=1e-12,
     )  # fmt: skip
-
-
-def test_a_computed_weight_is_not_read_when_the_head_is_searched() -> None:
-    """Each computation of the weight is a power iteration, which changes a buffer."""
-    computed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8)
-    head.weight = embedding.weight
-    model = nn.Sequential(embedding, computed, head)
-    before = copy.deepcopy(model.state_dict())
-    assert find_head(model, None) == ("2", head)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -169,9 +169,7 @@ def test_everything_is_taken_off_at_the_end_and_after_a_failure(deep: Callable[.
     before = (config.recompile_limit, config.fail_on_recompile_limit_hit)
     model = deep()
     fit(model, compiler(target=["blocks", "forward"]))
-    for block in model.blocks:
-        assert "forward" not in block.__dict__
-    assert "forward" not in model.__dict__
+    assert not is_compiled(model)
     wrong = TensorDataset(torch.zeros(2, 5), torch.zeros(2).long())
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
         fit(model, compiler(target="forward", backend="eager"), loader=DataLoader(wrong))

@@ -122,20 +122,6 @@ def test_mlps_as_one_function_train_the_same_model() -> None:
         assert outcome.numbers["added_in_place"] == (5 * (2 * 4 + 1) if parts else 0)
 
 
-def test_an_exception_takes_it_back() -> None:
-    class Stops(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ValueError("stop")
-
-    model = Stops()
-    model.unused = nn.Linear(8, 8).requires_grad_(requires_grad=False)
-    with pytest.raises(ValueError, match="stop"):
-        fit(model, TritonGemm(min_features=1))
-    for layer in (model.first, model.unused):
-        assert type(layer) is nn.Linear
-        assert not layer._forward_pre_hooks, "of a layer that did not run"
-
-
 def test_a_backend_that_cannot_run_stops_the_run() -> None:
     with pytest.raises(ConflictError, match="backend=triton requires a CUDA GPU"):
         fit(Net(), TritonGemm(min_features=1, backend="triton"))

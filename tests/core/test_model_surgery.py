@@ -13,11 +13,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_eff.callbacks._tiled_loss.find_head import find_head
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.model_surgery import Stage, repeated_blocks, select_blocks
+from lightning_eff.core.optimization.parameter_groups import hidden_matrices
+from lightning_eff.precision.float8 import Float8
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -174,6 +177,24 @@ def test_blocks_are_chosen_by_class_name_pattern_class_or_predicate() -> None:
     assert list(select_blocks(model, lambda name, module: name.endswith("1"))) == ["layers.1"]
     assert list(select_blocks(model, ["layers.0*"])) == ["layers.0"], "the outermost alone"
     assert list(select_blocks(model, "Other")) == ["layers.1"], "a word alone"
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: find_head(model, None) == ("3", model[3]),
+        lambda model: hidden_matrices(model) == {model[1].weight},
+        lambda model: Float8(emulate=True, skip=("3",)).apply(model) == 1,
+    ],
+)
+def test_a_computed_weight_is_not_read(look: Any) -> None:
+    """Each computation of the weight is a power iteration, which changes a buffer."""
+    computed = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), computed, nn.Linear(16, 32))
+    model[3].weight = model[0].weight
+    before = copy.deepcopy(model.state_dict())
+    assert look(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_block_that_is_not_there_is_named_with_the_nearest() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.recompute import RecomputedBlock
+from tests.support.ranks import is_equal
 
 WIDTH = 8
 
@@ -75,7 +76,7 @@ def test_gradients_and_buffers_are_those_of_the_plain_block(call: str, host: boo
     plain, _ = make(False)
     block, recomputed = make(True, host=HostOffload() if host else None)
     expected, found = train(plain, CALLS[call], backwards), train(block, CALLS[call], backwards)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert is_equal(found, expected)
     times = 2 if call == "twice in a forward" else 1
     assert recomputed is not None
     assert recomputed.num_recomputed == 3 * times * backwards
@@ -162,6 +163,6 @@ def test_odd_blocks_give_the_same_bits(make_block: Callable[[], nn.Module]) -> N
             h = block(h)
         h.square().sum().backward()
         results.append([x.grad, *(p.grad for p in block.parameters()), *block.buffers()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert is_equal(*results)
     assert hooks is not None
     assert hooks.num_recomputed == 2

@@ -42,11 +42,3 @@ def test_without_scikit_learn_the_command_that_installs_it_is_said(monkeypatch: 
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[images\]'"):
         Digits().setup("fit")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("batch_size", 0), ("num_workers", -1), ("val_fraction", 0.0), ("val_fraction", 1.0)]
-)
-def test_numbers_out_of_range_are_named(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{key}={value}"):
-        Digits(**{key: value})

@@ -157,18 +157,6 @@ def test_a_text_shorter_than_a_window_is_refused(make: Callable[..., PythonSourc
         getattr(make(context_length=length + 1), loader)()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("context_length", 0), ("vocab_size", 256), ("vocab_size", 65_537), ("batch_size", 0)),
-        *(("num_workers", -1), ("val_fraction", 0.0), ("source_dir", "nowhere")),
-    ],
-)
-def test_values_out_of_range_are_named(key: str, value: Any) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=f"{key}={value!r}"):
-        PythonSource(**{key: value})
-
-
 def test_setup_before_prepare_data_is_rejected(source: Path, tmp_path: Path) -> None:
     data = PythonSource(source_dir=str(source), cache_dir=str(tmp_path / "fresh"), vocab_size=300)
     with pytest.raises(RuntimeError, match="prepare_data"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_eff.data.shapes import NOISE, Shapes
@@ -45,12 +44,3 @@ def test_masks_fit_what_is_seen() -> None:
         assert background.std(1).max() < 1.2 * NOISE
         assert background.mean(1).max() < 0 < image[:, mask > 0].mean()
         assert 0.02 < (mask > 0).float().mean() < 0.5
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [*((key, 0) for key in (*SMALL, "batch_size")), ("num_workers", -1)],
-)
-def test_numbers_out_of_range_are_named(key: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{key}={value}"):
-        Shapes(**{key: value})

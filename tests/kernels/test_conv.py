@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels import conv
 from lightning_eff.kernels.conv import tiled
 from lightning_eff.report.live_bytes import LiveBytes
+from tests.support.counted import Operators
 from tests.support.ranks import is_equal
 
 LONGEST = (40, 17, 9)
@@ -143,18 +143,12 @@ def image(channels: int = 4, side: int = 13) -> Tensor:
     return torch.randn(2, channels, side, side, dtype=torch.float64, requires_grad=True)
 
 
-class Convolutions(TorchDispatchMode):
+class Convolutions(Operators):
     """Counts the pixels that convolutions compute in a forward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pixels = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def count(self, func: Any, args: Any, result: Any) -> None:
         if func is torch.ops.aten.convolution.default:
-            self.pixels += out[:, 0].numel()
-        return out
+            self.counts["pixels"] += result[:, 0].numel()
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -170,7 +164,7 @@ def test_a_segment_is_computed_twice_a_step_also_in_a_checkpoint_that_ends_with_
         )
         y.sum().backward()
     # Two samples; along an axis the first layer computes 5, 6 and 5 pixels of 12, the last one 4 each.
-    assert count.pixels == 2 * 2 * (16 * 16 + 12 * 12)
+    assert count.counts["pixels"] == 2 * 2 * (16 * 16 + 12 * 12)
 
 
 def test_nothing_between_the_layers_is_kept_and_a_tile_at_a_time_is_computed() -> None:
@@ -219,8 +213,7 @@ def test_each_weight_gets_one_gradient_also_one_that_is_used_twice() -> None:
     ours = [p.grad for p in shared.parameters()]
     shared.zero_grad()
     shared(x).square().sum().backward()
-    for one, parameter in zip(ours, shared.parameters(), strict=True):
-        torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, [p.grad for p in shared.parameters()], rtol=1e-12, atol=1e-12)
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
@@ -314,8 +307,7 @@ def test_batch_norm_on_tiles_of_one_pixel_has_the_gradients_of_the_image(order: 
             inputs = [*model.parameters()]
             ours = torch.autograd.grad(tiled(layers, x, tiles=tiles), [x, *inputs], grad)
             expected = torch.autograd.grad(model(plain), [plain, *inputs], grad)
-            for one, other in zip(ours, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_memory_format_is_kept() -> None:
@@ -388,10 +380,8 @@ def test_layer_norm_over_channels_is_local(norm: type[nn.LayerNorm]) -> None:
     model = nn.Sequential(*chain()[:2], norm(4), *chain()[2:]).double()
     nn.init.normal_(model[2].weight)
     x = image()
-    for ours, expected in zip(
-        gradients(tiled(model, x, tiles=3), x, model), gradients(model(x), x, model), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+    ours, expected = (gradients(y, x, model) for y in (tiled(model, x, tiles=3), model(x)))
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
 Namesake = type("Conv2d", (nn.Conv2d,), {"__module__": "adapters.lora.layer"})

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy, token_logprobs
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support import whole_logits
+from tests.support.counted import Operators
 from tests.support.whole_logits import error
 
 N, D, V = 64, 8, 512
@@ -25,24 +25,20 @@ aten: Any = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.mm.out, aten.addmm_.default)
 
 
-class Products(TorchDispatchMode):
+class Products(Operators):
     """Counts products of matrices, by dtype; and the rows of the logits that were computed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[torch.dtype] = Counter()
-        self.num_rows = 0
+    num_rows = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: Any, result: Any) -> None:
         if func in PRODUCTS:
             first, second = args[-2:]
-            self.count[first.dtype] += 1
+            self.counts[first.dtype] += 1
             self.num_rows += len(first) if second.shape == (D, V) else 0
-        return func(*args, **(kwargs or {}))
 
     @property
     def per_tile(self) -> float:
-        return self.count.total() / TILES
+        return self.counts.total() / TILES
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +112,7 @@ def test_16_bits_have_16_tiles_at_most() -> None:
         x, weight, target = inputs(dtype)
         with torch.no_grad(), Products() as products:
             linear_cross_entropy(x, weight, target, tile_budget_mib=1e-6)
-        assert products.count.total() == tiles
+        assert products.counts.total() == tiles
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -142,7 +138,7 @@ def test_autocast_casts_rows_and_weight_and_the_weights_gradient_is_float32() ->
             with Products() as products:
                 loss = loss_of(x, weight, target, bias=bias, reduction=reduction).mean()
             assert loss.dtype == torch.float32
-            assert set(products.count) == {torch.bfloat16}
+            assert set(products.counts) == {torch.bfloat16}
             plain = F.cross_entropy(F.linear(x, weight, bias).float(), target)
         found = torch.autograd.grad(loss, [x, weight, bias])
         exact = [each.detach().double().requires_grad_() for each in (x, weight, bias)]

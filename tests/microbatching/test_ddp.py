@@ -6,7 +6,6 @@ One start of two processes for all cases; `main` runs in both of them, the tests
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +24,7 @@ from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
 from tests.support.language import VOCAB_SIZE, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
-from tests.support.ranks import is_equal, run_two_ranks
+from tests.support.ranks import is_equal, results_of_two_ranks
 
 STEPS = 5
 # micro-batch size, batches a window, weighted, clipping
@@ -197,7 +196,7 @@ def rejected() -> str:
     return ""
 
 
-def main(folder: str) -> None:
+def main(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
     swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
     results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[1:3], swapped, strict=True)]
@@ -212,24 +211,18 @@ def main(folder: str) -> None:
     results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
     results["unused"] = [unused([]), unused([MicroBatch()])]
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
-    rank = int(torch.distributed.get_rank())
     results["rejected"] = rejected()
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank has saved."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = run_two_ranks("tests.microbatching.test_ddp", folder)
-    files = [folder / f"rank{rank}.pt" for rank in range(2)]
-    assert all(file.exists() for file in files), done.stderr[-3000:]
-    return [torch.load(file, weights_only=False) for file in files]
+    """Return what each rank has found."""
+    return results_of_two_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 def assert_weights(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close([*ours], [each.detach() for each in theirs], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", range(len(EXACT)))

@@ -28,6 +28,7 @@ from tests.support.language import (
     train_reference,
 )
 from tests.support.models import make_trainer
+from tests.support.ranks import is_equal
 
 CASES = [
     # window, batches an epoch, weighted, clipping
@@ -76,8 +77,7 @@ def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
     ours, theirs = language_model(False), language_model(False)
     make_trainer(callbacks=[GradientAccumulation(global_batch_size=6)], max_steps=8).fit(ours, loader(12))
     make_trainer(accumulate_grad_batches=3, max_steps=8).fit(theirs, loader(12))
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert is_equal([*ours.parameters()], [*theirs.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,7 @@ def test_a_run_that_asks_for_the_number_of_steps_goes_on_exactly(tmp_path: Path)
         data = StatefulDataLoader(TensorDataset(*token_rows(24)), batch_size=BATCH_SIZE)
         trainer.fit(model, data, ckpt_path=path)
     assert len(rest.gradients) == 4
-    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert is_equal([*rest.parameters()], [*whole.parameters()])
 
 
 def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() -> None:
@@ -275,8 +274,7 @@ def test_a_window_ends_where_the_epoch_ends(
     expected = train_on(steps, num_epochs=2)
     assert len(model.gradients) == trainer.global_step == 2 * len(steps)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == trainer.global_step
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=1e-12, atol=1e-14)
 
 
 def test_a_loader_that_ends_before_its_length_drops_the_rest_with_a_warning() -> None:
@@ -284,8 +282,8 @@ def test_a_loader_that_ends_before_its_length_drops_the_rest_with_a_warning() ->
     trainer = make_trainer(callbacks=[GradientAccumulation(num_batches=4)], max_steps=-1, max_epochs=2)
     with pytest.warns(ConflictWarning, match="the last 2 batches of epoch 0 are dropped"):
         trainer.fit(model, SizedBatches((), 9))
-    for one, other in zip(model.parameters(), train_on([[0, 1, 2, 3]], 2).parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    expected = train_on([[0, 1, 2, 3]], 2)
+    torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -349,8 +347,7 @@ def test_an_optimizer_that_evaluates_again_steps_on_one_batch_alone(kind: str) -
     expected = optimized(kind, list, 1)
     for make in (lambda: [MicroBatch(micro_batch_size=2)], lambda: [GradientAccumulation(num_batches=3)]):
         ours = optimized(kind, make, 1)
-        for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close([*ours.parameters()], [*expected.parameters()], rtol=1e-9, atol=1e-11)
     for make, keywords in SPLITS.values():
         with pytest.raises(ConfigError) as caught:
             optimized(kind, make, 3, **keywords)
@@ -390,10 +387,7 @@ def test_an_epoch_without_backward_passes_trains_as_lightnings(make: Any, window
         trainer = make_trainer(callbacks=[averaging, *callbacks], **keywords)
         models.append(Normalized())
         trainer.fit(models[-1], DataLoader(TensorDataset(x[: 24 if window != 4 else 16]), batch_size=4))
-    for (name, one), other in zip(
-        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
-    ):
-        assert torch.equal(one, other), name
+    assert is_equal(*(model.state_dict() for model in models))
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -140,11 +140,6 @@ def test_a_compiled_model_is_timed_and_not_counted(how: str, tmp_path: Path) -> 
     assert measured["num_batches"] > 0
 
 
-def test_negative_warmup_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_warmup_batches=-1"):
-        EfficiencyReport(num_warmup_batches=-1)
-
-
 class Validated(Net):
     def on_train_start(self) -> None:
         self.log("only_in_training", 3.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.gan import GAN
 from tests.support.models import make_trainer, seeded
-from tests.support.ranks import is_equal, run_two_ranks
+from tests.support.ranks import is_equal, results_of_two_ranks
 
 
 def train(steps: int, dtype: torch.dtype = torch.float64, **keywords: Any) -> tuple[GAN, Any]:
@@ -31,8 +30,8 @@ def train(steps: int, dtype: torch.dtype = torch.float64, **keywords: Any) -> tu
     return model, trainer
 
 
-def main(folder: str) -> None:
-    """Train whole and in parts under each strategy, each rank on the same batches; save the weights."""
+def main(folder: str) -> dict[str, Any]:
+    """Train whole and in parts under each strategy, each rank on the same batches; return the weights."""
     found: dict[str, Any] = {}
     for name, make in {"ddp": lambda: "ddp_find_unused_parameters_true", "fsdp2": FSDP2}.items():
         path = Path(folder) / f"{name}.ckpt"
@@ -48,15 +47,12 @@ def main(folder: str) -> None:
         train(4, torch.float32, strategy=DeepSpeedZero(stage=2), devices=2)
     except ConflictError as error:
         found["zero"] = str(error)
-    if os.environ["LOCAL_RANK"] == "0":
-        torch.save(found, Path(folder) / "found.pt")
+    return found
 
 
 @pytest.mark.slow
 def test_a_gan_on_two_ranks_trains_and_resumes_as_on_one_device(tmp_path: Path) -> None:
-    result = run_two_ranks("tests.optimizer.test_module_ranks", tmp_path)
-    assert result.returncode == 0, result.stderr
-    found = torch.load(tmp_path / "found.pt")
+    found, _ = results_of_two_ranks(__name__, tmp_path)
     alone, _ = train(20)
     for name in ("ddp", "fsdp2"):
         assert is_equal(found[f"{name} whole"], dict(alone.state_dict())), name

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -24,13 +23,14 @@ from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import Fakes
 from lightning_eff.planner.prediction import Prediction, predict, predict_step
 from lightning_eff.precision.auto import AutoPrecision
+from tests.support.counted import Operators
 from tests.support.prediction import GPT_OF, loader_for, trainer_of
 
 B, H, T, E = 2, 4, 48, 16
 HALF = torch.bfloat16
 
 
-class Saved(TorchDispatchMode):
+class Saved(Operators):
     """Names of the operators of attention, and bytes that are saved for the backward pass."""
 
     def __init__(self) -> None:
@@ -38,11 +38,10 @@ class Saved(TorchDispatchMode):
         self.names: list[str] = []
         self.tensors: dict[int, Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: Any, result: Any) -> None:
         name = func.__name__.partition(".")[0]
         if "attention" in name or "softmax" in name or "dropout" in name:
             self.names.append(name.removeprefix("_scaled_dot_product_"))
-        return func(*args, **kwargs or {})
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.tensors[tensor.untyped_storage()._cdata] = tensor

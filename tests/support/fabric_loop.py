@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_eff import ExactGradient
 from lightning_eff.core.errors import CheckpointError, ConfigError, ConflictError
 from lightning_eff.core.shards import full_tensor
+from tests.support.counted import Operators
 from tests.support.models import make_trainer
 
 NUM_STEPS = 4
@@ -109,18 +108,13 @@ def plain(
     return SimpleNamespace(state=model.state_dict(), norms=norms, **content)
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Operators):
     """Counts the collectives that communicate gradients: all but all-gathers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: Any, result: Any) -> None:
         name = str(func).removeprefix("c10d.").partition(".")[0]
         if str(func).startswith("c10d.") and "gather" not in name:
             self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Loop:

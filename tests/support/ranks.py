@@ -20,8 +20,10 @@ from {module} import main
 """
 TWO = """
 os.environ |= {environment!r}
-os.environ["LOCAL_RANK"] = "1" if (other := os.fork()) == 0 else "0"
-main({folder!r})
+rank = os.environ["LOCAL_RANK"] = "1" if (other := os.fork()) == 0 else "0"
+if (found := main({folder!r})) is not None:
+    import torch
+    torch.save(found, {folder!r} + "/rank" + rank + ".pt")
 if not other:  # what the parent had imported is not torn down in a fork: its threads are not there
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,6 +49,14 @@ def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]
         }
     two = TWO.format(environment=environment, folder=str(folder))
     return _run(ALONE.format(root=str(ROOT), module=module) + two, folder)
+
+
+def results_of_two_ranks(module: str, folder: Path) -> list[Any]:
+    """Return what `main(folder)` of a module returns in each of two processes."""
+    done = run_two_ranks(module, folder)
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-4000:]
+    return [torch.load(file, weights_only=False) for file in files]
 
 
 def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -71,5 +71,4 @@ def assert_equal(model: Deep, plain: Deep, expected: list[float], rtol: float) -
     if rtol == 0.0:
         assert model.losses == expected
     assert model.losses == pytest.approx(expected, rel=rtol)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * 0.1)
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=rtol, atol=rtol * 0.1)

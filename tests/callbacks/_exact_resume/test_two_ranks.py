@@ -17,7 +17,7 @@ from lightning_eff.callbacks.exact_resume import ExactResume, resumable
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import make_trainer
-from tests.support.ranks import is_equal, run_two_ranks
+from tests.support.ranks import is_equal, results_of_two_ranks
 from tests.support.resuming import Dropping, Samples, save_in
 
 NUM_SAMPLES = 24
@@ -44,7 +44,6 @@ def fit(ckpt: Path | None, *callbacks: pl.Callback, num_workers: int = 0, **keyw
         "seen": model.seen,
         "weights": weights if trainer.is_global_zero else {},
         "did": resume.outcome().did,
-        "rank": trainer.global_rank,
     }
 
 
@@ -70,19 +69,18 @@ def under_fabric(folder: Path) -> dict[int, list[list[float]]]:
     return {point: loaded(fabric, point) for point in (0, 3, 4, 6)}
 
 
-def main(folder: str) -> None:
-    root, results, rank = Path(folder), {}, 0
+def main(folder: str) -> dict[str, Any]:
+    root, results = Path(folder), dict[str, Any]()
     for name in NAMES:
         two = {"devices": 2, "strategy": STRATEGIES[name](), "num_workers": int("worker" in name)}
         results[name] = {0: fit(None, save_in(root / name), **two)}
         for step in (1, 3, 4, 6):
             two["strategy"] = STRATEGIES[name]()
             results[name][step] = fit(root / name / f"step={step}.ckpt", **two)
-        rank = results[name][0]["rank"]
     results["fabric"] = under_fabric(root)
     two = {"devices": 2, "strategy": "ddp", "max_epochs": 1}
     results["from one"] = fit(root / "one" / "step=2.ckpt", **two)
-    torch.save(results, root / f"rank{rank}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +88,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     """Return a folder of checkpoints, of two ranks and of one, and the results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.save(fit(None, save_in(folder / "one"), max_epochs=1)["seen"], folder / "one.pt")
-    done = run_two_ranks(__name__, folder)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return folder, results_of_two_ranks(__name__, folder)
 
 
 def samples(batches: list[list[int]]) -> list[int]:
