@@ -23,8 +23,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from lightning_eff.callbacks._exact_resume.index_stream import LATE_DRAWS, IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing, has_global
 from lightning_eff.core.dataloaders import LoaderWrapper, is_stateful
+from lightning_eff.core.random_states import RandomStates, differing, has_global
 
 if TYPE_CHECKING:
     from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun

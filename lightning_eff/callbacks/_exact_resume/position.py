@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.random_states import RandomStates, differing
 
 
 @dataclass
