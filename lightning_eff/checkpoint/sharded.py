@@ -23,10 +23,9 @@ loops' and optimizers' plain values nor digests, and would be a second format be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -46,18 +45,6 @@ OTHER_FORMATS = {
     "latest": "DeepSpeed",
 }
 """A file that marks the folder of another format, and the format's name."""
-
-
-@runtime_checkable
-class CheckpointListener(Protocol):
-    """A `CheckpointIO` that is notified of folders which a strategy writes and reads itself."""
-
-    check_weights: Callable[[Mapping[str, Any], Path], None]
-    """Reject the weights of a checkpoint that are not finite, before it is saved to a path."""
-    folder_saved: Callable[[Path, int, float], None]
-    """Record a saved folder: its path, the bytes of all ranks' files, and the seconds that it took."""
-    folder_loaded: Callable[[Path], None]
-    """Record a folder that was verified and loaded."""
 
 
 @dataclass(frozen=True)

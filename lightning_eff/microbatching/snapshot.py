@@ -99,7 +99,7 @@ class StepSnapshot:
         self._lists = [
             (value, len(value), value[:MAX_LIST_ITEMS]) for value in values if isinstance(value, list)
         ]
-        metrics = [owner for owner in owners if isinstance(owner, Metric)]
+        metrics: list[Any] = [owner for owner in owners if isinstance(owner, Metric)]
         # `_defaults` names a metric's states, in torchmetrics 1.x.
         states = [vars(metric).get(name) for metric in metrics for name in metric._defaults]  # noqa: SLF001
         self._states = [(state, state.detach().clone()) for state in states if isinstance(state, Tensor)]
