@@ -27,6 +27,7 @@ from lightning_eff.checkpoint.atomic_write import make_folder, save_error, write
 from lightning_eff.checkpoint.background_writer import BackgroundWriter
 from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain, with_plain_hparams
+from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from lightning_eff.core.finite import nonfinite
@@ -62,6 +63,7 @@ class AtomicFiles(CheckpointIO):
             not finite, is damaged, or holds more than tensors and plain values.
     """
 
+    @check_arguments
     def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
         self.asynchronous = asynchronous
         self.require_digest = require_digest

@@ -33,7 +33,6 @@ from dataclasses import asdict
 
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.core import rules
-from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
@@ -68,10 +67,6 @@ class Durable(AtomicFiles):
     """
 
     __repr__ = rules.plugin_repr
-
-    @check_arguments
-    def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
-        super().__init__(asynchronous=asynchronous, require_digest=require_digest)
 
     def facts(self) -> Facts:
         """Warn of strategies that write their checkpoints without this plugin."""

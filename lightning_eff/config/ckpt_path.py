@@ -101,11 +101,7 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
     own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric", "task_name", "tags")
-    settings = {key: portable(value) for key, value in values.items() if key not in own}
-    trainer = settings.get("trainer")
-    if isinstance(trainer, dict) and trainer.get("num_nodes") == "auto":
-        del trainer["num_nodes"]  # runs of earlier versions have no such default
-    return settings
+    return {key: portable(value) for key, value in values.items() if key not in own}
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
