@@ -165,9 +165,6 @@ class AtomicFiles(CheckpointIO):
             raise CheckpointError(text)
         self._writer.wait()
         if target.is_dir():
-            if not isinstance(map_location, (str, torch.device, type(None))):
-                text = f"checkpoint {target} is not loaded: map_location of a folder must be a device or None"
-                raise CheckpointError(text)
             state = sharded.lazy_checkpoint(sharded.verified_index(target))
             self.folder_loaded(target)
             return materialize(state, map_location or "cpu")

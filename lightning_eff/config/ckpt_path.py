@@ -69,7 +69,7 @@ def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
     if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, last or auto")
     if path.is_dir() and not sharded.is_sharded_checkpoint(path):
-        kind, *remedies = sharded.describe_folder(path).split("\n  try: ")
+        kind, *remedies = sharded.NO_INDEX.split("\n  try: ")
         allowed = f"a checkpoint; this is {kind}"
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=remedies)
     return path

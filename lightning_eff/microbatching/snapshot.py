@@ -7,8 +7,6 @@ and the batch. A frozen parameter that a step changes in place (a momentum encod
 would change once per micro-batch.
 
 `OptimizerSnapshot`: parameters, gradients and optimizer state, in host memory.
-
-`Tensor._version`, torch's count of changes in place, is private; as of torch 2.13.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
 from lightning_eff.core import random_states
+from lightning_eff.core.call_state import version
 from lightning_eff.report.live_bytes import tensors_in
 
 MAX_LIST_ITEMS = 1000
@@ -72,9 +71,9 @@ class StepSnapshot:
                     axes = zip(tensor.stride(), tensor.shape, strict=True)
                     is_copied = all(stride or size <= 1 for stride, size in axes)
                 values = tensor.detach().clone() if is_copied else None
-                self._buffers.append(_Buffer(owner, name, tensor, values, _version(tensor)))
+                self._buffers.append(_Buffer(owner, name, tensor, values, version(tensor)))
         frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
-        self._frozen = [(parameter, _version(parameter)) for parameter in frozen]
+        self._frozen = [(parameter, version(parameter)) for parameter in frozen]
         held = [value for module in modules for value in vars(module).values()]
         self._generators = {str(id(value)): value for value in held if isinstance(value, random_states.KINDS)}
         self._random = random_states.capture(self._device, self._generators)
@@ -88,7 +87,7 @@ class StepSnapshot:
 
     def has_changed_frozen(self) -> bool:
         """Return whether a frozen parameter was changed in place since `keep`."""
-        return any(_version(parameter) != version for parameter, version in self._frozen)
+        return any(version(parameter) != before for parameter, before in self._frozen)
 
     def keep_visible(self) -> None:
         """Keep what was logged, counted and collected as it is now; the rest stays as it was kept."""
@@ -120,7 +119,7 @@ class StepSnapshot:
         random_states.restore(self._random, self._device, self._generators)
         self.restore_visible()
         for buffer in self._buffers:
-            if buffer.values is None and _version(buffer.tensor) != buffer.version:
+            if buffer.values is None and version(buffer.tensor) != buffer.version:
                 name = f"{buffer.name} of {type(buffer.owner).__name__}"
                 text = f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
                 raise RuntimeError(text)
@@ -141,11 +140,6 @@ class StepSnapshot:
             if length <= MAX_LIST_ITEMS:
                 items[:] = before
             del items[length:]  # a longer list only grows
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; tensors of inference mode do not count that."""
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 @runtime_checkable
