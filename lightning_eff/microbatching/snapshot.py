@@ -12,7 +12,6 @@ would change once per micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,17 +26,6 @@ from lightning_eff.report.live_bytes import tensors_in
 
 MAX_LIST_ITEMS = 1000
 """Items of a list above which only its length is kept."""
-
-
-@dataclass
-class _Buffer:
-    """A buffer, and a copy of its values unless they cannot be copied back."""
-
-    owner: nn.Module
-    name: str
-    tensor: Tensor
-    values: Tensor | None
-    version: int
 
 
 class StepSnapshot:
@@ -61,7 +49,8 @@ class StepSnapshot:
         modules = list(self._module.modules())
         # torch keeps buffers in `_buffers`, the ones that are None too.
         self._registered = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in modules]
-        self._buffers: list[_Buffer] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._others: list[tuple[str, Tensor, int]] = []
         for owner in modules:
             if isinstance(owner, Metric):
                 continue
@@ -70,8 +59,10 @@ class StepSnapshot:
                 if is_copied:  # but elements that share memory cannot be copied back
                     axes = zip(tensor.stride(), tensor.shape, strict=True)
                     is_copied = all(stride or size <= 1 for stride, size in axes)
-                values = tensor.detach().clone() if is_copied else None
-                self._buffers.append(_Buffer(owner, name, tensor, values, version(tensor)))
+                if is_copied:
+                    self._copies.append((tensor, tensor.detach().clone()))
+                else:
+                    self._others.append((f"{name} of {type(owner).__name__}", tensor, version(tensor)))
         frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         self._frozen = [(parameter, version(parameter)) for parameter in frozen]
         held = [value for module in modules for value in vars(module).values()]
@@ -112,15 +103,13 @@ class StepSnapshot:
         for current, registered in self._registered:  # a failed attempt may have registered or replaced some
             current.clear()
             current.update(registered)
-        for buffer in self._buffers:
-            if buffer.values is not None:  # whatever the version: batch norm kernels write without counting
-                with torch.no_grad():
-                    buffer.tensor.copy_(buffer.values)
+        with torch.no_grad():
+            for buffer, values in self._copies:  # whatever the version: batch norms write without counting
+                buffer.copy_(values)
         random_states.restore(self._random, self._device, self._generators)
         self.restore_visible()
-        for buffer in self._buffers:
-            if buffer.values is None and version(buffer.tensor) != buffer.version:
-                name = f"{buffer.name} of {type(buffer.owner).__name__}"
+        for name, buffer, before in self._others:
+            if version(buffer) != before:
                 text = f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
                 raise RuntimeError(text)
         if self.has_changed_frozen():
