@@ -9,12 +9,14 @@ has other source, hence another file.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import logging
 import os
 import sysconfig
+import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
-
-from lightning_eff.checkpoint import digest
-from lightning_eff.checkpoint.atomic_write import write_with_digest
-from lightning_eff.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -205,13 +203,22 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
     Whoever writes the same file at the same time does no harm: its content follows from its name.
     """
-    write_with_digest(file, lambda sink: torch.save(content, sink))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as sink:
+            buffer = io.BytesIO()  # `torch.save` to a file hides the system's error, as of a full disk
+            torch.save(content, buffer)
+            sink.write(buffer.getbuffer())
+        Path(scratch).replace(file)
+    finally:
+        Path(scratch).unlink(missing_ok=True)
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a file of the cache is there and has its digest; a damaged one is removed."""
-    with suppress(FileNotFoundError, CheckpointError):
-        digest.read_with(file, digest.verify)
-        return True
-    file.unlink(missing_ok=True)
-    return False
+    """Return whether a file of the cache is there and has its checksums; a memory map checks none."""
+    try:
+        with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False

@@ -128,11 +128,6 @@ class ExactLoader(LoaderWrapper):
         elif has_global(changed):
             self.run.inexact.append(LATE_DRAWS)
 
-    @property
-    def has_begun(self) -> bool:
-        """Return whether a pass was ever asked for."""
-        return self._start is not None
-
     def position(self, num_ahead: int) -> Position:
         """Return the position, `num_ahead` batches before what was handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
