@@ -37,6 +37,7 @@ SOURCES = [
     (AUTOMATIC, "_should_accumulate()"),
     ("lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric", "_forward_cache"),
     ("torch.nn.parallel:DistributedDataParallel", "require_forward_param_sync"),
+    ("torch._utils:_take_tensors", "size_limit"),
     ("lightning.pytorch.strategies:DDPStrategy.setup", "_layer_sync"),
     ("torch.utils.data:dataloader", "random_(generator=loader.generator)"),
     ("torch.nn:Module._apply", "Couldn't swap"),  # the reason for ours

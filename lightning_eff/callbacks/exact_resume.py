@@ -208,7 +208,9 @@ class ExactResume(Managed):
         if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
-            self._refuse(trainer, run.refusal)
+            save_nothing_on_exception(trainer)  # as nothing was trained
+            remedies = ["callbacks.exact_resume.changed_data=continue"]
+            raise ConfigError("ckpt_path", str(trainer.ckpt_path), allowed=run.refusal, remedies=remedies)
         _begin_next_epoch(loop)
         is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
         if is_reloaded and run.pending is not None and run.pending.is_over:
@@ -255,11 +257,6 @@ class ExactResume(Managed):
                 setattr(owner, flag, name not in off)
                 self._run.did.append(f"{flag} set as saved, first of {changed[0][0]!r}")
         self._saved_flags = {}
-
-    def _refuse(self, trainer: pl.Trainer, allowed: str) -> None:
-        save_nothing_on_exception(trainer)  # as nothing was trained
-        remedies = ["callbacks.exact_resume.changed_data=continue"]
-        raise ConfigError(key="ckpt_path", value=str(trainer.ckpt_path), allowed=allowed, remedies=remedies)
 
     def outcome(self) -> Outcome:
         """Return whether the run was resumed, and what of it is not as saved."""

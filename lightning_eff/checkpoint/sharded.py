@@ -23,10 +23,9 @@ loops' and optimizers' plain values nor digests, and would be a second format be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -40,24 +39,9 @@ FORMAT = "lightning_eff/parts"
 VERSION = 1
 SHARD_FILE = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
-OTHER_FORMATS = {
-    ".metadata": "torch.distributed.checkpoint",
-    "checkpoint": "DeepSpeed by Lightning",
-    "latest": "DeepSpeed",
-}
-"""A file that marks the folder of another format, and the format's name."""
-
-
-@runtime_checkable
-class CheckpointListener(Protocol):
-    """A `CheckpointIO` that is notified of folders which a strategy writes and reads itself."""
-
-    check_weights: Callable[[Mapping[str, Any], Path], None]
-    """Reject the weights of a checkpoint that are not finite, before it is saved to a path."""
-    folder_saved: Callable[[Path, int, float], None]
-    """Record a saved folder: its path, the bytes of all ranks' files, and the seconds that it took."""
-    folder_loaded: Callable[[Path], None]
-    """Record a folder that was verified and loaded."""
+NO_INDEX = f"""a folder without {INDEX}: an incomplete save, or the format of another library
+  try: that library's own script, which converts it to one file"""
+"""What a folder is that is no checkpoint of this package, and what to do with it."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +60,6 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return path.is_dir() and (path / INDEX).is_file()
 
 
-def describe_folder(path: Path) -> str:
-    """Describe a folder without an index, by the format of another library if it has one."""
-    for name, library in OTHER_FORMATS.items():
-        if (path / name).exists():
-            text = f"a folder in the format of {library}, which runs code when it is loaded"
-            return f"{text}\n  try: the library's own script that converts it to one file"
-    return f"a folder without {INDEX}: an incomplete save, or not a checkpoint"
-
-
 def shard_path(folder: Path, token: str, rank: int, num_ranks: int) -> Path:
     """Return the path of a rank's shard."""
     return folder / f"part-{token}-{rank}-of-{num_ranks}.ckpt"
@@ -99,7 +74,7 @@ def read_index(path: Path) -> Index:
     """
     if not is_sharded_checkpoint(path):
         if path.is_dir():
-            text = f"checkpoint {path} is not loaded: it is {describe_folder(path)}"
+            text = f"checkpoint {path} is not loaded: it is {NO_INDEX}"
             raise CheckpointError(text)
         text = f"checkpoint {path}: there is no such folder"
         raise FileNotFoundError(text)

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -60,18 +60,25 @@ def _step(path: Path) -> tuple[float, float]:
 
     A file that cannot be read comes first, to be verified and named.
     """
-
-    def read(_: IO[bytes]) -> Any:
-        return load_plain(path, map_location="meta", mmap=True)
-
     try:
-        is_folder = sharded.is_sharded_checkpoint(path)
-        content = sharded.read_index(path).checkpoint if is_folder else digest.read_with(path, read)
+        content, is_folder = outline(path), path.is_dir()
         time_s = (path / sharded.INDEX if is_folder else path).stat().st_mtime
     except (CheckpointError, OSError):
         return math.inf, 0.0
     step = content.get("global_step") if isinstance(content, dict) else None
     return step if isinstance(step, int) else -1, time_s
+
+
+def outline(path: Path) -> Any:
+    """Return what a checkpoint holds, without the values of tensors; only a folder's index is verified.
+
+    Raises:
+        CheckpointError: It cannot be read.
+        FileNotFoundError: It does not exist.
+    """
+    if path.is_dir():
+        return sharded.read_index(path).checkpoint
+    return digest.read_with(path, lambda _: load_plain(path, map_location="meta", mmap=True))
 
 
 def checkpoint(path: Path) -> dict[str, Any]:

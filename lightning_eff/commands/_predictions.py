@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
-from lightning_eff.checkpoint.atomic_write import save_error, write_with_digest
+from lightning_eff.checkpoint.atomic_io import AtomicFiles
 
 
 class Predictions(BasePredictionWriter):
@@ -31,11 +30,4 @@ class Predictions(BasePredictionWriter):
             rank = f"-rank{trainer.global_rank}-of-{trainer.world_size}"
             self.file = self.file.with_name(f"{self.file.stem}{rank}.pt")
         indices = batch_indices[0] if len(batch_indices) == 1 else batch_indices
-
-        def fill(target: Any) -> None:
-            torch.save({"predictions": predictions, "indices": indices}, target)
-
-        try:
-            write_with_digest(self.file, fill)
-        except OSError as error:
-            raise save_error(self.file, error, fill) from error
+        AtomicFiles().save_checkpoint({"predictions": predictions, "indices": indices}, self.file)

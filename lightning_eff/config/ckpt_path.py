@@ -69,7 +69,7 @@ def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
     if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, last or auto")
     if path.is_dir() and not sharded.is_sharded_checkpoint(path):
-        kind, *remedies = sharded.describe_folder(path).split("\n  try: ")
+        kind, *remedies = sharded.NO_INDEX.split("\n  try: ")
         allowed = f"a checkpoint; this is {kind}"
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=remedies)
     return path
@@ -101,11 +101,7 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
     own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric", "task_name", "tags")
-    settings = {key: portable(value) for key, value in values.items() if key not in own}
-    trainer = settings.get("trainer")
-    if isinstance(trainer, dict) and trainer.get("num_nodes") == "auto":
-        del trainer["num_nodes"]  # runs of earlier versions have no such default
-    return settings
+    return {key: portable(value) for key, value in values.items() if key not in own}
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.checkpoint import sharded
-from lightning_eff.checkpoint.safe_load import load_plain
-from lightning_eff.checkpoint.stored_weights import newest_valid
+from lightning_eff.checkpoint.stored_weights import newest_valid, outline
 from lightning_eff.config.ckpt_path import find_checkpoint
 from lightning_eff.core.errors import ConfigError
 
@@ -43,7 +41,7 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
 
 def _best(newest: Path) -> Path:
     """Return the best checkpoint of a run, by what its ModelCheckpoint has recorded in the newest one."""
-    content: Any = sharded.read_index(newest).checkpoint if newest.is_dir() else load_plain(newest, mmap=True)
+    content = outline(newest)
     recorded: Any = content.get("callbacks") if isinstance(content, Mapping) else None
     listed = recorded.values() if isinstance(recorded, Mapping) else ()
     states = [state for state in listed if isinstance(state, Mapping) and "best_model_path" in state]

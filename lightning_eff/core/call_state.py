@@ -100,7 +100,7 @@ class CallState:
         if kind == "tensor":
             # Without its history: what a module keeps of one step would hold the previous step's, and so on.
             held = value if value.grad_fn is None else value.detach().requires_grad_()
-            self._tensors[id(value)] = held, _version(held), held.requires_grad
+            self._tensors[id(value)] = held, version(held), held.requires_grad
             return held
         if kind == "tuple":
             items: Any = [self._note(item, has_objects=has_objects) for item in value]
@@ -135,7 +135,7 @@ class CallState:
         self._copies = {
             key: copy
             for key, copy in self._copies.items()
-            if key in self._statistics or _version(self._tensors[key][0]) != self._tensors[key][1]
+            if key in self._statistics or version(self._tensors[key][0]) != self._tensors[key][1]
         }
 
     @contextmanager
@@ -145,8 +145,8 @@ class CallState:
         Raises:
             RecomputationError: A tensor that has no copy was written to in place.
         """
-        for key, (tensor, version, _) in self._tensors.items():
-            if _version(tensor) != version and key not in self._copies:
+        for key, (tensor, noted, _) in self._tensors.items():
+            if version(tensor) != noted and key not in self._copies:
                 msg = (
                     f"{name}: {self._described(tensor)} was modified by an inplace operation between the"
                     " forward pass and the backward pass, where it is computed again: change it after the"
@@ -214,7 +214,8 @@ def _kind(kind: type) -> str:
     return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, which those of inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""Find weights that are not finite."""
+"""Find weights and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
     found: set[Any] = set()
     for name, value in tensors.items():
         local = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(local, Tensor) and local.is_sparse:
+            local = local.coalesce().values()
         if type(local) not in (Tensor, nn.Parameter) or local.layout != torch.strided or local.is_meta:
             continue
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local

@@ -13,7 +13,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch._utils import (
+    _flatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
+    _take_tensors,  # pyright: ignore[reportPrivateUsage]
+    _unflatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 25 * 2**20
@@ -55,26 +59,15 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()
     used = [parameter for parameter, count in zip(parameters, counts_by_parameter, strict=True) if count]
-    buckets: list[list[Tensor]] = []  # of one dtype and device each
     for parameter in used:
         if parameter.grad is None:  # another rank has one, and all take part in its all-reduce
             parameter.grad = torch.zeros_like(parameter)
-        gradient, last = parameter.grad, buckets[-1] if buckets else []
-        num_bytes = sum(member.nbytes for member in last) + gradient.nbytes
-        is_alike = bool(last) and (last[0].dtype, last[0].device) == (gradient.dtype, gradient.device)
-        if is_alike and num_bytes <= BUCKET_BYTES:
-            last.append(gradient)
-        else:
-            buckets.append([gradient])
-    for bucket in buckets:
-        flat = bucket[0] if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        flat = flat if flat.is_contiguous() else flat.contiguous()
+    for bucket in _take_tensors([parameter.grad for parameter in used], BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
         # gradient = sum over ranks of gradient / num_ranks, divided first as DDP does
         dist.all_reduce(flat.div_(num_ranks), group=model.process_group)
-        averaged = flat.split([gradient.numel() for gradient in bucket]) if len(bucket) > 1 else [flat]
-        for gradient, values in zip(bucket, averaged, strict=True):
-            if gradient is not values:
-                gradient.copy_(values.view_as(gradient))
+        for gradient, values in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(values)
     return total
 
 

@@ -105,9 +105,8 @@ def _run_part(
     is_copied = 2 * sum(each.nbytes for each in frozen) <= sum(each.nbytes for each in parameters)
     is_copied &= not any(map(is_sharded, frozen))
     copies = [(parameter, parameter.data, parameter.data.clone()) for parameter in frozen if is_copied]
-    states = [(vars(child), dict(vars(child))) for child in module.modules()]
-    for state, _ in states:
-        state["training"] = False  # by `eval()` adapters may merge weights
+    for child in module.modules():
+        vars(child)["training"] = False  # by `eval()` adapters may merge weights
     vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
     try:
         # The step may change its batch in place.
@@ -121,6 +120,3 @@ def _run_part(
             snapshot.restore()
         for parameter, data, values in copies:
             parameter.data = data.copy_(values)
-        for state, before in states:
-            state.clear()
-            state.update(before)

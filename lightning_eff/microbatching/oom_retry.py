@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_eff.core.call_state import version
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, free_memory
@@ -168,6 +169,5 @@ class OomRetry:
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return how often each tensor of a batch was changed in place, as torch counts it (private)."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]  # noqa: SLF001
+    """Return how often each tensor of a batch was changed in place, as torch counts it."""
+    return [version(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor)]

@@ -36,13 +36,13 @@ from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.remedies import format_remedies
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
 from lightning_eff.precision._float8.choice import NEEDS
-from lightning_eff.precision._float8.gradients import not_finite
 from lightning_eff.precision.auto import AutoPrecision
 
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
@@ -238,8 +238,9 @@ class Float8(AutoPrecision):
         super()._after_closure(model, optimizer)
 
     def _check_gradients(self, model: nn.Module) -> None:
-        count, found = not_finite(model)
-        self._checked += bool(count)  # an optimizer in the backward pass has freed them
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found = sorted(nonfinite(gradients))
+        self._checked += bool(gradients)  # an optimizer in the backward pass has freed them
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
             remedies = "  try: precision.recipe=rowwise_with_gw_hp\n  try: a lower learning rate"

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state, sharded, sharded_write
+from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import CheckpointError
@@ -241,7 +242,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = Path(filepath).expanduser()
-        is_listener = isinstance(self.checkpoint_io, sharded.CheckpointListener)
+        is_listener = isinstance(self.checkpoint_io, AtomicFiles)
         # TorchCheckpointIO would remove the folder with everything in it.
         if is_listener or not sharded.is_sharded_checkpoint(path):
             super().remove_checkpoint(filepath)

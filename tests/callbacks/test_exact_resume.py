@@ -26,12 +26,13 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_eff.callbacks._exact_resume import position, random_states
+from lightning_eff.callbacks._exact_resume import position
 from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.exact_resume import ExactResume, resumable
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.core import random_states
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from tests.support.models import make_trainer
 from tests.support.resuming import NUM_SAMPLES, Dropping, Samples, save_in

@@ -1,4 +1,4 @@
-"""Files of a strategy that was given no CheckpointIO; folders are in tests/test_fabric_strategies.py."""
+"""Files of a strategy that was given no CheckpointIO; tests/checkpoint_io/test_durable.py has the faults."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ def test_a_file_is_verified_and_runs_no_code(tmp_path: Path) -> None:
     io.save_checkpoint({"weight": torch.zeros(2)}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["one.ckpt"]
     assert torch.equal(io.load_checkpoint(path)["weight"], torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"would run code\n  try: weights_only=None"):
+    with pytest.raises(CheckpointError, match=r"would run code"):
         io.load_checkpoint(path, weights_only=False)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="it is damaged: its SHA-256 is"):
-        io.load_checkpoint(path)
     io.remove_checkpoint(path)
     io.remove_checkpoint(path)
     assert not list(tmp_path.iterdir())

@@ -23,8 +23,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from lightning_eff.callbacks._exact_resume.index_stream import LATE_DRAWS, IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing, has_global
 from lightning_eff.core.dataloaders import LoaderWrapper, is_stateful
+from lightning_eff.core.random_states import RandomStates, differing, has_global
 
 if TYPE_CHECKING:
     from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
@@ -127,11 +127,6 @@ class ExactLoader(LoaderWrapper):
             self.run.inexact.append("samples without indices draw random numbers in this process")
         elif has_global(changed):
             self.run.inexact.append(LATE_DRAWS)
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether a pass was ever asked for."""
-        return self._start is not None
 
     def position(self, num_ahead: int) -> Position:
         """Return the position, `num_ahead` batches before what was handed out."""

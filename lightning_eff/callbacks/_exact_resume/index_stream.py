@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing, has_global
+from lightning_eff.core.random_states import RandomStates, differing, has_global
 
 LATE_DRAWS = "the sampler draws random numbers while it is read: samples may be seen again"
 

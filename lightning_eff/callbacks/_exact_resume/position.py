@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates, differing
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.random_states import RandomStates, differing
 
 
 @dataclass
@@ -92,14 +94,7 @@ def of_all_ranks(own: Tensor) -> Tensor:
     if num_ranks() == 1:
         return own[None]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    size = torch.tensor([own.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(num_ranks())]
-    dist.all_gather(sizes, size)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own.to(device)
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded)
-    return torch.stack(rows).cpu()
+    return pad_sequence(gather_all_tensors(own.to(device)), batch_first=True).cpu()
 
 
 def num_ranks() -> int:

@@ -20,7 +20,6 @@ from torch.utils.data import (
     Sampler,
 )
 
-from lightning_eff.callbacks._exact_resume import random_states
 from lightning_eff.callbacks._exact_resume.exact_loader import (
     ExactLoader,
     StatefulExactLoader,
@@ -30,12 +29,10 @@ from lightning_eff.callbacks._exact_resume.exact_loader import (
 )
 from lightning_eff.callbacks._exact_resume.index_stream import IndexStream
 from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
-from lightning_eff.callbacks._exact_resume.random_states import RandomStates
+from lightning_eff.core import random_states
 from lightning_eff.core.dataloaders import is_stateful
 from lightning_eff.core.errors import ConfigError
-
-KINDS = (torch.Generator, np.random.Generator)
-"""Generators that an object may keep as an attribute."""
+from lightning_eff.core.random_states import KINDS, RandomStates
 
 
 class ResumableRun:

@@ -50,7 +50,7 @@ class StandaloneLoader(ExactLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of each rank, and the loader's own state; all ranks call it."""
-        is_between = self.is_over or not self.has_begun
+        is_between = self.is_over or self._start is None
         packed = position.pack(self.run.position(is_over=is_between))
         positions = position.of_all_ranks(packed)
         num_passes = self.num_passes - (not is_between)

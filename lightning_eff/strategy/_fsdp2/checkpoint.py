@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_eff.checkpoint import sharded, sharded_write
+from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.checkpoint.atomic_write import save_error
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, RowShard, split_shards
@@ -105,7 +106,7 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
     with ExitStack() as save:  # ends with rank 0's clean-up
         # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
         with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
-            if isinstance(io, sharded.CheckpointListener):
+            if isinstance(io, AtomicFiles):
                 io.check_weights(checkpoint, path)
             if ranks.rank == 0:
                 step.local = {"path": str(path), "token": save.enter_context(sharded_write.new_save(path))}
@@ -127,7 +128,7 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
                 digests = [shard["digest"] for shard in shards]
                 index = sharded_write.write_index(path, token, digests, rest, rows)
                 step.local["bytes"] = index.num_bytes
-    if isinstance(io, sharded.CheckpointListener):
+    if isinstance(io, AtomicFiles):
         num_bytes = step.gathered[0]["bytes"] + sum(shard["bytes"] for shard in shards)
         io.folder_saved(path, num_bytes, time.perf_counter() - start)
 
@@ -143,7 +144,7 @@ def load_folder(path: Path, ranks: Ranks, io: CheckpointIO) -> dict[str, Any]:
     with ranks.all_or_none():
         index = sharded.verified_index(path, ranks.rank, ranks.size)
     checkpoint = sharded.lazy_checkpoint(index)
-    if isinstance(io, sharded.CheckpointListener):
+    if isinstance(io, AtomicFiles):
         io.folder_loaded(path)
     return checkpoint
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import CheckpointError
@@ -169,13 +170,8 @@ class Ranks:
                 raise CheckpointError(text)
 
     def _all_gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange one message per rank: two all-gathers of all ranks, of the lengths and of the bytes."""
+        """Exchange one message per rank; a collective of all ranks."""
         if self.size == 1:
             return [message]
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
-        sizes = [data.new_zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
-        longest = max(int(size) for size in sizes)
-        padded = [data.new_zeros(longest) for _ in range(self.size)]
-        dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - len(data))]))
-        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(padded, sizes, strict=True)]
+        return [json.loads(bytes(row.tolist())) for row in gather_all_tensors(data)]

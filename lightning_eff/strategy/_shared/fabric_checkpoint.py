@@ -25,7 +25,8 @@ Keep = Callable[[str, Any], bool]
 
 
 def _checkpoint_io(self: Any) -> CheckpointIO:
-    return self._checkpoint_io or AtomicFiles()
+    self._checkpoint_io = self._checkpoint_io or AtomicFiles()
+    return self._checkpoint_io
 
 
 def _set_checkpoint_io(self: Any, io: CheckpointIO) -> None:

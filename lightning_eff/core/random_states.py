@@ -14,14 +14,14 @@ from torch import Tensor
 
 RandomStates = dict[str, Tensor]
 """A tensor of bytes for each generator: `torch`, `device`, `python`, `numpy`, and others by name."""
+KINDS = (torch.Generator, np.random.Generator)
+"""Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]
 """Generators of a user's own, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
 
 
-def capture(
-    device: torch.device | None = None, generators: Generators = MappingProxyType({})
-) -> RandomStates:
+def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
     """Return the states of torch's CPU generator, the device's, Python's, NumPy's and of others."""
     version, words, gauss = random.getstate()
     del version
