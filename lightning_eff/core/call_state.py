@@ -66,6 +66,7 @@ class CallState:
         self._states: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
             (random.getstate, random.setstate, random.getstate()),
             (_numpy_state, _set_numpy_state, _numpy_state()),
+            (torch.get_default_dtype, torch.set_default_dtype, torch.get_default_dtype()),
         ]
         for part in self._parts:
             attributes = vars(part)

@@ -85,6 +85,10 @@ def load_stamp(
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
     if isinstance(state, dict):
         checkpoint["callbacks"].setdefault(self.state_key, state)
+    for saver in trainer.checkpoint_callbacks:
+        if isinstance(saver, ModelCheckpoint) and saver._every_n_train_steps:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            # Lightning 2.6 forgets it, and saves the same step again, within the window that follows.
+            saver._last_global_step_saved = checkpoint["global_step"]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     check_on_restore(trainer)
 
 

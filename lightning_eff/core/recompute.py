@@ -93,13 +93,19 @@ class RecomputedBlock:
             return args, kwargs
         # Hugging Face's models pass a key-value cache to their layers, also in training: each recomputation
         # would fill it again.
-        caches = {name: kwargs[name] for name in CACHES if kwargs.get(name) is not None}
+        passed = dict(zip(self._names, args, strict=False)) | kwargs
+        caches = {name: passed[name] for name in CACHES if passed.get(name) is not None}
         for name, cache in caches.items():
             if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
                 msg = f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
                 raise ValueError(msg)
         self.is_cache_disabled = self.is_cache_disabled or bool(caches)
-        given = kwargs | dict.fromkeys(caches) | ({"use_cache": False} if "use_cache" in kwargs else {})
+        given = (
+            kwargs
+            | dict.fromkeys(caches.keys() & kwargs)
+            | ({"use_cache": False} if "use_cache" in kwargs else {})
+        )
+        args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
         # By position, as far as possible: only positional tensors are saved like activations.
         positional, keywords = list(args), dict(given)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:

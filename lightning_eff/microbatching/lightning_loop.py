@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -35,8 +36,10 @@ from lightning.pytorch.loops.optimization.automatic import (
     ClosureResult,
     _AutomaticOptimization,  # pyright: ignore[reportPrivateUsage]
 )
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_strategy_hook  # pyright: ignore[reportPrivateUsage]
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -45,8 +48,10 @@ from typing_extensions import override
 
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
+from lightning_eff.core.reach import MAX_NAMES
+from lightning_eff.core.technique import name_of
 from lightning_eff.microbatching import ddp
-from lightning_eff.microbatching.mean_check import check_mean
+from lightning_eff.microbatching.mean_check import MeanCheck, check_mean
 from lightning_eff.microbatching.micro_batch_runner import (
     Arguments,
     MicroBatchRunner,
@@ -288,37 +293,60 @@ class ExactStep(_AutomaticOptimization):
         """Reject a loss that is no mean over samples, once, before the first split or longer window."""
         if self.mean_check is not None:
             return
-        trainer, batch, weigh = self.trainer, arguments.get("batch"), self.weigh
-        size = self.micro_batch_size or MicroBatchSize(None, is_auto=False)
+        size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
         count = size.num_samples(batch, by_splitting=True) or 0
         if self.micro_batch_size is None:  # the first dimension may be time, where nothing is to be split
-            batch_size = getattr(trainer.train_dataloader, "batch_size", None)
+            batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # their forward passes may wait for each other
             count = int(self._reduce(count, "min"))
         # Forward passes without gradients need less memory than those of training.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
+        found = self._compare_losses(arguments, size, max_samples)
+        self.mean_check, difference = found.undecided, found.difference
+        name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
+        if self.mean_check:
+            rank_zero_info(f"callbacks/{name}: {self.mean_check}")
+        if found.moved and self.micro_batch_size is not None:
+            some = ", ".join(sorted(found.moved)[:MAX_NAMES])
+            text = f"MicroBatch: training_step changes {some}, which happens once per micro-batch now: "
+            warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)
+        if is_on_all_ranks and self._reduce(bool(difference), "max"):
+            difference = difference or "none on another rank"
+        if difference:
+            memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
+            text = (
+                f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
+                '  try: return {"loss": loss, "loss_weight": n}, for a mean over n tokens or other targets\n'
+                "  try: return loss / len(batch), for a sum\n"
+                "  try: +callbacks=gradient_checkpointing in its place, for a loss that compares samples\n"
+                f"  try: ~callbacks.{name}"
+            )
+            raise ConflictError(text)
+
+    def _compare_losses(self, arguments: Arguments, size: MicroBatchSize, max_samples: int) -> MeanCheck:
+        """Run the check in the precision of the weights, or else, if that decides nothing, in the run's."""
+        trainer, weigh, batch = self.trainer, self.weigh, arguments.get("batch")
+        module, device = trainer.lightning_module, trainer.strategy.root_device
 
         def run(part: MicroBatchPart) -> Any:
             with torch.set_grad_enabled(weigh is not None):  # TiledLoss finds its losses in the graph
                 output = self._training_step_output(OrderedDict(arguments, batch=part.batch))
                 return output if weigh is None else weigh(output, 0)
 
-        model, module, device = trainer.strategy.model, trainer.lightning_module, trainer.strategy.root_device
+        plugin, model = trainer.precision_plugin, trainer.strategy.model
         is_ddp = isinstance(model, DistributedDataParallel)
+        is_autocast = isinstance(plugin, MixedPrecision) or name_of(plugin) == "precision/auto"
+        is_autocast &= str(trainer.precision).endswith("-mixed") and (is_ddp or self._num_ranks == 1)
+        if is_autocast:  # whose rounding hides small differences
+            full = patch.object(plugin, "train_step_context", nullcontext)
+            with full, ddp.without_collectives(model) if is_ddp else nullcontext():
+                found = check_mean(batch, run, module, size, max_samples, device, is_low=False)
+            if not found.undecided:
+                return found
+        is_low = not str(trainer.precision).startswith(("32", "64"))
         with ddp.without_collectives(model) if is_ddp else nullcontext():
-            difference, self.mean_check = check_mean(batch, run, module, size, max_samples, device)
-        if is_on_all_ranks and self._reduce(bool(difference), "max"):
-            difference = difference or "none on another rank"
-        if difference:
-            name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
-            memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
-            text = (
-                f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
-                '  try: return {"loss": loss, "loss_weight": n}, if loss is a mean over n targets\n'
-                f"  try: return loss / num_samples, if loss is a sum\n  try: ~callbacks.{name}"
-            )
-            raise ConflictError(text)
+            return check_mean(batch, run, module, size, max_samples, device, is_low=is_low)
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:

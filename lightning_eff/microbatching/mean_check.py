@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from lightning_eff.core.call_state import CallState, version
 from lightning_eff.core.errors import ConflictError, root_cause_line
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.microbatching.merging import mean
@@ -32,12 +34,26 @@ from lightning_eff.microbatching.window import weight_of
 MAX_SAMPLES = 16
 MAX_ROUNDING = 0.03
 """Relative difference of two losses that 16 and 8 bits explain."""
+SMALL_LOSS = 0.01
+"""Below it, differences are compared with this value."""
 Run = Callable[[MicroBatchPart], Any]
 """Runs `training_step` on a batch, and returns its output."""
 
 
 class _UndecidedError(Exception):
     """The losses do not show whether they are means; the text says why."""
+
+
+@dataclass
+class MeanCheck:
+    """What a few samples show of a loss."""
+
+    difference: str = ""
+    """How the loss of all differs from the mean over their parts; empty for a mean."""
+    undecided: str = ""
+    """Why the losses do not show whether they are means."""
+    moved: set[str] = field(default_factory=set[str])
+    """Names of parameters and buffers that `training_step` changes."""
 
 
 def check_mean(
@@ -47,76 +63,132 @@ def check_mean(
     size: MicroBatchSize,
     max_samples: int,
     device: torch.device,
-) -> tuple[str, str]:
+    *,
+    is_low: bool,
+) -> MeanCheck:
     """Compare the loss of up to `max_samples` samples with the mean over their parts, and leave no trace.
 
-    Returns:
-        How the losses differ, and why they do not show whether they are means; for a mean both are empty.
+    Args:
+        batch: As `training_step` gets it.
+        run: Runs `training_step` on a part of it.
+        module: Whose `training_step` this is.
+        size: Splits the batch.
+        max_samples: Of the batch, that are run.
+        device: Of the module.
+        is_low: Whether matrix products are in 16 or 8 bits although the weights are not.
     """
-    parameters = list(module.parameters())
+    found, parameters = MeanCheck(), list(module.parameters())
     if is_fake(parameters[0]):
-        return "", ""
+        return found
     try:
         if any(isinstance(child, _BatchNorm) and child.running_mean is None for child in module.modules()):
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
-        parts = size.split(few.batch, 1 if few.num_samples in (2, 3) else 2)
-        snapshot = StepSnapshot(module, device)
-        snapshot.keep()
+        # In pairs and in halves: a loss over the hardest half of the samples may be equal in one of them.
+        pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
+        partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
+        run_part = _Untraced(run, module, device, found.moved)
         # Uncompiled, and unseen by counters of operations.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), _disable_current_modes():
-            outputs = [_run_part(run, part, module, snapshot) for part in (few, *parts, few)]
-        losses, weights, has_drawn = zip(*outputs, strict=True)
-        full, *of_parts, again = map(float, losses)
-        counts = [part.num_samples for part in parts] if None in weights else weights[1:-1]
-        of_mean, scale = float(mean(of_parts, counts)), max(map(abs, map(float, losses)))
-        if None in counts or not scale or not math.isfinite(full - of_mean):
-            _stop("the loss of a few samples is 0 or not finite, or they cannot be counted")
+            full, again = run_part(few), run_part(few)
+            outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-        # Rounding explains 1e-5 in float64, 3e-3 in float32. Most losses that compare samples differ by more.
-        rounding = max(1e-5, 8.0 * max(torch.finfo(dtype).eps for dtype in {*dtypes, losses[0].dtype}) ** 0.5)
-        if not str(module.trainer.precision).startswith(("32", "64")):
-            rounding = MAX_ROUNDING
-        if abs(full - of_mean) <= min(rounding, MAX_ROUNDING) * scale:
-            return "", ""
-        if full != again or any(has_drawn):
-            _stop("training_step draws random numbers, or does not return the same loss twice")
+        # Rounding explains half of the digits: 7e-9 in float64, 2e-4 in float32, 3e-3 with a GPU's TF32.
+        rounding = 0.5 * max(torch.finfo(dtype).eps for dtype in {*dtypes, full.loss.dtype}) ** 0.5
+        rounding = max(rounding, MAX_ROUNDING if is_low else 0.0, 0.0 if device.type == "cpu" else 3e-3)
+        for partition, parts in zip(partitions, outputs, strict=True):
+            losses, weights = [float(part.loss) for part in parts], [part.weight for part in parts]
+            counts = [part.num_samples for part in partition] if None in weights else weights
+            of_mean = float(mean(losses, counts))
+            scale = max(map(abs, [float(full.loss), *losses]))
+            if None in counts or not scale or not math.isfinite(float(full.loss) - of_mean):
+                _stop("the loss of a few samples is 0 or not finite, or they cannot be counted")
+            # A loss near 0 is the difference of terms that are not.
+            if abs(float(full.loss) - of_mean) <= min(rounding, MAX_ROUNDING) * max(scale, SMALL_LOSS):
+                continue
+            if float(full.loss) != float(again.loss) or any(part.has_drawn for part in (full, *parts)):
+                _stop("training_step draws random numbers, or does not return the same loss twice")
+            found.difference = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in "
+            found.difference += f"{len(parts)} parts of them"
+            return found
     except ConflictError:
         raise
     except Exception as error:  # noqa: BLE001 - a step in evaluation mode may raise anything
         cause = str(error) if isinstance(error, _UndecidedError) else root_cause_line(error)
-        return "", f"not checked that the loss is a mean over samples: {cause}"
-    return f"{full:.4g} for a few samples, and {of_mean:.4g} on average in {len(parts)} parts of them", ""
+        found.undecided = f"not checked that the loss is a mean over samples: {cause}"
+    return found
 
 
 def _stop(text: str) -> None:
     raise _UndecidedError(text)
 
 
-def _run_part(
-    run: Run, part: MicroBatchPart, module: pl.LightningModule, snapshot: StepSnapshot
-) -> tuple[Tensor, float | None, bool]:
-    """Return the loss of a part in evaluation mode, its weight, and whether random numbers were drawn."""
-    parameters = list(module.parameters())
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    # A step may move a momentum encoder; what is frozen below an adapter is too large to copy.
-    is_copied = 2 * sum(each.nbytes for each in frozen) <= sum(each.nbytes for each in parameters)
-    is_copied &= not any(map(is_sharded, frozen))
-    copies = [(parameter, parameter.data, parameter.data.clone()) for parameter in frozen if is_copied]
-    for child in module.modules():
-        vars(child)["training"] = False  # by `eval()` adapters may merge weights
-    vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
-    try:
-        # The step may change its batch in place.
-        output = run(MicroBatchPart(apply_to_collection(part.batch, Tensor, Tensor.clone), part.num_samples))
+@dataclass
+class _Output:
+    """What `training_step` returned for a part of a batch."""
+
+    loss: Tensor
+    weight: float | None
+    has_drawn: bool
+
+
+class _Untraced:
+    """Runs `training_step` in evaluation mode, and undoes what it changes.
+
+    Args:
+        run: Runs it on a part of a batch.
+        module: Whose it is.
+        device: Of the module.
+        moved: Takes the names of parameters and buffers that it changes.
+    """
+
+    def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
+        self._run, self._module, self._moved = run, module, moved
+        self._snapshot = StepSnapshot(module, device)
+        self._snapshot.keep()
+        self._state = CallState(module, [vars(part) for part in module.modules()])
+        self._parameters = {name: each for name, each in module.named_parameters() if not is_sharded(each)}
+        named = self._parameters.values()
+        num_frozen = sum(each.nbytes for each in named if not each.requires_grad)
+        # A step may move a momentum encoder; what is frozen below an adapter is too large to copy.
+        is_small = 2 * num_frozen <= sum(each.nbytes for each in named)
+        self._copies = {
+            name: (each.data, each.data.clone())
+            for name, each in self._parameters.items()
+            if is_small or each.requires_grad
+        }
+
+    def __call__(self, part: MicroBatchPart) -> _Output:
+        module, parameters = self._module, self._parameters
+        before = {name: (each.data_ptr(), version(each)) for name, each in parameters.items()}
+        try:
+            with self._state.again("the check of the loss"):
+                for child in module.modules():
+                    vars(child)["training"] = False  # by `eval()` adapters may merge weights
+                vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
+                buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
+                # The step may change its batch in place.
+                own = apply_to_collection(part.batch, Tensor, Tensor.clone)
+                output = self._run(MicroBatchPart(own, part.num_samples))
+                has_drawn = self._snapshot.has_drawn()
+                for name, buffer in module.named_buffers():
+                    if name in buffers and (
+                        buffer is not buffers[name][0] or version(buffer) != buffers[name][1]
+                    ):
+                        self._moved.add(name)
+        finally:
+            changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
+            for name, (data, values) in self._copies.items():
+                # A change through `parameter.data` increases no version.
+                if name in changed or not torch.equal(data, values):
+                    changed.add(name)
+                    parameters[name].data = data.copy_(values)
+            self._moved |= changed
+            with suppress(RuntimeError):  # frozen parameters have changed
+                self._snapshot.restore()
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor) or (snapshot.has_changed_frozen() and not is_copied):
-            _stop("training_step returned no loss, or changes frozen parameters")
-        return loss, weight_of(output), snapshot.has_drawn()
-    finally:
-        with suppress(RuntimeError):  # frozen parameters have changed
-            snapshot.restore()
-        for parameter, data, values in copies:
-            parameter.data = data.copy_(values)
+        if not isinstance(loss, Tensor) or changed - self._copies.keys():
+            _stop("training_step returned no loss, or changes parameters that are not copied")
+        return _Output(loss.detach(), weight_of(output), has_drawn)

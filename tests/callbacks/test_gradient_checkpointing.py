@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile
@@ -280,6 +280,22 @@ def make_llama() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=3, **sizes)).train()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+def test_a_cache_that_layers_get_by_position_is_not_filled_twice(policy: str) -> None:
+    results, tokens = [], torch.randint(0, 50, (2, 6))
+    config = GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=8, attn_implementation="eager"
+    )
+    for chosen in (None, policy):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).eval()
+        if chosen:
+            recompute(model, policy=chosen)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert is_equal(*results)
 
 
 @pytest.mark.parametrize(("policy", "use_cache"), [("full", True), ("selective", True), ("offload", False)])

@@ -111,6 +111,24 @@ def test_a_list_to_which_the_caller_appends(wrapped: str) -> None:
     assert_same(lambda cell, given: torch.tanh(cell.a(sum(unwrap(given)))), step, backwards=2)
 
 
+def test_the_default_dtype_of_a_true_precision() -> None:
+    """Lightning's 64-true and 16-bit precisions set it around the forward pass alone."""
+
+    def compute(cell: Cell, x: Tensor) -> Tensor:
+        return cell.a(x * torch.rand(len(x), 1) + torch.arange(WIDTH) / 7.0)
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            for block in net:
+                x = block(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return x.square().sum()
+
+    assert_same(compute, step)
+
+
 def popped(cell: Cell, x: Tensor, held: Any) -> Tensor:
     return torch.tanh(cell.a(x + (held.pop("1") if isinstance(held, dict) else held.pop())))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_eff.core import checkpoint_stamp
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support.models import Net, make_loader, make_trainer
+from tests.support.ranks import is_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning"),
@@ -212,6 +214,36 @@ def test_a_run_with_batches_that_are_not_trained_on_goes_on_at_its_place(
         assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
         for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
             assert torch.equal(one, other), path.name
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_run_does_not_save_the_same_step_again_within_the_next_window(tmp_path: Path) -> None:
+    def run(num_batches: int) -> Net:
+        torch.manual_seed(1)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_last=True)
+        callbacks = [ExactResume(), GradientAccumulation(num_batches=3), saver]
+        trainer = make_trainer(max_steps=4, callbacks=callbacks, enable_checkpointing=True)
+        model = Net()
+        stop = RuntimeError("stopped")
+
+        def stops(batch: Any, batch_idx: int) -> None:
+            if batch_idx == num_batches:
+                raise stop
+
+        model.on_train_batch_start = stops
+        with suppress(RuntimeError):
+            resume = "last" if (tmp_path / "last.ckpt").exists() else None
+            trainer.fit(model, make_loader(48), ckpt_path=resume)
+        return model
+
+    whole = run(99)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    run(7)  # one batch after the save at step 2
+    saved = (tmp_path / "last.ckpt").read_bytes()
+    run(8)
+    assert (tmp_path / "last.ckpt").read_bytes() == saved
+    assert is_equal(run(99).state_dict(), whole.state_dict())
 
 
 DAMAGED: list[dict[str, Any]] = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.errors import ConflictError, ConflictWarning
 from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.mean_check import MeanCheck
 from tests.support.faults import Fault, out_of_memory, stateful_model
 from tests.support.faults import data as stateful_data
 from tests.support.models import make_trainer
@@ -25,7 +28,7 @@ from tests.support.ranks import is_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),  # of the batch norm
-    pytest.mark.filterwarnings("ignore:Found 1 module|Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:Found . module|Trying to infer the `batch_size`"),
 ]
 CLASS_WEIGHTS = torch.linspace(0.1, 3.0, 4)
 HIDDEN = np.random.default_rng(0)
@@ -55,6 +58,12 @@ def triplets(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     )
 
 
+def hardest(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Over the half of the samples with the largest losses."""
+    losses = (a - b).square().mean(1)
+    return losses.topk(-(-len(losses) // 2)).values.mean()
+
+
 def total(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return (a - b).square().sum()
 
@@ -65,6 +74,11 @@ def class_weighted(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
 
 def declared(a: Tensor, b: Tensor, y: Tensor) -> Any:
     return {"loss": class_weighted(a, b, y), "loss_weight": CLASS_WEIGHTS[y].sum(), "weight": 7.0}
+
+
+def critic(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Near 0, as the difference of two means."""
+    return a.mean() - a.detach().mean() + 1e-6 * b.mean()
 
 
 def with_decay(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -105,7 +119,7 @@ CALLBACKS = [lambda: MicroBatch(micro_batch_size=4), lambda: GradientAccumulatio
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
-@pytest.mark.parametrize("loss", [info_nce, barlow_twins, ranking, triplets, total, class_weighted])
+@pytest.mark.parametrize("loss", [info_nce, barlow_twins, ranking, triplets, hardest, total, class_weighted])
 def test_a_loss_that_is_no_mean_is_rejected(loss: Loss, callback: Callable[[], Any]) -> None:
     model = Towers(loss)
     before = copy.deepcopy(model.state_dict())
@@ -116,7 +130,7 @@ def test_a_loss_that_is_no_mean_is_rejected(loss: Loss, callback: Callable[[], A
 
 @pytest.mark.parametrize("callback", CALLBACKS)
 @pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("loss", [lambda a, b, y: F.mse_loss(a, b), with_decay, declared])
+@pytest.mark.parametrize("loss", [lambda a, b, y: F.mse_loss(a, b), with_decay, declared, critic])
 def test_a_mean_is_trained(loss: Loss, precision: str, callback: Callable[[], Any]) -> None:
     assert "not checked" not in fit(Towers(loss), callback(), precision=precision)
 
@@ -125,6 +139,41 @@ def test_a_contrastive_loss_is_rejected_in_low_precision_too() -> None:
     for precision in ("bf16-mixed", "bf16-true"):
         with pytest.raises(ConflictError, match="mean over samples"):
             fit(Towers(info_nce), MicroBatch(micro_batch_size=1), precision=precision)
+
+
+class Tokens(pl.LightningModule):
+    """A new language model: each sample has nearly the same loss, and its rows are padded."""
+
+    def __init__(self, seed: int, *, is_weighted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.is_weighted = is_weighted
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.head(self.embedding(batch[0])).mT, batch[1], ignore_index=-100)
+        return {"loss": loss, "loss_weight": (batch[1] != -100).sum()} if self.is_weighted else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mean_over_padded_tokens_needs_their_number(precision: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 32, (8, 128))
+    lengths = torch.randint(16, 128, (8, 1))
+    loader = DataLoader(TensorDataset(ids, ids.where(torch.arange(128) < lengths, -100)), batch_size=8)
+
+    def train(*, is_weighted: bool) -> None:
+        callbacks = [MicroBatch(micro_batch_size=2)]
+        trainer = make_trainer(callbacks=callbacks, max_steps=1, accelerator="cpu", precision=precision)
+        trainer.fit(Tokens(seed, is_weighted=is_weighted), loader)
+
+    train(is_weighted=True)
+    with pytest.raises(ConflictError, match="mean over samples"):
+        train(is_weighted=False)
 
 
 def evaluation_fails(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -197,18 +246,54 @@ class Collects(Towers):
         self.seen.append([parameter.grad for parameter in self.parameters()])
 
 
+class Draws(Collects):
+    """Changes trained weights, draws from a generator of NumPy's, and counts in dicts and objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.b)  # it keeps `requires_grad`
+        self.rng, self.python = np.random.default_rng(0), random.Random(0)
+        self.counts: Any = {"n": 0}
+        self.state = SimpleNamespace(scale=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.target.parameters(), self.b.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        self.counts["n"] += 1
+        self.state.scale *= 0.9
+        mixed = batch[1] * self.rng.beta(0.5, 0.5) + self.python.random() + self.counts["n"]
+        return self.state.scale * F.mse_loss(self.b(mixed), self.target(batch[1]).detach())
+
+
+@pytest.mark.filterwarnings("ignore:MicroBatch. training_step changes")
 @pytest.mark.parametrize("callback", CALLBACKS)
 def test_the_check_leaves_no_trace(callback: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for _ in range(2):
-        model, other = Collects(), stateful_model(Fault())
+        model, other, third = Collects(), stateful_model(Fault()), Draws()
         fit(model, callback(), max_steps=2, log_every_n_steps=1)
+        fit(third, callback(), max_steps=2)
         make_trainer(callbacks=[callback()], max_steps=3, max_epochs=2).fit(other, stateful_data())
         results.append(
-            [model.state_dict(), model.seen, other.state_dict(), other.losses, other.logged, other.count]
+            [
+                *(model.state_dict(), model.seen),
+                *(other.state_dict(), other.losses, other.logged, other.count),
+                *(third.state_dict(), third.counts, third.state.scale),
+            ]
         )
-        monkeypatch.setattr(lightning_loop, "check_mean", lambda *_: ("", ""))
+        monkeypatch.setattr(lightning_loop, "check_mean", lambda *_, **__: MeanCheck())
     assert is_equal(*results)
+
+
+def test_state_that_moves_once_per_micro_batch_is_named() -> None:
+    model = Collects()
+    with pytest.warns(ConflictWarning, match=r"changes .*slow\.weight.*once per micro-batch"):
+        fit(model, MicroBatch(micro_batch_size=4))
+    model = Towers(lambda a, b, y: F.mse_loss(a, b) + 0 * model.queue.add_(1).sum())
+    model.register_buffer("queue", torch.zeros(2))
+    with pytest.warns(ConflictWarning, match="changes queue, "):
+        fit(model, MicroBatch(micro_batch_size=4))
 
 
 def steps_of(name: str) -> Callable[[Any], Any]:
