@@ -105,11 +105,11 @@ FAULTS = {
     ),
     "random state not brought back": (
         SNAPSHOT,
-        "(torch.get_rng_state, torch.set_rng_state)",
-        "(torch.get_rng_state, id)",
+        "random_states.restore(self._random, self._device, self._generators)",
+        "pass",
         TRACE,
     ),
-    "batch norm twice": (SNAPSHOT, "buffer.tensor.copy_(buffer.values)", "pass", TRACE),
+    "batch norm twice": (SNAPSHOT, "buffer.copy_(values)", "pass", TRACE),
     "metrics twice": (
         SNAPSHOT,
         "tensor.data = values.clone()",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 
@@ -26,7 +27,11 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
         local = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(local, Tensor) and local.is_sparse:
             local = local.coalesce().values()
-        if type(local) not in (Tensor, nn.Parameter) or local.layout != torch.strided or local.is_meta:
+        if (
+            type(local) not in (Tensor, nn.Parameter, FakeTensor)
+            or local.layout != torch.strided
+            or local.is_meta
+        ):
             continue
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
         is_float = local.is_floating_point() and local.itemsize > 1  # float8 has no minimum
