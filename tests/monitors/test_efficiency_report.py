@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_eff.callbacks.empty_cache import EmptyCache
-from lightning_eff.checkpoint_io import durable
+from lightning_eff.checkpoint import atomic_io
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
@@ -82,14 +82,14 @@ class Fails(Net):
 def test_a_checkpoint_that_is_saved_as_the_run_ends_is_in_the_report(
     fails: bool, asynchronous: bool, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = durable.write_with_digest
+    whole = atomic_io.write_with_digest
 
     def slow(*arguments: Any) -> Any:
         """Let a save in the background be under way when the run ends."""
         time.sleep(0.5)
         return whole(*arguments)
 
-    monkeypatch.setattr(durable, "write_with_digest", slow)
+    monkeypatch.setattr(atomic_io, "write_with_digest", slow)
     saver = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=10)
     keywords = {"plugins": [Durable(asynchronous=asynchronous)], "enable_checkpointing": True}
     failure = pytest.raises(RuntimeError, match="the label is missing") if fails else nullcontext()
