@@ -27,6 +27,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import (
+    _disable_current_modes as disabled_modes,  # pyright: ignore[reportPrivateUsage]
+)
 from typing_extensions import override
 
 from lightning_eff.checkpoint import stored_weights
@@ -87,13 +90,14 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
         if self.max_nonfinite_steps is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
-            total = loss.detach().float().sum()
-            self._loss = total if self._loss is None else self._loss + total
+        with disabled_modes():  # the report does not count what a monitor holds
+            if isinstance(loss, Tensor):
+                total = loss.detach().float().sum()
+                self._loss = total if self._loss is None else self._loss + total
+            if self._has_stepped and self._loss is not None:
+                self._num_in_row = (self._num_in_row + 1) * ~self._loss.isfinite()
         if not self._has_stepped:
             return
-        if self._loss is not None:
-            self._num_in_row = (self._num_in_row + 1) * ~self._loss.isfinite()
         self._loss, self._has_stepped = None, False
         self._num_unread -= 1
         if self._num_unread:

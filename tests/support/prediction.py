@@ -33,7 +33,7 @@ class Encoder(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, targets = batch
-        weight = (targets > 3).sum()
+        weight = (targets >= 0).sum()
         loss = F.cross_entropy(
             self.head(self.layers(self.embedding(tokens))).flatten(0, 1), targets.flatten()
         )
