@@ -9,7 +9,7 @@ statistics would differ. Random numbers that the step itself draws leave the que
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,20 +99,14 @@ def check_mean(
         rounding = 0.5 * max(torch.finfo(dtype).eps for dtype in {*dtypes, full.loss.dtype}) ** 0.5
         rounding = max(rounding, MAX_ROUNDING if is_low else 0.0, 0.0 if device.type == "cpu" else 3e-3)
         for partition, parts in zip(partitions, outputs, strict=True):
-            losses, weights = [float(part.loss) for part in parts], [part.weight for part in parts]
-            counts = [part.num_samples for part in partition] if None in weights else weights
-            of_mean = float(mean(losses, counts))
-            scale = max(map(abs, [float(full.loss), *losses]))
-            if None in counts or not scale or not math.isfinite(float(full.loss) - of_mean):
-                _stop("the loss of a few samples is 0 or not finite, or they cannot be counted")
-            # A loss near 0 is the difference of terms that are not.
-            if abs(float(full.loss) - of_mean) <= min(rounding, MAX_ROUNDING) * max(scale, SMALL_LOSS):
+            of_mean, is_equal = _compare(full, partition, parts, min(rounding, MAX_ROUNDING))
+            if is_equal:
                 continue
             if float(full.loss) != float(again.loss) or any(part.has_drawn for part in (full, *parts)):
                 _stop("training_step draws random numbers, or does not return the same loss twice")
             found.difference = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in "
             found.difference += f"{len(parts)} parts of them"
-            return found
+            break
     except ConflictError:
         raise
     except Exception as error:  # noqa: BLE001 - a step in evaluation mode may raise anything
@@ -132,6 +126,20 @@ class _Output:
     loss: Tensor
     weight: float | None
     has_drawn: bool
+
+
+def _compare(
+    full: _Output, partition: Sequence[MicroBatchPart], parts: Sequence[_Output], rounding: float
+) -> tuple[float, bool]:
+    """Return the weighted mean of the parts' losses, and whether the loss of all equals it."""
+    losses, weights = [float(part.loss) for part in parts], [part.weight for part in parts]
+    counts = [part.num_samples for part in partition] if None in weights else weights
+    of_mean = float(mean(losses, counts))
+    difference, scale = abs(float(full.loss) - of_mean), max(map(abs, [float(full.loss), *losses]))
+    if None in counts or not scale or not math.isfinite(difference):
+        _stop("the loss of a few samples is 0 or not finite, or they cannot be counted")
+    # A loss near 0 is the difference of terms that are not.
+    return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
 
 class _Untraced:
