@@ -59,6 +59,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels import devices
+from lightning_eff.report.advice import Observed, Suggestion
 
 Packing = Literal["auto", "varlen", "flex", "dense"]
 NO_BACKEND = "callbacks.attention.backend=null"
@@ -146,6 +147,26 @@ class Attention(Managed):
         self._is_checked = False
         self.planned: devices.Device | None = None
         """A GPU to predict for, in place of the model's device."""
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest to call `scaled_dot_product_attention` in place of computing scores without dropout."""
+        held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
+        found = {
+            index: each.operation
+            for index, each in run.activations()
+            if (row := held.get(run.sizes[index]))
+            and (each.path in row.modules or each.operation == "_softmax")
+        }
+        # With dropout on a CPU, torch computes the scores all the same.
+        if not found or any("dropout" in name or "bernoulli" in name for name in found.values()):
+            return None
+        calls, num_bytes = sum(row.calls for row in held.values()), max(held)
+        return Suggestion(
+            change=ASK_FOR_SDPA,
+            why=f"scores of {calls} attention calls, up to {human_bytes(num_bytes)} each",
+            peak_bytes=run.peak_if(dict.fromkeys(found, 0.0)),
+        )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

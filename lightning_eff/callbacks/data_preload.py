@@ -47,12 +47,15 @@ from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arg
 from lightning_eff.core.machine import num_cores
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome
+from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.live_bytes import tensors_in
 
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
 """Batches that are compared, and timed in this process; at most so many are timed with workers."""
+MIN_WAIT = 0.1
+"""Fraction of a run's time that is a wait for data, from which it is suggested."""
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
 WORKER_TIMEOUT_S = 20.0
@@ -108,6 +111,13 @@ class DataPreload(Managed):
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = ""
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it where a run waits for its data."""
+        waited = run.measured["data_wait_share"] or 0.0
+        why = f"the run waits for data {waited:.0%} of the time"
+        return Suggestion(technique=DataPreload(), why=why) if waited > MIN_WAIT else None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -45,6 +45,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.recompute import ContextFn, RecomputedBlock, noop_context_fn
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.report.advice import Observed, Suggestion
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
 aten = torch.ops.aten
@@ -217,6 +218,18 @@ class GradientCheckpointing(Managed):
                 remedies = (f"{option}=full", f"~callbacks.{tiled}")
                 excludes.append(Rule(name=f"callbacks/{tiled}", reason=reason, remedies=remedies))
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=tuple(excludes))
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it for a model of repeated blocks that do not write to their inputs."""
+        blocks = model_surgery.repeated_blocks(run.module)
+        if run.recorder is None or run.recorder.writes_inputs or not blocks:
+            return None
+        return Suggestion(
+            technique=GradientCheckpointing(),
+            why=f"activations inside of {len(blocks)} blocks, which are computed again",
+            peak_bytes=run.peak_if({}, recomputed=blocks),
+        )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -31,6 +31,7 @@ Source: learned from Composer's device_train_microbatch_size; what Lightning's o
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -44,8 +45,11 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.mean_check import check_mean
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
-from lightning_eff.microbatching.splitting import Splitter
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
+from lightning_eff.report.advice import Observed, Suggestion
+from lightning_eff.report.recording import GRADIENTS
 
 FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
 
@@ -137,6 +141,40 @@ class MicroBatch(Managed):
         name = "callbacks/torch_compile"
         rules.append(Rule(name=name, reason=compiled, remedies=(FIXED_SIZE,), verdict=Verdict.WARNED))
         return Facts(excludes=tuple(rules))
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest half a batch, if the loss is a mean over samples by the check that a run makes first."""
+        half = run.num_samples // 2
+        if run.sample is None or not half or run.trainer.world_size > 1:
+            return None
+        # The gradient of the first half is held while the second half is computed.
+        factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
+        factors |= {index: half / run.num_samples for index, _ in run.activations()}
+        held_bytes = sum(each.nbytes for each in run.module.parameters() if each.requires_grad)
+        peak_bytes, why = (
+            run.peak_if(factors, held_bytes=held_bytes),
+            f"{half} of the {run.num_samples} samples",
+        )
+        if not run.is_worth(peak_bytes):
+            return None
+        trainer, module, size = run.trainer, run.module, MicroBatchSize(None, is_auto=False)
+        num_arguments = len(inspect.signature(module.training_step).parameters)
+
+        def step(part: MicroBatchPart) -> Any:
+            with trainer.precision_plugin.train_step_context():
+                return module.training_step(*(part.batch, 0)[:num_arguments])
+
+        is_low = not str(trainer.precision).startswith(("32", "64"))
+        found = check_mean(run.sample, step, module, size, run.num_samples, module.device, is_low=is_low)
+        notes = [
+            why,
+            found.undecided,
+            f"training_step changes {min(found.moved)}" if found.moved else "",
+        ]
+        technique = MicroBatch(micro_batch_size=half)
+        why = "; ".join(filter(None, notes))
+        return None if found.difference else Suggestion(technique=technique, why=why, peak_bytes=peak_bytes)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

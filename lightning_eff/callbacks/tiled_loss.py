@@ -38,7 +38,10 @@ from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarn
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.text import human_bytes
+from lightning_eff.kernels.cross_entropy import tile_rows_of
 from lightning_eff.microbatching import lightning_loop
+from lightning_eff.report.advice import Observed, Suggestion
 
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
 """What a `training_step` can do itself."""
@@ -124,6 +127,33 @@ class TiledLoss(Managed):
             for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy")
         )
         return Facts(provides=(TRANSFORM,), excludes=unseen)
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it where the log-softmax is that of a linear layer's outputs."""
+        try:
+            name, head = find_head(run.module, None) or ("", None)
+        except ConfigError:  # several layers may be meant
+            return None
+        largest = max(
+            (run.sizes[i] for i, each in run.activations() if each.operation == "_log_softmax"), default=0
+        )
+        if not isinstance(head, nn.Linear) or largest % head.out_features or not largest:
+            return None
+        # The logits, their gradient and the log-softmax, in the loss's dtype, half or double of its size.
+        blocks = tuple(f"{block}." for block in model_surgery.repeated_blocks(run.module))
+        whole = [
+            index
+            for index, each in run.activations()
+            if run.sizes[index] in (largest // 2, largest, 2 * largest) and not each.path.startswith(blocks)
+        ]
+        rows = torch.empty(1, 1).expand(largest // (4 * head.out_features), head.in_features)
+        fraction = tile_rows_of(rows, head.out_features, None) / max(1, len(rows))
+        return Suggestion(
+            technique=TiledLoss(),
+            why=f"logits of {name}, {human_bytes(largest)}, as often for log-softmax and gradient",
+            peak_bytes=run.peak_if(dict.fromkeys(whole, fraction)),
+        )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -36,7 +36,7 @@ import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff.callbacks._tiled_mlp.tiles import TiledForward
+from lightning_eff.callbacks._tiled_mlp.tiles import MIN_BUDGET_BYTES, NUM_WIDE, TiledForward
 from lightning_eff.callbacks._tiled_mlp.token_wise import check_token_wise, num_matrices
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
@@ -46,6 +46,7 @@ from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
+from lightning_eff.report.advice import Observed, Suggestion
 
 NOT_FOUND = "no token-wise MLP found in repeated blocks"
 MIN_MATRICES = 2
@@ -182,6 +183,24 @@ class TiledMLP(Managed):
             remedies=("~callbacks.tiled_mlp", "~callbacks.torch_compile"),
         )
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it for MLPs of repeated blocks on sequences that are long enough."""
+        callback = TiledMLP()
+        if run.recorder is None or run.num_tokens < callback.min_tokens:
+            return None
+        found = {name: check_token_wise(each) for name, each in _candidates(run.module, None).items()}
+        widest = {name: each.widest for name, each in found.items() if not each.refusal}
+        # In float32: in 16 bits there are half as many tiles.
+        wide_bytes = run.num_tokens * max(widest.values(), default=0) * NUM_WIDE * 4
+        num_tiles = max(1, -(-wide_bytes // MIN_BUDGET_BYTES))
+        inside = [index for index, owner in enumerate(run.owners(widest)) if owner]
+        return Suggestion(
+            technique=callback,
+            why=f"wide activations of {len(widest)} MLPs, up to {human_bytes(wide_bytes)} each",
+            peak_bytes=run.peak_if(dict.fromkeys(inside, 1 / num_tiles), recomputed=widest),
+        )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

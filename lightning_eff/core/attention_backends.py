@@ -33,7 +33,10 @@ SDP = {
 BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
-ASK_FOR_SDPA = "need_weights=False for nn.MultiheadAttention, attn_implementation='sdpa' for transformers"
+ASK_FOR_SDPA = (
+    "F.scaled_dot_product_attention in your own code, need_weights=False for nn.MultiheadAttention, "
+    "attn_implementation='sdpa' for transformers"
+)
 """How modules that compute their scores themselves are made to ask for a fused backend."""
 
 

@@ -31,7 +31,7 @@ _TOKEN = re.compile(
 )
 _QUOTED = re.compile(r"'(\+?[\w.]+=\[[^']*\])'")
 """An override in the quotes that a shell needs."""
-_ONE_CALL = re.compile(r"\b(\w+)\(([^()]+)\) \1\(")
+_ONE_CALL = re.compile(r"\b(\w+)\(([^()]*)\) \1\(")
 """Two calls of one class in a row, up to the arguments of the second."""
 _NEXT_CALL = re.compile(r"\) (?=[\w.]+\()")
 _TRY = re.compile(r"^  try: (.*)$", re.MULTILINE)
@@ -91,15 +91,21 @@ def override_as_python(remedy: str) -> str:
     Example:
         >>> override_as_python("optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null")
         'partial(InBackward, max_parameter_norm=1.0) and Trainer(gradient_clip_val=None)'
+        >>> override_as_python("+callbacks=micro_batch callbacks.micro_batch.micro_batch_size=4")
+        'MicroBatch(micro_batch_size=4)'
         >>> override_as_python("~callbacks.micro_batch"), override_as_python("strategy=deepspeed_zero")
         ('remove MicroBatch', 'DeepSpeedZero()')
     """
     text = _QUOTED.sub(r"\1", remedy)
     text = _TOKEN.sub(lambda match: _as_python(**match.groupdict()), text)
-    text = _NEXT_CALL.sub(") and ", _ONE_CALL.sub(r"\1(\2, ", text))
+    text = _NEXT_CALL.sub(") and ", _ONE_CALL.sub(_joined_call, text))
     for name, fabrics in _FABRIC_NAMES if _in_fabric.get() else ():
         text = text.replace(name, fabrics)
     return text
+
+
+def _joined_call(calls: re.Match[str]) -> str:
+    return f"{calls[1]}({calls[2]}, " if calls[2] else f"{calls[1]}("
 
 
 def _as_python(removed: str | None, key: str, value: str) -> str:

@@ -32,7 +32,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -40,11 +42,14 @@ from lightning_eff.core import allocator, machine, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
-from lightning_eff.core.errors import NoEffectWarning, is_out_of_memory, suggest_name
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.log_filters import IS_REPORT
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
+from lightning_eff.microbatching import splitting
+from lightning_eff.microbatching.mean_check import MAX_SAMPLES
 from lightning_eff.report import files, summary
+from lightning_eff.report.advice import Observed, advise
 from lightning_eff.report.history import Losses, Validation
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
@@ -97,6 +102,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._first_step, self._last_step, self._began_s = 0, 0, 0.0
         self._losses, self._validation = Losses(), Validation()
         self._folder = Path()
+        self._sample: Any = None
+        """A few samples of the first batch, to find out whether it could be split."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -140,8 +147,11 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.meter is not None:
-            self.meter.begin_batch(batch, pl_module, trainer.optimizers)
+        if self.meter is None:
+            return
+        if self.meter.recorder is not None and not self.meter.probe.num_batches:
+            self._sample = _few_samples(batch)
+        self.meter.begin_batch(batch, pl_module, trainer.optimizers)
 
     @override
     def on_before_optimizer_step(
@@ -240,6 +250,19 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         }
         self.report = summary.json_safe(findings)
         self._write(trainer)
+        if status == "finished" and trainer.is_global_zero:
+            run = Observed(
+                trainer=trainer,
+                recorder=meter.recorder if meter.probe.num_batches else None,
+                measured=findings["measured"],
+                sample=self._sample,
+                num_samples=meter.samples_of_first_batch,
+                num_tokens=meter.tokens_of_first_batch,
+                attention=meter.probe.attention,
+            )
+            self.report["advice"] = advise(run, self.report["ledger"])
+            files.write_report(self._folder, self.report)
+        self._sample = None
 
     def _print(self) -> None:
         text, page = summary.report_text(self.report), self._folder / files.PAGE_FILE
@@ -274,3 +297,12 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             text = f"{name!r}: {suggest_name(name, rows)}"
             raise KeyError(text)
         return rows[name]
+
+
+def _few_samples(batch: Any) -> Any:
+    """Return a copy of a batch's first samples, as a batch; None if they cannot be told apart."""
+    try:
+        few = splitting.split(batch, MAX_SAMPLES)[0]
+    except (ConfigError, splitting.AmbiguousBatchError):
+        return None
+    return apply_to_collection(few.batch, Tensor, lambda x: x.detach().clone()) if few.num_samples else None

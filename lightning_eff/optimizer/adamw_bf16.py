@@ -35,6 +35,8 @@ from typing_extensions import override
 from lightning_eff.core.arguments import BelowOne, CountOrZero, NotNegative, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.technique import Outcome
+from lightning_eff.report.advice import Observed, Suggestion
+from lightning_eff.report.recording import STATE
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,6 +45,8 @@ CHUNK = 1 << 20
 """Values that are updated at a time, which bounds the temporaries; whole rows, so one row may have more."""
 NOT_COMPUTED = ("maximize", "amsgrad")
 """Options of torch's AdamW, whose state can be loaded."""
+NUM_TEMPORARIES = 5
+"""Float32 values a step holds at once, for each value of a chunk."""
 LARGEST = torch.finfo(torch.bfloat16).max
 LOW_BITS = 16
 """Bits of a float32 that bfloat16 does not have."""
@@ -96,6 +100,21 @@ class AdamWBf16(Optimizer):
         >>> optimizer.state[layer.weight]["exp_avg_sq"].dtype
         torch.bfloat16
     """
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it in place of an AdamW whose state is in float32."""
+        trained = [each for each in run.module.parameters() if each.requires_grad]
+        if not run.has_adamw or any(each.dtype != torch.float32 for each in trained):
+            return None
+        factors = {i: 0.5 for i, each in enumerate(run.allocations) if each.category == STATE}
+        factors |= dict.fromkeys(run.step_temporaries(), 0.0)
+        num_values = min(CHUNK, max((each.numel() for each in trained), default=0))
+        return Suggestion(
+            technique=AdamWBf16,
+            why="optimizer state in bfloat16, which is rounded stochastically",
+            peak_bytes=run.peak_if(factors, held_bytes=NUM_TEMPORARIES * 4 * num_values),
+        )
 
     elementwise = True
     """Each element is updated by itself, so strategies may flatten and cut parameters."""

@@ -31,6 +31,8 @@ from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
+from lightning_eff.report.advice import Observed, Suggestion
+from lightning_eff.report.recording import GRADIENTS
 
 PER_MICRO_BATCH = "it would step on every micro-batch"
 REASONS = {
@@ -112,6 +114,20 @@ class InBackward(PerParameter):
         remedy = "an optimizer of torch.optim in configure_optimizers"
         excludes.append(Rule(name="run/manual_optimization", reason=reason, remedies=(remedy,)))
         return Facts(excludes=tuple(excludes))
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it in place of AdamW: all gradients but the largest are freed before the others exist."""
+        gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
+        if not run.has_adamw or not gradients:
+            return None
+        largest = max(gradients.values())
+        freed = [index for index, num_bytes in gradients.items() if num_bytes < largest]
+        return Suggestion(
+            technique=InBackward,
+            why="gradients, each freed as soon as its weight is updated",
+            peak_bytes=run.peak_if(dict.fromkeys([*freed, *run.step_temporaries()], 0.0)),
+        )
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

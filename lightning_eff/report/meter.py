@@ -94,13 +94,13 @@ class Meter:
         self.device = device
         self.throughput = Throughput()
         has_recorder = is_counted and not is_compiled and device.type == "cpu"
-        self._recorder = Recorder() if has_recorder else None
-        self.probe = Probe(self._recorder or FlopCount(is_compiled=is_compiled))
+        self.recorder = Recorder() if has_recorder else None
+        self.probe = Probe(self.recorder or FlopCount(is_compiled=is_compiled))
         self._is_probing = is_counted
         self._data_wait = DataWait(profiler)
         # The first batch is never timed: it compiles, and allocates the optimizer's state.
         self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
-        self._samples_of_first_batch = 0
+        self.samples_of_first_batch = self.tokens_of_first_batch = 0
         allocator.reset_peak(device)
 
     def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -117,7 +117,8 @@ class Meter:
             self.probe.end()
             if self.probe.num_batches == 1 and (text := warning_of(self.probe.attention)):
                 warnings.warn(text, SlowPathWarning, stacklevel=2)
-            self._samples_of_first_batch = self._samples_of_first_batch or num_samples
+            self.samples_of_first_batch = self.samples_of_first_batch or num_samples
+            self.tokens_of_first_batch = self.tokens_of_first_batch or num_tokens
             self._is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
@@ -132,12 +133,12 @@ class Meter:
 
     def memory(self) -> Peak | None:
         """Return the peak of the counted batches; None if live bytes were not counted."""
-        recorder = self._recorder
+        recorder = self.recorder
         return None if recorder is None or not self.probe.num_batches else Peak.of(recorder)
 
     def peak_bytes(self) -> int | None:
         """Return the allocator's peak or, without one, that of the counted batches; None without both."""
-        peak, recorder = allocator.peak_bytes(self.device), self._recorder
+        peak, recorder = allocator.peak_bytes(self.device), self.recorder
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
 
@@ -153,7 +154,7 @@ class Meter:
             figures[rate] = figures[rate] * world_size if figures[rate] is not None else None
         if figures["padding_share"] is not None:
             figures["real_tokens_per_s"] = figures["tokens_per_s"] * (1 - figures["padding_share"])
-        flops, num_samples = self.probe.flops, self._samples_of_first_batch
+        flops, num_samples = self.probe.flops, self.samples_of_first_batch
         flops_per_sample = flops / num_samples if flops and num_samples else None
         has_rate = flops_per_sample and figures["samples_per_s"]
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None

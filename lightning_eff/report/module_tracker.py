@@ -8,7 +8,7 @@ these numbers are used here and nowhere else (torch 2.10-2.13).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,19 @@ def in_backward() -> bool:
 
 
 class ModuleTracker:
-    """Follow a training step; call `update` at every dispatched operation."""
+    """Follow a training step; call `update` at every dispatched operation.
 
-    def __init__(self) -> None:
+    Args:
+        entered: Called with each module and its positional arguments before its forward.
+        left: Called with each module and its output after its forward; None if that raised.
+    """
+
+    def __init__(
+        self,
+        entered: Callable[[nn.Module, object], None] = lambda *_: None,
+        left: Callable[[nn.Module, object], None] = lambda *_: None,
+    ) -> None:
+        self._entered, self._left = entered, left
         self.phase = FORWARD
         self.is_recomputing = False
         """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
@@ -50,12 +60,14 @@ class ModuleTracker:
             leaving.remove()
             self._stack.clear()
 
-    def _enter(self, module: nn.Module, _: object) -> None:
+    def _enter(self, module: nn.Module, arguments: object) -> None:
         self._stack.append(self._names.get(id(module), type(module).__name__))
         if self.phase == STEP:
             self.phase = FORWARD
+        self._entered(module, arguments)
 
-    def _leave(self, *_: object) -> None:
+    def _leave(self, module: nn.Module, _: object, output: object) -> None:
+        self._left(module, output)
         if self._stack:
             self._stack.pop()
 

@@ -21,7 +21,7 @@ from lightning_eff.report.html import (
 )
 from lightning_eff.report.module_tracker import PHASES
 from lightning_eff.report.recording import CATEGORIES
-from lightning_eff.report.summary import baseline_verdict, key_figures, run_verdict
+from lightning_eff.report.summary import advice_rows, baseline_verdict, key_figures, run_verdict
 
 MAX_METRICS = 6
 """Metrics of validation that have a chart."""
@@ -219,6 +219,8 @@ def _tables(report: Mapping[str, Any], memory: Mapping[str, Any]) -> list[Table]
     ]
     if techniques:
         tables.insert(0, ("Techniques", ("technique", "requested", "status", "what it did"), techniques))
+    if advice := advice_rows(report):
+        tables.append(("What would help", ("would save", "try", "what it acts on"), advice))
     if len(memory.get("timeline", ())) > 1:
         by_phase = memory["by_phase"]
         rows = [(name, *(by_phase[phase][name] for phase in PHASES)) for name in CATEGORIES]

@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff.core.call_state import version
 from lightning_eff.core.host_offload import HostOffload
+from lightning_eff.core.model_surgery import repeated_blocks
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
 from lightning_eff.report.attention import AttentionWatch
 from lightning_eff.report.flops import flops_of, masked_flops_of
@@ -88,7 +90,14 @@ class Recorder(LiveBytes):
         self._operation = ""
         self._module = nn.Module()
         self._optimizers: list[Optimizer] = []
-        self._tracker = ModuleTracker()
+        self.block_outputs: set[int] = set()
+        """Indices of what goes out of the model's repeated blocks, and into the next one."""
+        self.writes_inputs = False
+        """Whether one of these blocks writes to its inputs in place."""
+        self._blocks = set[nn.Module]()
+        self._inputs: dict[nn.Module, list[tuple[Tensor, int]]] = {}
+        """Inputs of the blocks that are running, with their versions at the call."""
+        self._tracker = ModuleTracker(self._enter_block, self._leave_block)
         self._was_recomputing = False
         self.attention = AttentionWatch(lambda: self._tracker.path)
         """Looks at the operations of the first forward pass."""
@@ -96,6 +105,7 @@ class Recorder(LiveBytes):
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
         """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
+        self._blocks = set(repeated_blocks(module).values())
         hooks = ExitStack()
         hooks.enter_context(self._tracker.follow(module))
         HostOffload.observers.append(self._mark_on_host)
@@ -159,6 +169,16 @@ class Recorder(LiveBytes):
         self.masked_flops += masked_flops_of(func, args, kwargs or {}, flops)
         self.attention.see(func, args, kwargs or {}, out)
         return out
+
+    def _enter_block(self, block: nn.Module, arguments: object) -> None:
+        if block in self._blocks:
+            self._inputs[block] = [(each, version(each)) for each in tensors_in(arguments)]
+
+    def _leave_block(self, block: nn.Module, output: object) -> None:
+        if block in self._blocks:
+            inputs = self._inputs.pop(block, [])
+            self.writes_inputs |= any(version(tensor) != before for tensor, before in inputs)
+            self.block_outputs.update(self._storage_index(tensor) for tensor in tensors_in(output))
 
     def _storage_index(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, -1 if it is not counted."""

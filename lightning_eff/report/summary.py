@@ -22,21 +22,6 @@ FIGURES = {
     "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
 }
 """Label and format of each measured number, in the order shown."""
-LOWERED_BY = {
-    "activations": ("callbacks/gradient_checkpointing", "callbacks/micro_batch", "precision/bf16_mixed"),
-    "temporaries": ("callbacks/micro_batch",),
-    "gradients": ("optimizer/in_backward", "callbacks/peft_adapter", "strategy/deepspeed_zero"),
-    "optimizer state": (
-        "optimizer/adamw_bf16",
-        "optimizer/adamw_8bit_bnb",
-        "optimizer/cpu_offload",
-        "callbacks/peft_adapter",
-    ),
-    "parameters": ("precision/bf16_true", "precision/quantized_base", "strategy/fsdp2"),
-}
-"""Techniques that lower a category of memory, by the names of `lightning-eff ls`."""
-
-
 MAX_ATTENTION_LINES = 4
 """In the text; the page and the ledger have all."""
 
@@ -121,6 +106,14 @@ def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> floa
     return ours / other if ours and other else None
 
 
+def advice_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what would help the run: the predicted saving at the peak, what to try, and what it acts on."""
+    return [
+        ("time" if row["saved_bytes"] is None else human_bytes(row["saved_bytes"]), row["try"], row["why"])
+        for row in report.get("advice", ())
+    ]
+
+
 def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as a few lines for a terminal."""
     lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
@@ -131,9 +124,9 @@ def report_text(report: Mapping[str, Any]) -> str:
     held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
     if held:
         sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
-        techniques = _lowering(held[0][0], report)
         lines.append(f" at the peak ({peak['phase']}): {sizes}")
-        lines += [f" to lower {held[0][0]}: {', '.join(techniques)}"] if techniques else []
+    if report.get("advice"):
+        lines.append(text_table(["would save", "try", "what it acts on"], advice_rows(report)))
     attention = report.get("attention", ())
     lines += [f" attention: {row['text']}" for row in attention[:MAX_ATTENTION_LINES]]
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
@@ -142,23 +135,3 @@ def report_text(report: Mapping[str, Any]) -> str:
     if report["status"] != "failed" and (compared := baseline_verdict(report)):
         lines.append(f" {compared}")
     return "\n".join(lines)
-
-
-def _lowering(category: str, report: Mapping[str, Any]) -> list[str]:
-    """Return the techniques that lower a category of memory, are not applied yet, and can be."""
-    applied = {row["technique"] for row in report["ledger"] if row["status"] == "applied"}
-    precision = report.get("precision", "")
-    measured = report["measured"]  # one sample cannot be split, nor can one device share
-    useless = ("callbacks/micro_batch",) if measured.get("first_batch_samples") == 1 else ()
-    useless += ("strategy/",) if measured.get("world_size") == 1 else ()
-    useless += ("precision/bf16_mixed",) if precision.startswith(("16", "bf16", "transformer")) else ()
-    useless += ("precision/bf16_true",) if precision.endswith("16-true") else ()
-    # The state is that small already, of bfloat16 weights for example.
-    numbers = [row["numbers"] for row in report["ledger"] if row["technique"] == "callbacks/optimizer_choice"]
-    is_small = any(each.get("state_bytes_per_parameter", 8) <= 4 for each in numbers)
-    useless += ("optimizer/adamw_bf16",) if is_small else ()
-    # A module that steps its optimizers itself keeps them.
-    rows = [row["numbers"] for row in report["ledger"] if row["technique"] == "optimizer/module"]
-    useless += ("optimizer/", "callbacks/micro_batch") if any(each.get("manual") for each in rows) else ()
-    names = LOWERED_BY.get(category, ())
-    return [name for name in names if name not in applied and not name.startswith(useless)]

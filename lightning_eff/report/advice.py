@@ -1,0 +1,222 @@
+"""Advise what would lower the peak memory of a run, or its wait for data, and by how much.
+
+A technique that can tell has a static method `suggest`: it looks at what the first steps of a run allocated
+(`Observed`), and returns a `Suggestion`, or None where it would not help. The saving comes from a replay of
+the recorded allocations without those that the technique would not keep. What the rules reject in this run is
+not suggested, nor what it used already, with or without an effect.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import AdamW
+
+import lightning_eff
+from lightning_eff.core import catalog, rules
+from lightning_eff.core.errors import root_cause_line
+from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.technique import Verdict, name_of, non_default_config
+from lightning_eff.report.attention import AttentionRow
+from lightning_eff.report.module_tracker import BACKWARD, STEP
+from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation, Recorder
+
+MIN_SAVING = 0.05
+"""Fraction of the peak that must be saved to be worth a line."""
+MAX_SUGGESTIONS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """What would help a run.
+
+    Args:
+        technique: An instance as it would be used, or the class of an optimizer; None for a change of code.
+        why: What it acts on, for example the largest tensors at the peak.
+        peak_bytes: Predicted peak with it; None for what saves time.
+        change: What to change in the user's code.
+    """
+
+    technique: object = None
+    why: str
+    peak_bytes: int | None = None
+    change: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """Override to paste, Python where no recipe runs, or the change."""
+        if self.technique is None:
+            return self.change
+        group, _, name = name_of(self.technique).partition("/")
+        added = f"{'+' * (group in catalog.MULTI_CHOICE_GROUPS)}{group}={name}"
+        options = {} if isinstance(self.technique, type) else non_default_config(self.technique)
+        words = [added, *(f"{group}.{name}.{key}={value}" for key, value in options.items())]
+        return format_remedies(f"  try: {' '.join(words)}").removeprefix("  try: ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What is known about a run after its first steps.
+
+    Args:
+        trainer: Whose `fit` ends.
+        recorder: Of the first steps; None where live bytes were not counted, as on a GPU.
+        measured: Figures of the report.
+        sample: A few samples of the first batch, as a batch; None if its samples cannot be told apart.
+        num_samples: Of the first batch.
+        num_tokens: Of the first batch; 0 if it has none.
+        attention: Which attention ran in the first batch.
+    """
+
+    trainer: pl.Trainer
+    recorder: Recorder | None
+    measured: Mapping[str, Any]
+    sample: Any = None
+    num_samples: int = 0
+    num_tokens: int = 0
+    attention: Sequence[AttentionRow] = ()
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module that is trained."""
+        return self.trainer.lightning_module
+
+    @property
+    def allocations(self) -> Sequence[Allocation]:
+        """Every storage of the first steps."""
+        return () if self.recorder is None else self.recorder.allocations
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Maximum of live bytes; 0 where they were not counted."""
+        return self.peak_if({})
+
+    @property
+    def has_adamw(self) -> bool:
+        """Whether `OptimizerChoice` could replace torch's AdamW: it rejects a schedule of the module."""
+        callbacks: Any = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        is_chosen = any(name_of(each) == "callbacks/optimizer_choice" for each in callbacks)
+        is_free = self.module.automatic_optimization and not self.trainer.lr_scheduler_configs
+        return [type(each) for each in self.trainer.optimizers] == [AdamW] and (is_chosen or is_free)
+
+    def is_worth(self, peak_bytes: int) -> bool:
+        """Return whether another peak is so much lower that it is worth a line."""
+        return self.peak_bytes - peak_bytes >= MIN_SAVING * self.peak_bytes > 0
+
+    @cached_property
+    def sizes(self) -> Mapping[int, int]:
+        """Bytes of each allocation when it was largest, by its index."""
+        sizes: dict[int, int] = defaultdict(int)
+        for event in () if self.recorder is None else self.recorder.events:
+            sizes[event.allocation] = max(sizes[event.allocation], event.num_bytes)
+        return sizes
+
+    def activations(self) -> Iterator[tuple[int, Allocation]]:
+        """Yield index and allocation of what forward and backward passes make for a batch."""
+        for index, each in enumerate(self.allocations):
+            if each.category in (ACTIVATIONS, TEMPORARIES) and each.operation and each.phase != STEP:
+                yield index, each
+
+    def step_temporaries(self) -> list[int]:
+        """Return the indices of what the optimizer's step makes and frees again."""
+        made = enumerate(self.allocations)
+        return [index for index, each in made if each.category == TEMPORARIES and each.phase == STEP]
+
+    def owners(self, modules: Collection[str]) -> list[str]:
+        """Return for each allocation which of some modules it was made in; empty for none."""
+
+        @cache
+        def owner_of(path: str) -> str:
+            return next((name for name in modules if path == name or path.startswith(f"{name}.")), "")
+
+        return [owner_of(each.path) for each in self.allocations]
+
+    def peak_if(
+        self, factors: Mapping[int, float], *, recomputed: Collection[str] = (), held_bytes: int = 0
+    ) -> int:
+        """Replay the allocations of the first steps, and return the peak in bytes.
+
+        Args:
+            factors: Fraction of its size that an allocation, by index, would have; 1 for all others.
+            recomputed: Names of modules that would keep only what goes in and out of them: all else that they
+                made is made again when the backward pass reaches them.
+            held_bytes: Held in addition, all the time.
+        """
+        if self.recorder is None:
+            return 0
+
+        owners = self.owners(recomputed)
+        is_dropped = [
+            bool(owner) and each.category == ACTIVATIONS and index not in self.recorder.block_outputs
+            for index, (owner, each) in enumerate(zip(owners, self.allocations, strict=True))
+        ]
+        # By module: bytes by allocation that its forward pass made, and its backward pass makes again.
+        pending: dict[str, dict[int, float]] = defaultdict(dict)
+        sizes: dict[int, float] = defaultdict(float)
+        live = top = float(held_bytes)
+        for event in self.recorder.events:
+            index, size = event.allocation, event.num_bytes * factors.get(event.allocation, 1.0)
+            owner = owners[index]
+            if owner and event.phase == BACKWARD:
+                made_again = pending.pop(owner, {})
+                sizes.update(made_again)
+                live += sum(made_again.values())
+            elif owner and is_dropped[index] and index not in sizes:
+                pending[owner][index] = size
+                continue
+            live += size - sizes[index]
+            sizes[index] = size
+            top = max(top, live)
+        return int(top)
+
+
+def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what would help a run, the largest saving first, in plain types.
+
+    Args:
+        run: After its last step.
+        rows: The ledger: techniques of the run.
+    """
+    # An optimizer is in use as OptimizerChoice or by the module itself.
+    used = {row["technique"] for row in rows}
+    components = rules.trainer_components(run.trainer)
+    facts = rules.run_facts(run.trainer, run.module)
+    before = {str(each) for each in rules.check_rules(components, facts)}
+    found: list[tuple[int, dict[str, Any]]] = []
+    for suggest in _suggesting():
+        each: Suggestion | None = None
+        try:
+            each = suggest(run)
+        except Exception as error:  # noqa: BLE001 - it calls a user's modules, and the run has ended well
+            rank_zero_info(f"no advice by {suggest.__qualname__}: {root_cause_line(error)}")
+        is_time = each is not None and each.peak_bytes is None
+        if each is None or not (is_time or run.is_worth(each.peak_bytes or 0)):
+            continue
+        # A changed line of the user's code has no rules.
+        added = () if each.technique is None else (each.technique,)
+        findings = rules.check_rules([*components, *added], facts)
+        new = [finding for finding in findings if str(finding) not in before]
+        is_rejected = any(finding.rule.verdict == Verdict.REFUSED for finding in new)
+        if is_rejected or any(name_of(technique) in used for technique in added):
+            continue
+        notes = [f"{finding.found}: {finding.rule.reason}" for finding in new]
+        saved_bytes = None if each.peak_bytes is None else run.peak_bytes - each.peak_bytes
+        row = {"try": each.remedy, "saved_bytes": saved_bytes, "why": "; ".join([each.why, *notes])}
+        found.append((saved_bytes or 0, row))
+    return [row for _, row in sorted(found, key=lambda pair: -pair[0])][:MAX_SUGGESTIONS]
+
+
+def _suggesting() -> Iterator[Any]:
+    """Yield `suggest` of each callback and optimizer that has one; the other modules are not imported."""
+    for name, module in lightning_eff.public_names().items():
+        _, group, *path = module.split(".")
+        if group in ("callbacks", "optimizer"):
+            file = catalog.PACKAGE / group / f"{'/'.join(path)}.py"
+            if "    def suggest(" in file.read_text(encoding="utf-8"):
+                yield from filter(None, [getattr(getattr(lightning_eff, name), "suggest", None)])

@@ -1,0 +1,184 @@
+"""Advice of a run, followed: nothing is rejected, and what it saves is what was predicted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+import lightning_eff
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+
+TOLERANCE = 0.05
+"""Of the peak: a replay does not know what a technique itself needs."""
+SAMPLES = 8
+
+
+class Net(pl.LightningModule):
+    """Trains some layers with AdamW by a loss of their output."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.loss(self.net(x), y)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Manual(Net):
+    """The same, with its own steps."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(net, loss)
+        self.automatic_optimization = False
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Attend(nn.Module):
+    """Attention that computes its scores itself, and an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.norm = nn.Linear(width, 3 * width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        x = x + torch.softmax(query @ key.transpose(1, 2), -1) @ value
+        return x + self.mlp(self.norm(x))
+
+
+class InPlace(nn.Module):
+    """A block that writes to its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.sigmoid(self.first(x.relu_())))
+
+
+def mean_square(x: Tensor, _: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def contrastive(x: Tensor, _: Tensor) -> Tensor:
+    x = F.normalize(x.flatten(1), dim=-1)
+    return F.cross_entropy(x @ x.T / 0.1, torch.arange(len(x)))
+
+
+def language_model() -> Net:
+    blocks = [Attend(32) for _ in range(3)]
+    return Net(nn.Sequential(nn.Embedding(900, 32), *blocks, nn.Linear(32, 900)), of_tokens)
+
+
+def layers(kind: type[Net], loss: Callable[[Tensor, Tensor], Tensor], *, norm: bool = False) -> Net:
+    norms = ([nn.BatchNorm1d(48)] if norm else [] for _ in range(4))
+    blocks = [nn.Sequential(nn.Linear(32, 32), *each, nn.GELU()) for each in norms]
+    return kind(nn.Sequential(*blocks, nn.Linear(32, 8)), loss)
+
+
+def data(kind: str) -> DataLoader[Any]:
+    tokens = torch.randint(0, 900, (SAMPLES * 4, 48))
+    x = tokens if kind == "tokens" else torch.randn(SAMPLES * 4, 48, 32)
+    return DataLoader(TensorDataset(x, tokens % 8 if kind == "vectors" else tokens), batch_size=SAMPLES)
+
+
+def run(model: Net, loader: DataLoader[Any], folder: Any, *techniques: Any) -> dict[str, Any]:
+    report = EfficiencyReport(dirpath=folder)
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    pl.Trainer(
+        accelerator="cpu", max_steps=3, logger=False, callbacks=[report, *techniques], **quiet
+    ).fit(model, loader)  # fmt: skip
+    return report.report
+
+
+def suggested(report: dict[str, Any]) -> set[str]:
+    return {row["try"].partition("(")[0].partition("=")[0] for row in report["advice"]}
+
+
+def test_followed_advice_saves_what_was_predicted(tmp_path: Any) -> None:
+    report = run(language_model(), data("tokens"), tmp_path)
+    peak_bytes = report["measured"]["peak_bytes"]
+    names = {name: getattr(lightning_eff, name) for name in dir(lightning_eff) if name[0].isupper()}
+    assert suggested(report) >= {"TiledLoss", "MicroBatch", "GradientCheckpointing"}
+    for row in report["advice"]:
+        if row["try"].startswith("F."):
+            continue
+        technique = eval(row["try"].replace("...", "1e-3"), names | {"partial": functools.partial})
+        followed = run(language_model(), data("tokens"), tmp_path, technique)
+        assert followed["ledger"][0]["status"] == "applied"
+        saved = peak_bytes - followed["measured"]["peak_bytes"]
+        assert saved == pytest.approx(row["saved_bytes"], abs=TOLERANCE * peak_bytes), row
+
+
+def test_scores_that_a_model_computes_itself_are_named(tmp_path: Any) -> None:
+    blocks = [Attend(8) for _ in range(2)]
+    model = Net(nn.Sequential(nn.Linear(32, 8), *blocks), mean_square)
+    assert any(
+        "scaled_dot_product_attention" in row["try"] for row in run(model, data(""), tmp_path)["advice"]
+    )
+
+
+def in_place() -> Net:
+    return Net(nn.Sequential(nn.Linear(32, 32), *map(InPlace, [32] * 4)), mean_square)
+
+
+MODELS: dict[str, tuple[Callable[[], Net], str, str]] = {
+    "few classes": (lambda: layers(Net, of_tokens), "MicroBatch", "TiledLoss"),
+    "contrastive": (lambda: layers(Net, contrastive), "GradientCheckpointing", "MicroBatch"),
+    "manual": (lambda: layers(Manual, mean_square), "GradientCheckpointing", "MicroBatch"),
+    "in place": (in_place, "MicroBatch", "GradientCheckpointing"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_what_the_run_would_reject_is_not_suggested(case: str, tmp_path: Any) -> None:
+    model, expected, never = MODELS[case]
+    found = suggested(run(model(), data("vectors"), tmp_path))
+    assert expected in found
+    assert never not in found
+
+
+def test_batch_norms_are_mentioned(tmp_path: Any) -> None:
+    rows = run(layers(Net, mean_square, norm=True), data(""), tmp_path)["advice"]
+    assert any("batch norms" in row["why"] for row in rows if row["try"].startswith("MicroBatch"))
+
+
+def test_what_is_in_use_is_not_suggested_nor_what_it_excludes(tmp_path: Any) -> None:
+    used = run(layers(Net, mean_square), data(""), tmp_path, lightning_eff.MicroBatch(micro_batch_size=4))
+    assert "MicroBatch" not in suggested(used)
+    assert "InBackward" not in str(used["advice"])  # it excludes micro-batches
+
+
+def test_the_advice_is_on_the_page(tmp_path: Any) -> None:
+    report = run(language_model(), data("tokens"), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert all(row["try"].split("(")[0] in page for row in report["advice"])
