@@ -227,6 +227,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             allocator.record_history(meter.device, is_on=False)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
+        measured = meter.summary(dtype=dtype, world_size=trainer.world_size)
         findings = {
             "title": files.run_title(self._folder, self.recipe, trainer.lightning_module),
             "status": status,
@@ -235,8 +236,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             "first_step": self._first_step,
             "fit_s": time.perf_counter() - self._began_s,
             "precision": str(trainer.precision),
-            "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
-            | {"optimizer_state_bytes": optimizer_bytes or None},
+            "measured": measured | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],
             "losses": self._losses.curve(),
             "series": series,
@@ -254,7 +254,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             run = Observed(
                 trainer=trainer,
                 recorder=meter.recorder if meter.probe.num_batches else None,
-                measured=findings["measured"],
+                measured=measured,
                 sample=self._sample,
                 num_samples=meter.samples_of_first_batch,
                 num_tokens=meter.tokens_of_first_batch,

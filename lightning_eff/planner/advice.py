@@ -27,6 +27,7 @@ Options = tuple[str, ...]
 """A technique as it is typed: overrides of a recipe."""
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 """Compose the recipe with further overrides."""
+MICRO_BATCH = "+callbacks=micro_batch"
 ADAPTERS: Options = ("+callbacks=peft_adapter",)
 """Trains other parameters than the recipe: tried, but never chosen."""
 TRIED_MICRO_BATCHES = 8
@@ -157,6 +158,7 @@ class AdvisedRecipe:
         if saved < MIN_SAVING * now.num_bytes:
             why = "saves < 1 %" if saved > 0 else "saves nothing here"
         why = f"trains fewer weights; {why}" if candidate == ADAPTERS else why
+        why = f"if the loss is a mean over samples; {why}" if candidate[0] == MICRO_BATCH else why
         return Saving(candidate, saved, then.num_bytes, then.prediction.flops / flops if flops else None, why)
 
     def micro_batches(self) -> Sequence[Options]:
@@ -165,7 +167,7 @@ class AdvisedRecipe:
         samples = self.example.batch_size or samples_and_tokens(self.example.batch)[0]
         size = samples if configured is None else configured["micro_batch_size"]
         size = min(size, samples) if isinstance(size, int) else 1
-        added = () if configured is not None else ("+callbacks=micro_batch",)
+        added = () if configured is not None else (MICRO_BATCH,)
         halves = [size >> power for power in range(1, size.bit_length())]
         return [(*added, f"callbacks.micro_batch.micro_batch_size={half}") for half in halves]
 
@@ -175,7 +177,7 @@ class AdvisedRecipe:
         No prediction starts after `until`, a time of the monotonic clock; what was not tried is left out.
         """
         size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
-        micro_batch = ("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={size}")
+        micro_batch = (MICRO_BATCH, f"callbacks.micro_batch.micro_batch_size={size}")
         candidates = (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
         peak = self.forecast(before).peak
         if peak is not None and any(holder.operation == "convolution" for holder in peak.holders):

@@ -8,6 +8,7 @@ not suggested, nor what it used already, with or without an effect.
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,10 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import AdamW
 
-import lightning_eff
 from lightning_eff.core import catalog, rules
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.core.remedies import format_remedies
-from lightning_eff.core.technique import Verdict, name_of, non_default_config
+from lightning_eff.core.technique import SUITE, Verdict, name_of, non_default_config
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.module_tracker import BACKWARD, STEP
 from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation, Recorder
@@ -213,10 +213,14 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _suggesting() -> Iterator[Any]:
-    """Yield `suggest` of each callback and optimizer that has one; the other modules are not imported."""
-    for name, module in lightning_eff.public_names().items():
-        _, group, *path = module.split(".")
-        if group in ("callbacks", "optimizer"):
-            file = catalog.PACKAGE / group / f"{'/'.join(path)}.py"
+    """Yield `suggest` of each callback and optimizer that has one; other modules are not imported."""
+    for group in ("callbacks", "optimizer"):
+        for file in sorted((catalog.PACKAGE / group).glob("[a-z]*.py")):
             if "    def suggest(" in file.read_text(encoding="utf-8"):
-                yield from filter(None, [getattr(getattr(lightning_eff, name), "suggest", None)])
+                module = importlib.import_module(f"{SUITE}.{group}.{file.stem}")
+                own = [
+                    each
+                    for each in vars(module).values()
+                    if getattr(each, "__module__", "") == module.__name__
+                ]
+                yield from (each.suggest for each in own if hasattr(each, "suggest"))
