@@ -82,6 +82,8 @@ class DataPreload(Managed):
         lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto', or a whole number ...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

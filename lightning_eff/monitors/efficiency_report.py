@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.core import allocator, machine, rules
+from lightning_eff.core import allocator, machine, random_states, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
@@ -96,6 +97,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._logged: LoggedFigures | None = None
         self._first_step, self._last_step, self._began_s = 0, 0, 0.0
         self._losses, self._validation = Losses(), Validation()
+        self._random_states: list[random_states.RandomStates] = []
+        """At the start of the first two batches."""
         self._folder = Path()
 
     @override
@@ -119,6 +122,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             return
         self._first_step = self._last_step = trainer.global_step
         self._losses, self._validation = Losses(), Validation()
+        self._random_states.clear()
         # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
         # an earlier report in the Trainer's folder is left as it is.
         folder = self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
@@ -141,6 +145,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.meter is not None:
+            if len(self._random_states) < 2:
+                self._random_states.append(random_states.capture(self.meter.device))
             self.meter.begin_batch(batch, pl_module, trainer.optimizers)
 
     @override
@@ -225,6 +231,11 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             "first_step": self._first_step,
             "fit_s": time.perf_counter() - self._began_s,
             "precision": str(trainer.precision),
+            "draws_random_numbers": any(
+                not torch.equal(state, self._random_states[0][name])
+                for states in self._random_states[1:]
+                for name, state in states.items()
+            ),
             "measured": meter.summary(dtype=dtype, world_size=trainer.world_size)
             | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],
@@ -253,6 +264,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             has_run = trainer.global_step > self._first_step
             status = ("applied" if outcome.effective else "no effect") if has_run else "not run"
             row = {"technique": name_of(technique), "asked": arguments, "status": status}
+            row |= {"exact": getattr(technique, "exact", False)}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)
         if trainer.is_global_zero:
