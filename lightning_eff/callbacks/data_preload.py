@@ -82,8 +82,6 @@ class DataPreload(Managed):
         lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto', or a whole number ...
     """
 
-    exact = True
-
     @check_arguments
     def __init__(
         self,

@@ -60,8 +60,6 @@ class ExactResume(Managed):
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], logger=False, accelerator="cpu")
     """
 
-    exact = True
-
     @check_arguments
     def __init__(
         self,

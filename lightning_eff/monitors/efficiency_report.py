@@ -264,7 +264,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             has_run = trainer.global_step > self._first_step
             status = ("applied" if outcome.effective else "no effect") if has_run else "not run"
             row = {"technique": name_of(technique), "asked": arguments, "status": status}
-            row |= {"exact": getattr(technique, "exact", False)}
+            row |= {"exact": getattr(technique, "exact", False) is True}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)
         if trainer.is_global_zero:
