@@ -131,6 +131,8 @@ class Attention(Managed):
         lightning_eff.core.errors.ConfigError: backend='fast': expected flash, efficient, math, cudnn, ...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(self, *, backend: str | Sequence[str] | None = None, packing: Packing = "auto") -> None:
         self.backend = backend

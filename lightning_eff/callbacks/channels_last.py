@@ -52,6 +52,8 @@ class ChannelsLast(Managed):
         NoEffectWarning: No weight was converted, and no image in a batch.
     """
 
+    exact = True
+
     def __init__(self) -> None:
         self._takes: set[tuple[int, int]] = set()  # axes and channels of the images that convolutions take
         self._weights: list[Tensor] = []  # those that were converted

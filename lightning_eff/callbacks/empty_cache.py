@@ -83,6 +83,8 @@ class EmptyCache(Managed):
         lightning_eff.core.errors.ConfigError: every_n_steps=0: expected a whole number of at least 1
     """
 
+    exact = True
+
     @check_arguments
     def __init__(self, *, every_n_steps: Count = 100) -> None:
         self.every_n_steps = every_n_steps

@@ -179,6 +179,8 @@ class GradientCheckpointing(Managed):
         lightning_eff.core.errors.ConfigError: policy='some': expected one of full, every_n, selective, ...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

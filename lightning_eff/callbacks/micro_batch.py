@@ -81,6 +81,8 @@ class MicroBatch(Managed):
         lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto', or a whole number ...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

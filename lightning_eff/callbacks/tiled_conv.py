@@ -148,6 +148,8 @@ class TiledConv(Managed):
         lightning_eff.core.errors.ConfigError: min_pixels=0: expected a whole number of at least 1
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

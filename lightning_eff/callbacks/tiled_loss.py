@@ -107,6 +107,8 @@ class TiledLoss(Managed):
         lightning_eff.core.errors.ConfigError: tile_budget_mib=0: expected a finite number above 0...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(self, *, head: str | None = None, tile_budget_mib: Positive | None = None) -> None:
         self.head = head

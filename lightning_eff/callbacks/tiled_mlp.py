@@ -161,6 +161,8 @@ class TiledMLP(Managed):
         lightning_eff.core.errors.ConfigError: min_tokens=0: expected a whole number of at least 1
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

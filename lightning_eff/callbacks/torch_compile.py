@@ -154,6 +154,8 @@ class TorchCompile(Managed):
         lightning_eff.core.errors.ConfigError: backend='inducktor': expected a backend of torch.compile; ...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

@@ -128,6 +128,8 @@ class TritonGemm(Managed):
         lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
     """
 
+    exact = True
+
     @check_arguments
     def __init__(
         self,

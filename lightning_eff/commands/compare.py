@@ -18,13 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.commands._parser import parse
-from lightning_eff.comparison.result_table import (
-    BASELINE,
-    MEASURED,
-    comparison_page,
-    comparison_table,
-    describe_noise,
-)
+from lightning_eff.comparison import judgement
+from lightning_eff.comparison.result_table import BASELINE, MEASURED, comparison_page, comparison_table
 from lightning_eff.comparison.rounds import Trial, TrialRounds
 from lightning_eff.comparison.subprocess_trial import REPORT_FILE
 from lightning_eff.comparison.trial_plan import (
@@ -80,6 +75,7 @@ def main(options: argparse.Namespace) -> int:
             "steps": options.steps,
             "rounds": options.rounds,
             "environment": reports[0].get("environment", {}) if reports else {},
+            "verdict": judgement.verdict(rows),
             "rows": [asdict(row) for row in rows],
         })  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +86,8 @@ def main(options: argparse.Namespace) -> int:
     else:
         rounds = f"{options.rounds} round{'s' if options.rounds > 1 else ''}"
         summary = f" {options.steps} steps per trial, {rounds}, {time.monotonic() - started:.0f} s"
-        lines = [comparison_table(rows), f" {describe_noise(rows)}", f"{summary}; {folder / PAGE_FILE}"]
-        sys.stdout.writelines(f"{line}\n" for line in lines if line.strip())
+        lines = [comparison_table(rows), f" {content['verdict']}", f"{summary}; {folder / PAGE_FILE}"]
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return EXIT_OK if any(row.status == MEASURED for row in rows) else EXIT_FAILED
 
 

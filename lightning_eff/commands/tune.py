@@ -31,7 +31,15 @@ import torch
 from lightning_eff.commands._recipe_file import words_of
 from lightning_eff.commands.compare import check_local, train_recipe
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, TrialResult, without_effect
+from lightning_eff.comparison.judgement import compare_to_baseline
+from lightning_eff.comparison.result_table import (
+    BASELINE,
+    FAILED,
+    MEASURED,
+    NOT_RUN,
+    TrialResult,
+    summarize_rounds,
+)
 from lightning_eff.comparison.trial_plan import global_batch_size, trial_overrides
 from lightning_eff.config.ckpt_path import portable_settings
 from lightning_eff.config.composition import compose_recipe
@@ -72,6 +80,8 @@ HELPS = 1.03
 """Ratio of speeds from which a change is worth it, beyond a busy machine's noise."""
 NUM_ROUNDS = 3
 FILE = "tune.json"
+KEPT = ("measured", "losses", "ledger", "precision", "draws_random_numbers")
+"""What is kept of a trial's report."""
 Train = Callable[[Options, int], TrialResult]
 """Measure a recipe with these overrides, for a number of steps."""
 
@@ -94,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
         recipe = AdvisedRecipe.of(compose, values, memory)
         base = _base(recipe, until)
     folder = Path(values["output_root"]).resolve() / "tune"
-    folder /= f"{options.recipe}_{fingerprint(values, memory, base)}"
+    folder /= f"{options.recipe}_{fingerprint(values, memory, base, options.limit_s)}"
     train = functools.partial(_train, options, path, folder / "runs")
     search = Search(recipe, Results(folder / FILE), train, until, base)
     try:
@@ -189,10 +199,10 @@ def combinations(helped: Sequence[Options]) -> list[Options]:
     return found
 
 
-def fingerprint(values: Mapping[str, Any], memory: DeviceMemory, base: Options) -> str:
-    """Return a name for what a result depends on: settings, device, its memory, what makes it fit, torch."""
+def fingerprint(values: Mapping[str, Any], memory: DeviceMemory, base: Options, limit_s: float) -> str:
+    """Return a name for what a result depends on: settings, device, what makes it fit, time limit, torch."""
     device = (memory.name, memory.memory_bytes)
-    about = [portable_settings(values), device, base, torch.__version__, torch.get_num_threads()]
+    about = [portable_settings(values), device, base, limit_s, torch.__version__, torch.get_num_threads()]
     text = json.dumps(about, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -227,7 +237,7 @@ class Results:
 
     def add(self, change: Options, steps: int, result: TrialResult) -> None:
         """Keep a result, with the figures of its report."""
-        kept = asdict(result) | {"report": {"measured": result.report.get("measured", {})}}
+        kept = asdict(result) | {"report": {key: result.report[key] for key in KEPT if key in result.report}}
         self._kept.setdefault(" ".join(change), {})[str(steps)] = kept
         self.file.parent.mkdir(parents=True, exist_ok=True)
         written = self.file.with_suffix(".part")
@@ -350,7 +360,14 @@ class Search:
             return "its memory is neither predicted nor measured"
         if peak is not None and peak > free_bytes:
             return f"measured peak {human_bytes(peak)}, more than {human_bytes(free_bytes)}"
-        return ""
+        trials = {BASELINE: UNCHANGED, "change": change}
+        rows = [
+            summarize_rounds(name, list(each), [found] if (found := self.results.get(each, steps)) else [])
+            for name, each in trials.items()
+        ]
+        compare_to_baseline(rows)
+        added_idle = [name for name in rows[1].idle if name not in rows[0].techniques]
+        return rows[1].excluded or (f"no effect: {', '.join(added_idle)}" if added_idle else "")
 
     def _predicted_bytes(self, change: Options) -> int | None:
         """Return the predicted peak; None if the step cannot be predicted. It raises what `train` would."""
@@ -364,10 +381,7 @@ def _train(
     """Measure the recipe with a change, in its own process."""
     own = trial_overrides(options.overrides, change, steps=steps, limit_s=options.limit_s)
     train = functools.partial(train_recipe, [options.recipe, *own, *path.options()])
-    result = subprocess_trial.run(train, folder=folder, limit_s=options.limit_s)
-    added = {word.removeprefix("+callbacks=") for word in change if word.startswith("+callbacks=")}
-    idle = [name for name in without_effect(result.report.get("ledger", ())) if name in added]
-    return TrialResult(NOT_RUN, f"no effect: {', '.join(idle)}") if idle else result
+    return subprocess_trial.run(train, folder=folder, limit_s=options.limit_s)
 
 
 def _report(options: argparse.Namespace, search: Search, best: Options, steps: int) -> int:

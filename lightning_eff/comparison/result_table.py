@@ -1,4 +1,4 @@
-"""Summarize the rounds of each trial as a row: fastest round, ratios to the baseline, difference of losses.
+"""Summarize the rounds of each trial as a row by its fastest round, and show rows as a table or a page.
 
 Whatever else the machine does only slows a trial down, so the fastest round is closest to what the technique
 costs; the distance to the slowest round is shown next to it.
@@ -6,7 +6,6 @@ costs; the distance to the slowest round is shown next to it.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.report.html import render_page, scatter_chart
 
 MEASURED, NOT_RUN, FAILED = "measured", "not run", "failed"
+NO_EFFECT, CHANGES_LOSS = "no effect", "changes the loss"
 BASELINE = "baseline"
 HEADER = ("technique", "samples/s", "x base", "peak", "x base", "loss diff", "status")
 SLOW_FIRST_BATCH_S = 5.0
@@ -33,10 +33,12 @@ class TrialResult:
 class ComparisonRow:
     """A row of the table; ratios are to the baseline, and a figure that is missing is None.
 
+    judgement.py fills in the ratios, the difference of losses, and `excluded`.
+
     Args:
         technique: Name of the trial.
         status: `measured`, `not run` or `failed`.
-        reason: Why it was not measured, or a remark.
+        reason: Why it was not measured, or not in each round.
         overrides: Those that turn the recipe into this trial.
         samples_per_s: Of the fastest round.
         samples_per_s_spread: How much slower the slowest round was.
@@ -46,6 +48,11 @@ class ComparisonRow:
         loss_difference: To the baseline, over the last quarter of the steps that both have.
         first_batch_s: Longest batch before timing began, with compilation.
         num_rounds: Processes that measured it.
+        techniques: Those of the run by name, and whether each promises the loss of the plain run.
+        idle: Callbacks and strategies that had no effect; those of the baseline are left out.
+        precision: Of the Trainer.
+        draws_random_numbers: Whether training draws random numbers.
+        excluded: Why it takes no part in the verdict: `no effect` or `changes the loss`.
     """
 
     technique: str
@@ -62,6 +69,11 @@ class ComparisonRow:
     loss_difference: float | None = None
     first_batch_s: float | None = None
     num_rounds: int = 0
+    techniques: dict[str, bool] = field(default_factory=dict[str, bool])
+    idle: list[str] = field(default_factory=list[str])
+    precision: str = ""
+    draws_random_numbers: bool = False
+    excluded: str = ""
 
 
 def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialResult]) -> ComparisonRow:
@@ -74,62 +86,35 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
     def figures(key: str) -> list[Any]:
         return [value for result in measured if (value := result.report["measured"].get(key))]
 
-    rates = figures("samples_per_s")
-    losses = [(int(step), float(loss)) for step, loss in measured[0].report.get("losses", ())]
+    rates, report = figures("samples_per_s"), measured[0].report
+    losses = [(int(step), float(loss)) for step, loss in report.get("losses", ())]
+    ledger: Sequence[Mapping[str, Any]] = report.get("ledger", ())
+    failed = [result.reason for result in results if result.status == FAILED]
     return ComparisonRow(
         name,
         MEASURED,
-        _remark(name, results, measured[0].report.get("ledger", ())),
+        f"{len(failed)} of {len(results)} rounds failed: {failed[0]}" if failed else "",
         overrides,
         samples_per_s=max(rates, default=None),
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
         peak_bytes=max(figures("peak_bytes"), default=None),
         losses=losses,
-        loss=_last_quarter([loss for _, loss in losses]),
+        loss=last_quarter([loss for _, loss in losses]),
         first_batch_s=max(figures("first_batch_s"), default=None),
         num_rounds=len(measured),
+        techniques={entry["technique"]: entry.get("exact", False) for entry in ledger},
+        # Not checkpoint_io: `durable` never has an effect, because a trial saves nothing.
+        idle=[
+            entry["technique"]
+            for entry in ledger
+            if entry["status"] == NO_EFFECT and entry["technique"].startswith(("callbacks/", "strategy/"))
+        ],
+        precision=report.get("precision", ""),
+        draws_random_numbers=report.get("draws_random_numbers", False),
     )
 
 
-def _remark(name: str, results: Sequence[TrialResult], ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Return which rounds failed, or which techniques had no effect."""
-    failed = [result.reason for result in results if result.status == FAILED]
-    if failed:
-        return f"{len(failed)} of {len(results)} rounds failed: {failed[0]}"
-    idle = without_effect(ledger)
-    if len(idle) == 1 and (name == idle[0] or name.startswith("optimizer=")):
-        return "no effect"
-    return f"no effect: {', '.join(idle)}" if idle else ""
-
-
-def without_effect(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of callbacks and strategies that had no effect."""
-    # Not of checkpoint_io: `durable` never has an effect, because a trial saves nothing.
-    return [
-        entry["technique"].rpartition("/")[2]
-        for entry in ledger
-        if entry["status"] == "no effect" and entry["technique"].startswith(("callbacks/", "strategy/"))
-    ]
-
-
-def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
-    """Fill in each row's ratios to the baseline, and the difference of losses at the steps that both have."""
-    baseline = next((row for row in rows if row.technique == BASELINE), None)
-    if baseline is None:
-        return
-    baseline_losses = dict(baseline.losses)
-    for row in rows:
-        if row.samples_per_s and baseline.samples_per_s:
-            row.speed_ratio = row.samples_per_s / baseline.samples_per_s
-        if row.peak_bytes and baseline.peak_bytes:
-            row.peak_ratio = row.peak_bytes / baseline.peak_bytes
-        if row is not baseline:
-            row.loss_difference = _last_quarter(
-                [loss - baseline_losses[step] for step, loss in row.losses if step in baseline_losses]
-            )
-
-
-def _last_quarter(values: Sequence[float]) -> float | None:
+def last_quarter(values: Sequence[float]) -> float | None:
     """Return the mean over the last quarter of some values, of at least one; None if there are none."""
     last = values[-max(1, len(values) // 4) :]
     return sum(last) / len(last) if last else None
@@ -140,16 +125,6 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> str:
     return text_table(HEADER, [cells(row) for row in rows])
 
 
-def describe_noise(rows: Sequence[ComparisonRow]) -> str:
-    """Return a sentence on how much rounds of the same trial differ; empty if nothing was measured."""
-    rates = [(row.samples_per_s, row.samples_per_s_spread) for row in rows if row.samples_per_s]
-    spreads = [spread / rate for rate, spread in rates if spread is not None]
-    if spreads:
-        median = f"Rounds of a trial differ by {statistics.median(spreads):.0%} here (median)"
-        return f"{median}: smaller differences in speed are noise."
-    return "Only one round: noise is unknown. Use --rounds 3 before you trust a difference." if rates else ""
-
-
 def cells(row: ComparisonRow) -> tuple[str, ...]:
     """Return a row's cells as text, `-` where a figure is missing."""
     rate = "-" if row.samples_per_s is None else f"{row.samples_per_s:.1f}"
@@ -157,12 +132,15 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
         rate += f" (-{row.samples_per_s_spread:.1f})"
     peak = "-" if row.peak_bytes is None else human_bytes(row.peak_bytes)
     ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.speed_ratio, row.peak_ratio)]
+    ratios[0] += " (noise)" * (row.excluded == NO_EFFECT and row.speed_ratio is not None)
     difference = "-"
     if row.loss_difference is not None:
         difference = f"{row.loss_difference:+.2g}" if row.loss_difference else "0 (exact)"
-    status = f"{row.status}: {row.reason}" if row.reason else row.status
+    idle = f"{NO_EFFECT}: {', '.join(name.rpartition('/')[2] for name in row.idle)}" if row.idle else ""
+    remark = row.reason or row.excluded or idle
+    status = f"{row.status}: {remark}" if remark else row.status
     if row.status == MEASURED and (row.first_batch_s or 0.0) > SLOW_FIRST_BATCH_S:
-        status += f"{';' if row.reason else ','} first batch {row.first_batch_s:.0f} s"
+        status += f"{';' if remark else ','} first batch {row.first_batch_s:.0f} s"
     return (row.technique, rate, ratios[0], peak, ratios[1], difference, status)
 
 
@@ -170,13 +148,6 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
     """Return the HTML page for the content of `compare.json` and the rows of its table."""
     speeds = {row.technique: row.speed_ratio for row in rows if row.speed_ratio}
     peaks = {row.technique: row.peak_ratio for row in rows if row.peak_ratio}
-    verdict = "Nothing was measured."
-    if speeds:
-        fastest = max(speeds, key=speeds.__getitem__)
-        verdict = f"Fastest: {fastest}, {speeds[fastest]:.2f} times the baseline."
-    if peaks:
-        smallest = min(peaks, key=peaks.__getitem__)
-        verdict += f" Least memory: {smallest}, {peaks[smallest]:.2f} of the baseline."
     both = {name: (peaks[name], speed) for name, speed in speeds.items() if name in peaks}
     caption = "each row by its peak memory and speed, as multiples of the baseline's: higher is faster, "
     caption += "further left is smaller"
@@ -185,11 +156,11 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
         comparison,
         comparison,
         title=f"Comparison of {comparison['recipe']}",
-        verdict=verdict,
+        verdict=comparison["verdict"],
         charts=[scatter_chart("Speed against memory", caption, both, BASELINE, *axes)] if both else [],
         tables=[("All figures", HEADER, [cells(row) for row in rows])],
         notes=f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; each trial "
         "in a process of its own, with the same seed and global batch. Speed is that of the fastest round; "
         "in brackets, how much slower the slowest was. Peak memory is the allocator's on a GPU, live bytes "
-        "on a CPU. " + describe_noise(rows),
+        "on a CPU.",
     )

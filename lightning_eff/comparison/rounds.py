@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_eff.comparison import subprocess_trial
+from lightning_eff.comparison.judgement import compare_to_baseline
 from lightning_eff.comparison.result_table import (
     FAILED,
     MEASURED,
     NOT_RUN,
     ComparisonRow,
     TrialResult,
-    compare_to_baseline,
     summarize_rounds,
 )
 

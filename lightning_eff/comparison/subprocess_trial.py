@@ -61,8 +61,8 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
         process.kill()  # it may not have created its session yet
         process.join()
     if is_late:
-        return TrialResult(FAILED, f"no end after {limit_s:g} s; it was killed")
-    return result_of(process.exitcode, folder)
+        return TrialResult(FAILED, f"no end after {limit_s:g} s (--limit-s); it was killed")
+    return result_of(process.exitcode, folder, limit_s)
 
 
 @contextlib.contextmanager
@@ -101,8 +101,8 @@ def _child(train: TrainTrial, folder: Path) -> None:
     os._exit(code)  # the usual cleanup at exit takes seconds
 
 
-def result_of(code: int, folder: Path) -> TrialResult:
-    """Return the result of a trial that ended, from its exit code and what it left in its folder."""
+def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
+    """Return the result of a trial that ended within its limit, from its exit code and its folder."""
     if code != EXIT_OK:
         printed = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
@@ -127,4 +127,8 @@ def result_of(code: int, folder: Path) -> TrialResult:
     if any(each.get("manual") for each in numbers):
         text = f"too few batches to be timed: the module made all {steps} steps in them; use more --steps"
         return TrialResult(FAILED, text)
-    return TrialResult(FAILED, f"too slow to be timed: {steps} step{'s' * (steps != 1)} within its time")
+    made, training_s = f"{steps} step{'s' * (steps != 1)}", limit_s * TRAINING_FRACTION
+    if report.get("fit_s", training_s) < training_s - 1.0:
+        return TrialResult(FAILED, f"too few batches to be timed: training ended by itself after {made}")
+    limit = f"{training_s:.0f} s, a third of --limit-s {limit_s:g}; raise --limit-s"
+    return TrialResult(FAILED, f"too slow to be timed: {made} in {limit}")

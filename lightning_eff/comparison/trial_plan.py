@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_eff.comparison.result_table import BASELINE, MEASURED, ComparisonRow
+from lightning_eff.comparison.judgement import SMALLER, can_win
+from lightning_eff.comparison.result_table import BASELINE, ComparisonRow
 from lightning_eff.comparison.subprocess_trial import TRAINING_FRACTION
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.core import catalog
@@ -25,8 +26,8 @@ EFFECTIVE = {
     "empty_cache": ["callbacks.empty_cache.every_n_steps=4"],
 }
 """Settings with which a technique has an effect within a few steps."""
-FASTER, SMALLER = 1.1, 0.97
-"""Ratios from which a technique helps: speed beyond a busy machine's noise, or memory, which is exact."""
+FASTER = 1.1
+"""Ratio of speeds from which a technique is combined with others; the combination is judged like any row."""
 SAME_LOSS = 0.02
 """Fraction of the loss by which a technique that helps may change it."""
 
@@ -87,8 +88,8 @@ def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
     for row in rows:
         speed, peak = row.speed_ratio or 1.0, row.peak_ratio or 1.0
         is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
-        has_effect = row.status == MEASURED and not row.reason and row.technique not in (BASELINE, AS_IT_IS)
-        if has_effect and is_same and (speed > FASTER or peak < SMALLER):
+        is_candidate = can_win(row) and not row.idle and row.technique != AS_IT_IS
+        if is_candidate and is_same and (speed > FASTER or peak < SMALLER):
             helped[row.technique] = peak / speed
     return sorted(helped, key=helped.__getitem__)
 

@@ -32,6 +32,8 @@ class Managed(RejectsTransformersTrainer, pl.Callback):
         restored
     """
 
+    exact = False
+    """Whether steps have the plain run's loss, but for the order of additions and for other random draws."""
     setup = rules.enforce
     on_fit_start = rules.enforce
     on_save_checkpoint = checkpoint_stamp.save_stamp

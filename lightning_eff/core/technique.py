@@ -4,6 +4,8 @@ A technique needs no base class for this. Its configuration is read off its cons
 kept in an attribute of the same name. Its optional method `facts()` returns what it needs and excludes,
 `outcome()` what it did, `components()` the objects with rules of their own that it adds to a run (an
 optimizer, for example), or their classes. core/rules.py compares the facts of all techniques of a run.
+A class attribute `exact = True` promises the loss of the plain run, up to the order of additions and to other
+random draws; comparison/judgement.py holds it to that.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -38,7 +39,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.core import allocator, machine, rules
+from lightning_eff.core import allocator, machine, random_states, rules
 from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
@@ -101,6 +102,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._logged: LoggedFigures | None = None
         self._first_step, self._last_step, self._began_s = 0, 0, 0.0
         self._losses, self._validation = Losses(), Validation()
+        self._random_states: list[random_states.RandomStates] = []
+        """At the start of the first two batches."""
         self._folder = Path()
         self._sample: Any = None
         """A few samples of the first batch, to find out whether it could be split."""
@@ -126,6 +129,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             return
         self._first_step = self._last_step = trainer.global_step
         self._losses, self._validation = Losses(), Validation()
+        self._random_states.clear()
         # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
         # an earlier report in the Trainer's folder is left as it is.
         folder = self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
@@ -149,6 +153,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
     ) -> None:
         if self.meter is None:
             return
+        if len(self._random_states) < 2:
+            self._random_states.append(random_states.capture(self.meter.device))
         if self.meter.recorder is not None and not self.meter.probe.num_batches:
             self._sample = _few_samples(batch)
         self.meter.begin_batch(batch, pl_module, trainer.optimizers)
@@ -236,6 +242,11 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             "first_step": self._first_step,
             "fit_s": time.perf_counter() - self._began_s,
             "precision": str(trainer.precision),
+            "draws_random_numbers": any(
+                not torch.equal(state, self._random_states[0][name])
+                for states in self._random_states[1:]
+                for name, state in states.items()
+            ),
             "measured": measured | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],
             "losses": self._losses.curve(),
@@ -276,6 +287,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             has_run = trainer.global_step > self._first_step
             status = ("applied" if outcome.effective else "no effect") if has_run else "not run"
             row = {"technique": name_of(technique), "asked": arguments, "status": status}
+            row |= {"exact": getattr(technique, "exact", False) is True}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
         self.report["ledger"] = summary.json_safe(rows)
         if trainer.is_global_zero:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.result_table import MEASURED, TrialResult
+from lightning_eff.comparison.result_table import MEASURED, NO_EFFECT, TrialResult
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
 from tests.support.command_line import Command
 
@@ -37,7 +37,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             except Exception as error:  # noqa: BLE001 - a failed trial is a row
                 (folder / subprocess_trial.LOG_FILE).write_text(f"error: {root_cause_line(error)}\n")
                 code = exit_code(error)
-        return subprocess_trial.result_of(code, folder)
+        return subprocess_trial.result_of(code, folder, limit_s)
 
     monkeypatch.setattr(subprocess_trial, "run", run)
     return commands
@@ -58,6 +58,10 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
         assert rows[name]["status"] == MEASURED
         assert rows[name]["loss_difference"] == pytest.approx(0.0, abs=1e-5)
         assert rows[name]["peak_ratio"] == rows[name]["peak_bytes"] / base["peak_bytes"]
+        assert rows[name]["excluded"] == ("" if name in SMALLER else NO_EFFECT), "there is one block"
+        assert rows[name]["techniques"][f"callbacks/{name}"] == (name != "gradient_accumulation")
+    assert not base["draws_random_numbers"]
+    assert "the recipe as it is, 0." in found["verdict"], "it needs least memory"
     assert all(rows[name]["peak_ratio"] < 1.0 for name in SMALLER)
     assert rows["combined"]["peak_ratio"] < 1.0
     assert rows["strategy=fsdp2"]["status"] == "not run"

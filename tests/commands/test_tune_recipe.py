@@ -23,7 +23,7 @@ from lightning_eff.commands.tune import (
     single_changes,
 )
 from lightning_eff.comparison import subprocess_trial
-from lightning_eff.comparison.result_table import FAILED, MEASURED, TrialResult
+from lightning_eff.comparison.result_table import CHANGES_LOSS, FAILED, MEASURED, NO_EFFECT, TrialResult
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core.errors import (
     EXIT_OK,
@@ -178,13 +178,36 @@ def test_a_recipe_whose_code_was_fixed_is_tried_again_and_a_damaged_file_is_name
             World(tmp_path)
 
 
-def test_results_are_kept_apart_by_memory_and_by_what_makes_the_recipe_fit() -> None:
+def test_results_are_kept_apart_by_settings_memory_what_makes_the_recipe_fit_and_time() -> None:
     values = compose_recipe("lm", []).values
+    other = values | {"data": values["data"] | {"batch_size": 3}}
     names = [
-        fingerprint(values, DeviceMemory("here", size), base)
-        for size, base in ((1, ()), (2, ()), (1, ("+callbacks=tiled_conv",)), (1, ()))
-    ]
-    assert (len(set(names)), names[0]) == (3, names[3])
+        fingerprint(settings, DeviceMemory("here", size), base, limit_s)
+        for settings, size, base, limit_s in (
+            (values, 1, (), 9.0), (values, 2, (), 9.0), (values, 1, ("+callbacks=tiled_conv",), 9.0),
+            (values, 1, (), 8.0), (other, 1, (), 9.0), (values, 1, (), 9.0),
+        )
+    ]  # fmt: skip
+    assert (len(set(names)), names[0]) == (5, names[5])
+
+
+def test_a_change_that_promises_the_same_loss_and_has_another_is_not_proposed(tmp_path: Path) -> None:
+    """The compiler, which is the fastest, has another loss; `auto` may; the results are read again."""
+    world = World(tmp_path)
+    train = world.search.train
+
+    def trial(change: Options, steps: int) -> TrialResult:
+        is_compiled = "+callbacks=torch_compile" in change
+        ledger = [{"technique": "callbacks/torch_compile", "status": "applied", "exact": True}] * is_compiled
+        more = {"losses": [(1, 2.1 if change else 2.0)], "ledger": ledger, "precision": "32-true"}
+        return TrialResult(MEASURED, report={**train(change, steps).report, **more})
+
+    world.search.train = trial
+    for _ in range(2):
+        best, _ = world.search.run(CHANGES, 8)
+        assert set(best) == {"precision=auto", "data.batch_size=16"}
+        assert world.search.left_out == {("+callbacks=torch_compile",): CHANGES_LOSS}
+        world.search = World(tmp_path).search
 
 
 def test_changes_keep_the_global_batch() -> None:
@@ -210,7 +233,8 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         del folder, limit_s
         commands.append(train.args[0])
         figures = {"samples_per_s": float(len(" ".join(train.args[0]))), "peak_bytes": MIB}
-        ledger = [{"technique": "callbacks/channels_last", "status": "no effect"}]
+        is_added = "+callbacks=channels_last" in train.args[0]
+        ledger = [{"technique": "callbacks/channels_last", "status": "no effect"}] * is_added
         return TrialResult(MEASURED, report={"measured": figures, "ledger": ledger})
 
     monkeypatch.setattr(subprocess_trial, "run", run)
@@ -238,7 +262,7 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     assert (again[0], again[1], len(trials)) == (EXIT_OK, out, number)
     found = json.loads(command(*words, "--json")[1])
     assert last.endswith(" ".join(found["overrides"]))
-    assert found["left_out"]["+callbacks=channels_last"] == "no effect: channels_last"
+    assert found["left_out"]["+callbacks=channels_last"] == NO_EFFECT
 
 
 def test_a_limit_that_nothing_fits_is_said(

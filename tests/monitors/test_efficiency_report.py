@@ -45,8 +45,15 @@ def test_ledger_says_asked_applied_and_done(net: Callable[..., Net], tmp_path: P
     assert precision["asked"]["precision"] == "auto"
     assert precision["numbers"]["precision"] in ("32-true", "bf16-mixed")
     assert (cache["status"], cache["numbers"]["times"]) == ("applied", 2)
+    assert (precision["exact"], cache["exact"]) == (False, True)
     with pytest.raises(KeyError, match="did you mean 'callbacks/empty_cache'"):
         monitor.outcome_of("empty_cache")
+
+
+def test_a_dropout_draws_random_numbers(net: Callable[..., Net], tmp_path: Path) -> None:
+    rates = (0.0, 0.1)
+    drawn = [fit(net(dropout=rate), tmp_path / str(rate))["draws_random_numbers"] for rate in rates]
+    assert drawn == [False, True]
 
 
 def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_eff.comparison import judgement
 from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow, comparison_page
 from lightning_eff.report.html import scatter_chart, stacked_chart
 from lightning_eff.report.recording import CATEGORIES
@@ -98,8 +99,8 @@ def test_the_page_of_a_comparison_says_first_what_helps_and_shows_every_row() ->
     half = {"samples_per_s": 5.0, "speed_ratio": 0.5, "peak_bytes": 512, "peak_ratio": 0.25}
     rows = [ComparisonRow("baseline", MEASURED, **figures), ComparisonRow("half", MEASURED, **half)]
     rows.append(ComparisonRow("<odd>", FAILED, "no end after 3 s"))
+    verdict = judgement.verdict(rows)
     content = {"recipe": "lm", "command": "a=<b>", "steps": 6, "rounds": 2, "environment": {}}
-    reader = Reader(comparison_page(content, rows))
-    verdict = "Fastest: baseline, 1.00 times the baseline. Least memory: half, 0.25 of the baseline."
+    reader = Reader(comparison_page(content | {"verdict": verdict}, rows))
     assert {verdict, "<odd>", "failed: no end after 3 s", "512 B", "a=<b>"} <= {*reader.text}
     assert (reader.tags.count("svg"), reader.tags.count("circle")) == (1, 2)

@@ -12,7 +12,8 @@ from contextlib import redirect_stdout
 from functools import cache
 from typing import Any
 
-from lightning_eff.comparison.result_table import HEADER, ComparisonRow, cells, describe_noise
+from lightning_eff.comparison.judgement import describe_noise
+from lightning_eff.comparison.result_table import HEADER, ComparisonRow, cells
 from lightning_eff.core.machine import PACKAGES
 from tests.support.markdown import table
 from tests.support.techniques import ROOT

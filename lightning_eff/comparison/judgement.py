@@ -1,0 +1,127 @@
+"""Judge measured rows against the baseline: ratios, losses, which rows are excluded, and the verdict.
+
+Two measurements of the same training differ too. By how much is the noise of this run, the larger of two
+estimates: how far the ratio of a row without effect is from 1, and twice how far the rounds of a trial differ
+(twice, because the row and the baseline both vary). Only a ratio beyond the noise is a difference.
+
+A technique with `exact = True` promises the loss of the plain run. A row that adds or removes only such
+techniques, and whose loss differs, is excluded however fast it is. Where training draws random numbers, as
+dropout does, nothing is excluded for its loss: most of these techniques draw others.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from lightning_eff.comparison.result_table import (
+    BASELINE,
+    CHANGES_LOSS,
+    MEASURED,
+    NO_EFFECT,
+    ComparisonRow,
+    last_quarter,
+)
+
+LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
+"""How much losses may differ by the order of additions, as a fraction of the baseline's largest. The weakest
+fault that float32 must show is 1e-3; in 16 bits, two units in the last place of bfloat16."""
+SMALLER = 0.97
+"""Ratio of peaks below which a row needs less memory."""
+
+
+def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
+    """Fill in each row's ratios, the difference of losses at steps that both have, and `excluded`."""
+    baseline = next((row for row in rows if row.technique == BASELINE), None)
+    if baseline is None:
+        return
+    baseline_losses = dict(baseline.losses)
+    for row in rows:
+        if row.samples_per_s and baseline.samples_per_s:
+            row.speed_ratio = row.samples_per_s / baseline.samples_per_s
+        if row.peak_bytes and baseline.peak_bytes:
+            row.peak_ratio = row.peak_bytes / baseline.peak_bytes
+        if row is not baseline:
+            row.loss_difference = last_quarter(
+                [loss - baseline_losses[step] for step, loss in row.losses if step in baseline_losses]
+            )
+            row.idle = [name for name in row.idle if name not in baseline.idle]
+            row.excluded = _why_excluded(row, baseline)
+
+
+def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
+    """Return why a row takes no part in the verdict; empty if it does."""
+    changed = row.techniques.keys() ^ baseline.techniques.keys()
+    is_same = _has_same_loss(row, baseline)
+    if row.idle and changed <= set(row.idle) and is_same:
+        return NO_EFFECT
+    exact = baseline.techniques | row.techniques
+    promises_same = (
+        changed
+        and all(exact[name] for name in changed)
+        and _other_settings(row) == _other_settings(baseline)
+        and row.precision == baseline.precision
+        and not baseline.draws_random_numbers
+    )
+    return CHANGES_LOSS if promises_same and not is_same else ""
+
+
+def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
+    """Return whether the losses agree up to rounding; also where the baseline's cannot be compared."""
+    if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
+        return True
+    rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
+    # The last losses may be near 0. A NaN in this row alone is a difference.
+    largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
+    return abs(row.loss_difference) <= rtol * largest
+
+
+def _other_settings(row: ComparisonRow) -> set[str]:
+    """Return a row's overrides of anything but callbacks."""
+    return {line for line in row.overrides if not line.lstrip("+~").startswith("callbacks")}
+
+
+def can_win(row: ComparisonRow) -> bool:
+    """Return whether a row may be recommended: measured in each round, with an effect, at the right loss."""
+    return row.status == MEASURED and not (row.reason or row.excluded or row.technique == BASELINE)
+
+
+def noise(rows: Sequence[ComparisonRow]) -> float | None:
+    """Return by which fraction speed ratios differ from 1 by chance; None after one round."""
+    rates = [(row.samples_per_s, row.samples_per_s_spread) for row in rows if row.samples_per_s]
+    spreads = [spread / rate for rate, spread in rates if spread is not None]
+    if not spreads:
+        return None
+    without_effect = [row.speed_ratio for row in rows if row.excluded == NO_EFFECT and row.speed_ratio]
+    return max([2 * statistics.median(spreads), *(max(each, 1 / each) - 1 for each in without_effect)])
+
+
+def describe_noise(rows: Sequence[ComparisonRow]) -> str:
+    """Return a sentence on the noise of these rows; empty if nothing was measured."""
+    level = noise(rows)
+    if level is not None:
+        return f"Differences in speed of up to {level:.0%} are noise here."
+    is_measured = any(row.samples_per_s for row in rows)
+    return "Only one round: noise is unknown. Use --rounds 3 to compare speeds." if is_measured else ""
+
+
+def verdict(rows: Sequence[ComparisonRow]) -> str:
+    """Return which row beats the baseline in speed and in memory, or that none does, and the noise."""
+    if not any(row.speed_ratio for row in rows):
+        return "Nothing can be compared: the baseline was not measured."
+    candidates, level = [row for row in rows if can_win(row)], noise(rows)
+    speeds = {row.technique: row.speed_ratio for row in candidates if row.speed_ratio}
+    peaks = {row.technique: row.peak_ratio for row in candidates if row.peak_ratio}
+    fastest = max(speeds, key=speeds.__getitem__, default="")
+    smallest = min(peaks, key=peaks.__getitem__, default="")
+    sentences: list[str] = []
+    if level is not None and speeds.get(fastest, 0.0) > 1 + level:
+        sentences.append(f"Fastest: {fastest}, {speeds[fastest]:.2f} times the baseline.")
+    elif level is not None:
+        sentences.append("Nothing is faster than the baseline beyond the noise.")
+    if peaks.get(smallest, 1.0) < SMALLER:
+        sentences.append(f"Least memory: {smallest}, {peaks[smallest]:.2f} of the baseline.")
+    elif peaks:
+        sentences.append("Nothing needs less memory than the baseline.")
+    return " ".join([*sentences, describe_noise(rows)])

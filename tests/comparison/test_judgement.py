@@ -1,0 +1,156 @@
+"""Which measured rows take part in the verdict, and what it takes to win."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_eff.comparison.judgement import can_win, compare_to_baseline, describe_noise, noise, verdict
+from lightning_eff.comparison.result_table import (
+    BASELINE,
+    CHANGES_LOSS,
+    MEASURED,
+    NO_EFFECT,
+    ComparisonRow,
+    TrialResult,
+    cells,
+    summarize_rounds,
+)
+
+EXACT, LOSSY, IDLE = "callbacks/tiled_loss", "callbacks/peft_adapter", "callbacks/triton_gemm"
+
+
+def row(
+    name: str,
+    rates: tuple[float, ...],
+    *techniques: str,
+    loss: float = 2.0,
+    peak: int = 100,
+    precision: str = "32-true",
+    overrides: tuple[str, ...] = (),
+    is_random: bool = False,
+) -> ComparisonRow:
+    """Return the row of a trial as its rounds would give it."""
+    ledger = [
+        {
+            "technique": technique,
+            "status": NO_EFFECT if technique == IDLE else "applied",
+            "exact": technique in (EXACT, IDLE),
+        }
+        for technique in techniques
+    ]
+    report = {
+        "losses": [(1, 4.0), (2, loss)],
+        "ledger": ledger,
+        "precision": precision,
+        "draws_random_numbers": is_random,
+    }
+    results = [
+        TrialResult(MEASURED, report=report | {"measured": {"samples_per_s": rate, "peak_bytes": peak}})
+        for rate in rates
+    ]
+    return summarize_rounds(name, list(overrides), results)
+
+
+def judged(*rows: ComparisonRow) -> dict[str, ComparisonRow]:
+    compare_to_baseline(rows)
+    return {each.technique: each for each in rows}
+
+
+def test_a_row_without_effect_measures_the_noise_and_never_wins() -> None:
+    rows = judged(
+        row(BASELINE, (100.0, 99.0)),
+        row("triton_gemm", (158.0, 157.0), IDLE),
+        row("a", (150.0, 149.0), EXACT),
+    )
+    assert (rows["triton_gemm"].excluded, rows["a"].excluded) == (NO_EFFECT, "")
+    assert noise([*rows.values()]) == pytest.approx(0.58)
+    assert cells(rows["triton_gemm"])[2] == "1.58 (noise)"
+    assert "triton_gemm" not in verdict([*rows.values()])
+    assert "a" not in verdict([*rows.values()]).split()
+    del rows["triton_gemm"]
+    assert "a," in verdict([*rows.values()]).split(), "its rounds differ by less than 1 %"
+
+
+@pytest.mark.parametrize(("slow", "wins"), [(98.0, True), (70.0, False)])
+def test_the_rounds_of_a_trial_measure_the_noise_too(slow: float, *, wins: bool) -> None:
+    rows = [row(BASELINE, (100.0, slow)), row("a", (120.0, 1.2 * slow), EXACT)]
+    compare_to_baseline(rows)
+    assert ("a," in verdict(rows).split()) == wins
+
+
+def test_one_round_says_nothing_about_speed_but_bytes_count() -> None:
+    rows = [row(BASELINE, (100.0,)), row("a", (500.0,), EXACT), row("b", (1.0,), LOSSY, peak=50)]
+    compare_to_baseline(rows)
+    assert noise(rows) is None
+    assert verdict(rows).split()[2] == "b,", "the first sentence is of memory"
+    assert "a," not in verdict(rows).split()
+    assert verdict([row("a", (500.0,), EXACT)]).endswith("not measured."), "there is no baseline"
+    assert describe_noise([]) == ""
+
+
+@pytest.mark.parametrize("loss", [2.001, math.nan])
+def test_an_exact_technique_with_another_loss_is_excluded(loss: float) -> None:
+    rows = judged(
+        row(BASELINE, (100.0, 99.0)),
+        row("wrong", (900.0, 900.0), EXACT, loss=loss, peak=1),
+        row("right", (300.0, 300.0), EXACT, loss=2.0 + 1e-6, peak=50),
+        row("lossy", (200.0, 200.0), EXACT, LOSSY, loss=loss),
+    )
+    assert [each.excluded for each in rows.values()] == ["", CHANGES_LOSS, "", ""]
+    assert [each.technique for each in rows.values() if can_win(each)] == ["right", "lossy"]
+    assert verdict([*rows.values()]).count("right") == 2
+    assert CHANGES_LOSS in cells(rows["wrong"])[-1]
+
+
+def test_a_technique_that_the_row_removes_is_held_to_its_promise_too() -> None:
+    rows = judged(row(BASELINE, (1.0,), EXACT), row("~a", (1.0,), loss=2.1))
+    assert rows["~a"].excluded == CHANGES_LOSS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"overrides": ("+callbacks=tiled_loss", "data.batch_size=4")},
+        {"precision": "bf16-mixed"},
+    ],
+)
+def test_a_row_that_changes_more_than_exact_techniques_may_have_another_loss(other: dict[str, Any]) -> None:
+    rows = judged(row(BASELINE, (1.0,)), row("a", (1.0,), EXACT, loss=2.1, **other))
+    assert rows["a"].excluded == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "excluded", "all_rows"),
+    [
+        (2.01, "", {"precision": "bf16-mixed"}),
+        (2.1, CHANGES_LOSS, {"precision": "bf16-mixed"}),
+        (2.1, "", {"is_random": True}),
+        (2.0 + 1e-6, "", {}),
+    ],
+)
+def test_losses_may_differ_by_rounding_and_by_other_draws(
+    loss: float, excluded: str, all_rows: dict[str, Any]
+) -> None:
+    rows = judged(row(BASELINE, (1.0,), **all_rows), row("a", (1.0,), EXACT, loss=loss, **all_rows))
+    assert rows["a"].excluded == excluded
+
+
+def test_a_baseline_that_diverged_excludes_nothing() -> None:
+    rows = judged(row(BASELINE, (1.0,), loss=math.nan), row("a", (1.0,), EXACT), row("b", (1.0,), IDLE))
+    assert [each.excluded for each in rows.values()] == ["", "", NO_EFFECT]
+
+
+def test_a_row_in_which_one_of_several_had_no_effect_takes_part() -> None:
+    optimizer = "callbacks/optimizer_choice"
+    rows = judged(row(BASELINE, (1.0,)), row("both", (1.0,), EXACT, IDLE), row("off", (1.0,), IDLE, loss=2.1))
+    assert can_win(rows["both"])
+    assert cells(rows["both"])[-1].endswith("triton_gemm")
+    assert rows["off"].excluded == CHANGES_LOSS, "its setting did something"
+    base, other = row(BASELINE, (1.0,), optimizer), row("optimizer=x", (1.0,), optimizer)
+    other.idle = [optimizer]
+    assert judged(base, other)["optimizer=x"].excluded == NO_EFFECT
+    base.idle = [optimizer]
+    assert judged(base, other)["optimizer=x"].excluded == "", "no row of this recipe differs by it"
