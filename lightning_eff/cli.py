@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 from lightning_eff.commands import _completion, _parser
 from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
 from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.secret_values import hide_secrets
+from lightning_eff.core.text import printable
 
 MAX_ERROR_LINES = 5
 GOES_ON = {
@@ -46,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:  # noqa: BLE001 - also Ctrl-C and SystemExit end in an exit code
         code = exit_code(error)
         if code != EXIT_OK:
-            if "--debug" in words:
-                sys.stderr.write("".join(traceback.format_exception(error)))
-            sys.stderr.write("".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES]))
+            frames = "".join(traceback.format_exception(error)) if "--debug" in words else ""
+            lines = "".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES])
+            sys.stderr.write(printable(hide_secrets(f"{frames}{lines}")))
         return code
 
 
@@ -61,6 +63,8 @@ def run() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # `>&-`: the process was started without it
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
+        with contextlib.suppress(AttributeError):  # a stream of the caller's
+            getattr(sys, name).reconfigure(errors="backslashreplace")  # where the locale lacks a character
     code = main()
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -20,6 +20,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
@@ -255,7 +256,7 @@ def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -
     keywords: dict[str, Any] = {
         "plugins": [*(plugin for plugin in plugins if plugin is not None), *joined.plugins],
         "callbacks": callbacks,
-        "logger": [each for each in listed_loggers if each is not None] or False,
+        "logger": [loggers.log_no_secrets(each) for each in listed_loggers if each is not None] or False,
         "strategy": strategy if isinstance(strategy, str) else make("strategy", strategy),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }
@@ -278,6 +279,9 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
         return None
     try:
         return instantiate(dict(node), _convert_="all")
+    except OmegaConfBaseException as unset:  # a variable of the environment, which a secret names
+        text = f"{path}: {str(unset).splitlines()[0]}"
+        raise UsageError(text) from unset
     except InstantiationException as wrapper:
         error: BaseException = wrapper
         while isinstance(error, InstantiationException) and error.__cause__ is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,10 +19,13 @@ import yaml
 
 from lightning_eff import cli
 from lightning_eff.commands._completion import SCRIPTS, complete
+from lightning_eff.core.errors import UsageError
+from lightning_eff.run import make
 from tests.support.command_line import Command
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 MINE = """
+from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning_eff.models.gpt import GPT
@@ -39,6 +43,17 @@ class Picky(GPT):
     def training_step(self, batch, batch_idx):
         if self.hparams['dropout'] > 0:
             raise RuntimeError('no dropout, please')
+        return super().training_step(batch, batch_idx)
+
+class Hub(GPT):
+    def __init__(self, *, api_token: str, **sizes: object) -> None:
+        super().__init__(**sizes)
+        self.save_hyperparameters()
+
+    def training_step(self, batch, batch_idx):
+        assert self.hparams['api_token'] == 'hunter2'
+        if batch_idx == 2 and Path("closed").exists():
+            raise RuntimeError(f"rejected: {self.hparams['api_token']}")
         return super().training_step(batch, batch_idx)
 
 class Nothing(pl.LightningDataModule):
@@ -103,6 +118,8 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "trainer.accelerator=gpuu"], "trainer: You selected an invalid accelerator name"),
         (["train", "lm", "data.source_dir=nowhere"], "data: source_dir='nowhere' is no folder"),
         (["train", "lm", "trainer.max_steps=0"], "trainer.max_steps=0: expected at least 1"),
+        (["train", "lm", "data.batch_size=0"], "data: batch_size=0 must be at least 1"),
+        (["train", "mine/a\x1b[2J\u202e.yaml"], "there is no file mine/a\\x1b[2J\\u202e.yaml"),
         (["train", "lm", "optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
         (["train", "lm", "lr=3"], "lr: no such key\n  try: optimizer.lr=3"),
         (["train", "lm", "--trainer.max_steps", "5"], "without dashes\n  try: trainer.max_steps=5"),
@@ -132,7 +149,7 @@ def test_a_run_that_fails_exits_1_root_cause_first(mine: list[str], command: Com
     err = command(*words, code=1)[2]
     lines = err.strip().splitlines()[-3:]
     assert lines[0] == "error: KeyError: 'the label is missing'"
-    assert "mine.py:9 in training_step" in lines[1]
+    assert "mine.py:10 in training_step" in lines[1]
     log = Path(lines[2].removeprefix("  traceback: "))
     assert "Traceback" in log.read_text()
     assert "Traceback" not in err
@@ -208,6 +225,41 @@ def test_the_report_goes_to_stdout_and_tags_to_report_and_loggers(tiny: list[str
         assert (logged["task_name"], logged["tags"]) == ("dev", ["quick", "dev"])
     out = command("train", "baseline", *tiny, *words, "ckpt_path=auto", "tags=[]", "--json", code=0)[1]
     assert json.loads(out) == report, "of the run before: tags are no setting of the training"
+
+
+@pytest.mark.filterwarnings("ignore:hyperparameters left out of checkpoints")
+def test_no_file_of_a_run_holds_a_secret_and_it_is_composed_again(
+    mine: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that fails, whose error has the secret, and of the one that resumes it."""
+    monkeypatch.setenv("API_TOKEN", "hunter2")
+    words = ["train", "baseline", *mine, "model._target_=mine.Hub", "model.api_token=${oc.env:API_TOKEN}"]
+    words += ["trainer.max_steps=3", "ckpt_path=auto"]
+    Path("closed").touch()
+    assert "rejected: ***" in command(*words, code=1)[2]
+    (run,) = Path("outputs/baseline").iterdir()
+    assert "rejected: ***" in (run / "error.log").read_text()
+    (checkpoint,) = run.glob("checkpoints/*.ckpt")
+    assert "api_token" not in torch.load(checkpoint, weights_only=True)["hyper_parameters"]
+    command("validate", str(run), code=0)
+    Path("closed").unlink()
+    assert json.loads(command(*words, "--json", code=0)[1])["first_step"] == 2
+    files = [file for file in Path("outputs").rglob("*") if file.is_file()]
+    assert [file for file in files if b"hunter2" in file.read_bytes()] == []
+
+
+def test_a_variable_that_a_secret_names_must_be_set() -> None:
+    with pytest.raises(UsageError, match=r"^data: .*'NO_SUCH_VARIABLE' not found"):
+        make("data", {"_target_": "mine.Data", "token": "${oc.env:NO_SUCH_VARIABLE}"})
+
+
+def test_a_locale_without_a_character_gets_its_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(cli, "main", lambda: sys.stdout.write("\u00e9") * 0)
+    with pytest.raises(SystemExit):
+        cli.run()
+    assert written.getvalue() == b"\\xe9"
 
 
 def test_a_sweep_runs_each_combination_and_a_failed_run_is_reported(

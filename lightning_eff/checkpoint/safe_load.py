@@ -19,6 +19,7 @@ from omegaconf import ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
+from lightning_eff.core.secret_values import is_secret
 
 UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError)
 """Errors that `torch.load` raises about a file whose content it cannot read."""
@@ -66,7 +67,7 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint with hyperparameters that `load_plain` accepts.
 
     Paths become text, enums and NumPy's numbers and arrays their values; configs, namespaces and dataclasses
-    become dictionaries. Other objects are left out.
+    become dictionaries. Other objects and secrets are left out.
 
     Warns:
         CheckpointWarning: Names what was left out.
@@ -78,7 +79,8 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             result.pop(class_key, None)
     if left_out:
         text = (
-            f"hyperparameters left out of checkpoints, which hold plain values only: {', '.join(left_out)}. "
+            "hyperparameters left out of checkpoints, which hold plain values only, and no secrets: "
+            f"{', '.join(left_out)}. "
         )
         text += "A run resumes without them; pass them to `load_from_checkpoint` as arguments"
         warnings.warn(text, CheckpointWarning, stacklevel=3)
@@ -89,7 +91,7 @@ def _plain(value: Any, name: str, left_out: list[str]) -> Any:
     """Return a value as plain ones; entries of a mapping for which there are none are listed in `left_out`.
 
     Raises:
-        TypeError: There are none for the value itself.
+        TypeError: There are none for the value itself, or it is a secret.
     """
     for kinds, convert in CONVERSIONS:
         if isinstance(value, kinds):
@@ -111,6 +113,7 @@ def _plain(value: Any, name: str, left_out: list[str]) -> Any:
             values if isinstance(value, list) else tuple(values) if isinstance(value, tuple) else set(values)
         )
     basic = next((kind for kind in BASIC if isinstance(value, cast(type, kind))), None)
-    if basic is None and value is not None and type(value) not in TORCH:
+    is_other = basic is None and value is not None and type(value) not in TORCH
+    if is_other or is_secret(name.rpartition(".")[2], value):
         raise TypeError(name)
     return value if basic is None else basic(value)

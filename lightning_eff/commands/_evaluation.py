@@ -19,7 +19,7 @@ from lightning_eff.commands._rank import starts_ranks, told_to_parent
 from lightning_eff.commands._saved_run import SavedRun, find_saved_run
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import EXIT_OK, UsageError
-from lightning_eff.core.text import print_json
+from lightning_eff.core.text import print_json, printable
 from lightning_eff.launch.job import Launch, check_tasks
 from lightning_eff.launch.ranks import run_ranks
 
@@ -92,4 +92,4 @@ def _show(found: Mapping[str, Any], *, as_json: bool) -> None:
         lines.append(f" predictions{' of rank 0' if ranks else ''}: {found['predictions']}")
     width = max(map(len, found.get("metrics", {})), default=0)
     lines += [f" {name:<{width}}  {value:.6g}" for name, value in found.get("metrics", {}).items()]
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.writelines(printable(f"{line}\n") for line in lines)

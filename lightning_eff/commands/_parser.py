@@ -188,7 +188,7 @@ def build() -> tuple[_Parser, dict[str, _Parser]]:
         parsers[name] = branches.add_parser(name, prog=prog, usage=usage, **texts, **style)
         if name in OPTIONS:
             OPTIONS[name](parsers[name].add_argument)
-        if takes in OF_RECIPES:
+        if takes in OF_RECIPES or name in ("ls", "report"):
             about = "a folder of your own with groups and recipes; may be repeated"
             keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
             parsers[name].add_argument("--config-dir", "-cd", **keywords)

@@ -9,6 +9,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_eff.core.errors import (
     EXIT_OK,
     PRE_RUN_ERRORS,
@@ -17,6 +19,7 @@ from lightning_eff.core.errors import (
     SlowPathWarning,
     exit_code,
 )
+from lightning_eff.core.text import printable
 from lightning_eff.launch.job import RUN_DIR, Launch, check_not_started, num_ranks
 from lightning_eff.launch.ranks import STOPPED, end_with_parent, tell_parent
 
@@ -36,10 +39,19 @@ def told_to_parent(launch: Launch) -> Generator[None]:
         raise
 
 
+class _Formatter(logging.Formatter):
+    """Formats a message for a terminal, which must not obey the name of a file."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def configure_logging(launch: Launch) -> None:
     """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
-    form = f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"
-    logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, format=form)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter(f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"))
+    logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, handlers=[handler])
     logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
     import lightning
 

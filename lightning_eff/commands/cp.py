@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_eff.commands._recipe_file import SUFFIX
 from lightning_eff.config.recipes import RecipePath, read_chain
 from lightning_eff.core.errors import EXIT_OK, ConfigError, check_path
-from lightning_eff.core.text import print_json
+from lightning_eff.core.text import print_json, printable
 
 
 def main(options: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
             }
         )
     else:
-        sys.stdout.write(f"{target} is a copy of {source}\n  try: {shlex.join(words)}\n")
+        sys.stdout.write(printable(f"{target} is a copy of {source}\n  try: {shlex.join(words)}\n"))
         sys.stdout.writelines(f" note: {note}\n" for note in notes)
     return EXIT_OK
 

@@ -17,7 +17,7 @@ from lightning_eff.core.errors import (
     check_path,
     suggest_name,
 )
-from lightning_eff.core.text import human_bytes, print_json
+from lightning_eff.core.text import human_bytes, print_json, printable
 
 
 def main(options: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
         print_json({**found, "files": files, "notes": notes})
     else:
         listed = ", ".join(f"{name} ({human_bytes(size)})" for name, size in files.items())
-        sys.stdout.write(f"{kind} of {path}\n written to {out}: {listed}\n")
+        sys.stdout.write(printable(f"{kind} of {path}\n written to {out}: {listed}\n"))
         sys.stdout.writelines(f" {note}\n" for note in notes)
     return EXIT_OK
 

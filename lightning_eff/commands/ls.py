@@ -5,27 +5,33 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import EXIT_OK, UsageError, suggest_name
-from lightning_eff.core.text import print_json, text_table
+from lightning_eff.core.text import print_json, printable, text_table
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    word, entries = options.word, [*catalog.recipes(), *catalog.options()]
+    folders: tuple[Path, ...] = ()
+    if options.config_dir:
+        from lightning_eff.config.recipes import RecipePath  # imports Hydra
+
+        folders = RecipePath.of(options.config_dir).folders
+    word, entries = options.word, [*catalog.recipes(folders), *catalog.options(folders)]
     # An entry is named by its full name, or by the last part of it where only one entry has it.
     exact = [entry for entry in entries if entry.name == word]
     short = [entry for entry in entries if entry.name.rpartition("/")[2] == word]
     if exact or len(short) == 1:
-        card = catalog.entry_details([*exact, *short][0])
+        card = catalog.entry_details([*exact, *short][0], folders)
         if options.json:
             print_json(card)
             return EXIT_OK
         lines = [f"{card['name']} ({card['kind']})", f"use: {card['use']}", "", card["text"].rstrip()]
         rows = [[row["key"], row["default"], row["meaning"]] for row in card.get("parameters", [])]
         lines += ["", text_table(["option", "default", "meaning"], rows)] if rows else []
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write(printable("\n".join(lines)) + "\n")
         return EXIT_OK
     found = [entry for entry in entries if word.lower() in f"{entry.name} {entry.summary}".lower()]
     if not found:

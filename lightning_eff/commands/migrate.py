@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, UsageError, check_path
-from lightning_eff.core.text import print_json, text_table
+from lightning_eff.core.text import print_json, printable, text_table
 
 MAX_VALUE_CHARACTERS = 40
 PLACEHOLDERS = {
@@ -32,10 +32,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print_json(json_safe(found))
     else:
-        shown = "\n".join(_lines(found))
-        sys.stdout.write(
-            "".join(char if char.isprintable() or char == "\n" else "?" for char in shown) + "\n"
-        )
+        sys.stdout.write(printable("\n".join(_lines(found))) + "\n")
     return code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_eff.commands._run_reports import RunReport, find_runs, read_run
 from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, check_path
-from lightning_eff.core.text import print_json
+from lightning_eff.core.text import print_json, printable
 
 
 def main(options: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
     if as_json:
         print_json({"run": str(run.folder), "page": str(page), "report": dict(run.report)})
     else:
-        sys.stdout.write(f"{report_text(run.report)}\n report: {page}\n")
+        sys.stdout.write(printable(f"{report_text(run.report)}\n report: {page}\n"))
 
 
 def _show_several(runs: list[RunReport], *, as_json: bool) -> None:
@@ -66,4 +66,4 @@ def _show_several(runs: list[RunReport], *, as_json: bool) -> None:
     if as_json:
         print_json(compared)
     else:
-        sys.stdout.writelines(f"{line}\n" for line in comparison_lines(compared))
+        sys.stdout.writelines(printable(f"{line}\n") for line in comparison_lines(compared))

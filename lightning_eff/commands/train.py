@@ -33,6 +33,7 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.core.log_filters import report_on_stdout, reports_in_brief
 from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
     RUN_DIR,
@@ -208,7 +209,8 @@ class _Job:
             path = error_log(folder, Launch.of().rank)
             is_new = not (error.__dict__.get("is_reported") or path.exists())  # else a rank has written it
             if exit_code(error) != EXIT_OK and is_new:
-                path.write_text("".join(traceback.format_exception(error)))
+                text = hide_secrets("".join(traceback.format_exception(error)))
+                path.write_text(text, encoding="utf-8", errors="backslashreplace")
                 error.__dict__["error_log"] = str(path)
             self.keep_failure(self._explain(error, overrides, folder), folder)
             return {}, self.failures[-1]

@@ -113,6 +113,7 @@ HABITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("precision=32", "precision=32-true", "precision=float32"), "precision=fp32"),
     **dict.fromkeys(("amp=true", "precision=mixed"), "precision=auto"),
     "tf32=true": "precision=tf32",
+    **dict.fromkeys(("precision=fp8", "fp8=true"), "precision=float8"),
     # Strategies, by Lightning's names.
     "trainer.strategy": "strategy={}",
     **dict.fromkeys(("trainer=ddp", "strategy=ddp_spawn", "strategy=dp"), "strategy=ddp"),

@@ -22,9 +22,11 @@ from lightning_eff.config.targets import EXTRAS, resolve_class
 from lightning_eff.config.validate import foreign_keys
 from lightning_eff.core.catalog import CONF
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.core.secret_values import without_secrets
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +142,17 @@ def check_loggers(values: Mapping[str, Any]) -> None:
                 text = f"{GROUP}={name} needs the package {packages[0]}"
                 text += f"\n  try: pip install 'lightning-eff[{EXTRAS[packages[0]]}]'"
                 raise EnvironmentLacksError(text)
+
+
+def log_no_secrets(logger: Logger) -> Logger:
+    """Let a logger get hyperparameters without those that are secrets; return it."""
+    log_hyperparams = logger.log_hyperparams
+
+    def log_others(params: Any, *args: Any, **keywords: Any) -> None:
+        log_hyperparams(without_secrets(params), *args, **keywords)
+
+    logger.log_hyperparams = log_others
+    return logger
 
 
 def log_tags(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:

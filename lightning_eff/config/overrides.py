@@ -46,8 +46,8 @@ def _quoted(line: str) -> str:
     key, is_assignment, value = line.partition("=")
     if not is_assignment or any(sign in value for sign in "[]{}(),"):  # a slip in a list, perhaps
         return ""
-    escaped = value.replace("'", "\\'")  # a backslash stands for itself, unless it is the last
-    quoted = f"{key}='{escaped}'"
+    escaped = value.replace('"', '\\"')  # a backslash stands for itself, unless it is the last
+    quoted = f'{key}="{escaped}"'
     try:
         OverridesParser.create().parse_overrides([quoted])
     except (OverrideParseException, RecursionError, ValueError):

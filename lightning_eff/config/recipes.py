@@ -100,7 +100,10 @@ def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()
     primary = main / f"{recipe.removesuffix('.yaml')}.yaml"
     if not primary.exists():
         hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
-        text = f"recipe {recipe!r} does not exist: {suggest_name(recipe, path.names())}{hint}"
+        close = suggest_name(recipe, path.names())
+        if is_file(Path(primary.name)):
+            close = f"did you mean the file {primary.name} here?"
+        text = f"recipe {recipe!r} does not exist: {close}{hint}"
         raise UsageError(text)
     walk = _Walk([main, CONF, RECIPES, *path.folders])
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]

@@ -20,6 +20,7 @@ from lightning_eff.config.recipes import RecipeChain
 from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.secret_values import keep_variables
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,11 @@ log = logging.getLogger(__name__)
 def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
     """Return the resolved and checked values of a composed config, without Hydra's section.
 
+    A secret is the interpolation of the environment that it comes from.
     Settings that do not apply are removed from `cfg`, too.
 
     Raises:
-        ConfigError: A key, class, type or path cannot be used.
+        ConfigError: A key, class, type or path cannot be used, or a secret is in the config itself.
         EnvironmentLacksError: The package of a logger is not installed.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
@@ -43,7 +45,7 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
     loggers.check_loggers(values)
-    return values
+    return keep_variables(values, OmegaConf.to_container(own, resolve=False))
 
 
 def _check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:

@@ -158,7 +158,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
     for key, value in node.items():
         if key in DIRECTIVES:
             continue
-        if key not in names and not takes_any:
+        if key == "_args_" or (key not in names and not takes_any):
             allowed = f"a parameter of {owner.__name__}; {suggest_name(key, names)}"
             raise ConfigError(key=f"{path}.{key}", value=value, allowed=allowed)
         if not _check_nested(f"{path}.{key}", value):

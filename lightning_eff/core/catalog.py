@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -70,18 +71,22 @@ def verbs() -> dict[str, str]:
     return {file.stem: module_docstring(file).partition("\n")[0] for file in files}
 
 
-def recipes() -> list[Entry]:
-    """Return the recipes that ship with the package."""
+def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
+    """Return the recipes in folders of the user, and those that ship with the package."""
+    uses = {folder: f" --config-dir {folder}" for folder in folders} | {RECIPES: ""}
     return [
-        Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}")
-        for file in sorted(RECIPES.glob("*.yaml"))
+        Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}{use}")
+        for folder, use in uses.items()
+        for file in sorted(folder.glob("*.yaml"))
     ]
 
 
-def options() -> list[Entry]:
-    """Return every option of every group, techniques among them."""
+def options(folders: Sequence[Path] = ()) -> list[Entry]:
+    """Return every option of every group, techniques among them; those in folders of the user come first."""
     found: list[Entry] = []
-    for file in sorted(CONF.glob("*/*.yaml")):
+    groups = {*OPTIONAL_GROUPS, *(folder.name for folder in CONF.iterdir())}
+    files = [file for folder in (*folders, CONF) for file in sorted(folder.glob("*/*.yaml"))]
+    for file in (file for file in files if file.parent.name in groups):
         group = file.parent.name
         module = PACKAGE / group / f"{file.stem}.py"
         technique = module.exists()
@@ -121,13 +126,14 @@ def parameter_keys() -> list[str]:
     return sorted(set(keys))
 
 
-def entry_details(entry: Entry) -> dict[str, Any]:
+def entry_details(entry: Entry, folders: Sequence[Path] = ()) -> dict[str, Any]:
     """Return name, kind, summary, full text and parameters of an entry, in plain types."""
+    files = (folder / f"{entry.name}.yaml" for folder in (*folders, RECIPES, CONF))
+    file = next(file for file in files if file.is_file())
     if entry.kind == "recipe":
-        return asdict(entry) | {"text": (RECIPES / f"{entry.name}.yaml").read_text(encoding="utf-8")}
+        return asdict(entry) | {"text": file.read_text(encoding="utf-8")}
     group, _, name = entry.name.partition("/")
     module = PACKAGE / group / f"{name}.py"
-    file = CONF / group / f"{name}.yaml"
     keys = ("key", "default", "meaning")
     return asdict(entry) | {
         "text": module_docstring(module) if module.exists() else yaml_header(file),

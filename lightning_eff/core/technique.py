@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_eff.core.secret_values import HIDDEN, is_secret
+
 PACKAGE = __name__.partition(".")[0]
 SUITE = PACKAGE
 """Provided by every technique of this package that changes a run; monitors do not provide it."""
@@ -74,7 +76,7 @@ def name_of(technique: object) -> str:
 
 
 def config_of(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments in plain types, from the attributes of their names.
+    """Return the constructor's arguments in plain types, from the attributes of their names, without secrets.
 
     Where a base class already uses the attribute `x`, the argument is kept as `given_x`.
 
@@ -84,7 +86,7 @@ def config_of(technique: object) -> dict[str, Any]:
         5
     """
     return {
-        name: _plain(value)
+        name: HIDDEN if is_secret(name, value) else _plain(value)
         for name in inspect.signature(type(technique)).parameters
         if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
     }

@@ -33,6 +33,17 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
+def printable(text: str) -> str:
+    r"""Return a text with escapes in place of what a terminal obeys: control characters, other directions.
+
+    Example:
+        >>> printable("a\x1b[2Jb\u202ec")
+        'a\\x1b[2Jb\\u202ec'
+    """
+    shown = (char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+    return "".join(shown)
+
+
 def human_bytes(num_bytes: float) -> str:
     """Return bytes in the binary unit that leaves at most four digits.
 
@@ -87,7 +98,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     for title in header:
         table.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*(" ".join(cell.splitlines()) for cell in row))
+        table.add_row(*(printable(" ".join(cell.splitlines())) for cell in row))
     limit = line_width(width) or sum(len(cell) + 2 for row in [header, *rows] for cell in row)
     console = Console(width=limit, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as printed:

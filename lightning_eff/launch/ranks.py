@@ -33,6 +33,8 @@ from lightning_eff.core.errors import (
 from lightning_eff.launch.job import RUN_DIR, check_devices, check_machines, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+PARENT = "LIGHTNING_EFF_PARENT"
+"""Environment variable with the process that has started the ranks, which may be gone before they look."""
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
 POLL_S = 0.2
 
@@ -63,6 +65,7 @@ def run_ranks(
     num_local, node = num_devices(trainer), os.environ.get("NODE_RANK", "0")
     first = num_local * int(node)
     common = _of_all_ranks(num_local, num_ranks(trainer), node) | {RUN_DIR: str(folder)}
+    common[PARENT] = str(os.getpid())
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as errors, _forwarded_signals(ranks) as received:
         files = [Path(errors, str(local)) for local in range(num_local)]
@@ -202,7 +205,7 @@ def error_log(folder: Path, rank: int) -> Path:
 
 def end_with_parent() -> None:
     """End this rank as soon as the process that started it is gone; costs a thread that wakes up to look."""
-    parent = os.getppid()
+    parent = int(os.environ.get(PARENT, os.getppid()))
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -214,10 +217,12 @@ def end_with_parent() -> None:
 
 def exit_now(text: str, code: int) -> None:
     """Print the reason and end this process, whatever its other threads wait for."""
-    sys.stderr.write(f"error: {text}\n")
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(code)
+    try:
+        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:  # also where nobody reads them any more
+        os._exit(code)
 
 
 def tell_parent(error: BaseException) -> bool:

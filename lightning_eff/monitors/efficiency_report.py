@@ -45,7 +45,9 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.log_filters import IS_REPORT
+from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.technique import Technique, config_of, name_of
+from lightning_eff.core.text import printable
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.mean_check import MAX_SAMPLES
@@ -207,7 +209,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             return
         meter, strategy = self.meter, trainer.strategy
         is_stop = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
+        reason = hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
         has_snapshot = is_out_of_memory(exception) and files.write_snapshot(meter.device, self._folder)
         self._finish(trainer, meter, status="stopped" if is_stop else "failed", reason=reason)
         self.report |= {"memory_snapshot": files.SNAPSHOT_FILE} if has_snapshot else {}
@@ -276,7 +278,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._sample = None
 
     def _print(self) -> None:
-        text, page = summary.report_text(self.report), self._folder / files.PAGE_FILE
+        text, page = printable(summary.report_text(self.report)), self._folder / files.PAGE_FILE
         rank_zero_info("\n%s\n report: %s", text, page, extra={IS_REPORT: True})
 
     def _write(self, trainer: pl.Trainer) -> None:

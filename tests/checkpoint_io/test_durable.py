@@ -472,6 +472,7 @@ LEFT_OUT: list[tuple[Any, dict[str, Any], str]] = [
     (interpolated(), {"net": {"a": {"b": 2}, "c": 2}}, "net.gone"),
     (dt.timedelta(1), {}, "net"),
     (range(3), {}, "net"),
+    ({"api_token": "x", "eos_token": "</s>"}, {"net": {"eos_token": "</s>"}}, "net.api_token"),
 ]
 
 
@@ -491,7 +492,7 @@ def test_hyperparameters_without_a_plain_value_are_left_out_by_name(
     given: Any, plain: dict[str, Any], name: str, asynchronous: bool, tmp_path: Path
 ) -> None:
     io = Durable(asynchronous=asynchronous)
-    with pytest.warns(CheckpointWarning, match=rf" only: {name}\. ") as warned:
+    with pytest.warns(CheckpointWarning, match=rf" secrets: {name}\. ") as warned:
         io.save_checkpoint({"hyper_parameters": {"net": given, "depth": 2}}, tmp_path / "one.ckpt")
     assert io.load_checkpoint(tmp_path / "one.ckpt") == {"hyper_parameters": plain | {"depth": 2}}
     assert len(warned) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests.support.command_line import Command
 
@@ -37,3 +38,18 @@ def test_a_name_shows_costs_conflicts_source_and_every_option(command: Command) 
         "meaning": "optimizer steps between two emptyings",
     }
     assert "- callbacks: [gradient_accumulation, tiled_loss, empty_cache]" in command("ls", "lm")[1]
+
+
+def test_recipes_and_options_in_folders_of_the_user(command: Command, empty_folder: Path) -> None:
+    for name in ("net", "model/mine", "experiment/wide", ".github/workflow"):
+        file = Path(f"mine/{name}.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# Zebra {name}.\nwidth: 4  # of its layers\u202e\n")
+    rows = json.loads(command("ls", "zebra", "--config-dir", "mine", "--json")[1])["rows"]
+    assert [row["name"] for row in rows] == ["net", "experiment/wide", "model/mine"]
+    assert (
+        f"use: lightning-eff train net --config-dir {Path('mine').resolve()}"
+        in command("ls", "net", "-cd", "mine")[1]
+    )
+    assert "of its layers\\u202e" in command("ls", "model/mine", "-cd", "mine")[1]
+    assert "nowhere: no such folder" in command("ls", "--config-dir", "nowhere", code=2)[2]

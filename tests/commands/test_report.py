@@ -57,9 +57,9 @@ def test_the_page_is_rebuilt_to_the_byte(empty_folder: Path, command: Command) -
     page = run / "report.html"
     original = page.read_bytes()
     assert b"Time per batch" in original
-    for word in ("mine", "mine.yaml", str(run), f"{run}/efficiency.json"):
+    for word in ("mine", "mine.yaml --config-dir .", str(run), f"{run}/efficiency.json"):
         page.write_text("old")
-        out = command("report", word, code=0)[1]
+        out = command("report", *word.split(), code=0)[1]
         assert page.read_bytes() == original, word
         assert out == f"{report_text(report)}\n report: {page}\n"
     found = json.loads(command("report", "mine", "--json", code=0)[1])

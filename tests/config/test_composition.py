@@ -109,6 +109,7 @@ REJECTED_AT = {
     "logger.name=../../../escaped": "logger.csv.name",
     "+hydra.job.env_set.LD_PRELOAD=x": "hydra.job.env_set",
     "hydra.job.env_copy=[PATH]": "hydra.job.env_set",
+    "strategy=ddp strategy._args_=[1]": "strategy._args_",
     "hydra/job_logging=default": "hydra.job_logging.formatters.simple.format",
 }
 REJECTED_AT |= {line: line.partition("=")[0].lstrip("+~") for line in REJECTED.split()}
@@ -297,6 +298,12 @@ def test_a_missing_extra_is_one_line_and_the_pip_command(
         compose(f"optimizer._target_={target}")
     assert "pip install 'lightning-eff[optimizers]'" in str(error.value)
     assert exit_code(error.value) == 3
+
+
+def test_a_word_that_is_a_file_here_is_said_to_be_one(empty_folder: Path) -> None:
+    Path("vit.yaml").touch()
+    with pytest.raises(UsageError, match=r"did you mean the file vit\.yaml here\?"):
+        compose(recipe="vit")
 
 
 def test_every_extra_is_declared() -> None:

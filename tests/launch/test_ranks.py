@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,28 @@ def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
         finally:
             signal.signal(signal.SIGHUP, original)
     assert received == [signal.SIGHUP]
+
+
+WITHOUT_PARENT = """
+import os, subprocess, sys
+when = sys.argv[1]
+kill = "os.kill(parent, 9)\\n"
+wait = "while os.getppid() == parent: time.sleep(0.01)\\n"
+look = "from lightning_eff.launch import ranks; ranks.end_with_parent()\\n"
+child = {"killed before it looks": kill + wait + look, "killed later": look + kill}[when]
+child = f"import os, time\\nparent = os.getppid()\\n{child}time.sleep(600)"
+environ = os.environ | {"LIGHTNING_EFF_PARENT": str(os.getpid())}
+subprocess.Popen([sys.executable, "-c", child], env=environ).wait()
+"""
+
+
+@pytest.mark.parametrize("when", ["killed before it looks", "killed later"])
+def test_a_rank_ends_when_its_parent_is_killed_and_nobody_reads_its_output(when: str) -> None:
+    """That it ends within 10 s is asserted after every test: nothing is left behind."""
+    parent = subprocess.Popen([sys.executable, "-c", WITHOUT_PARENT, when], stderr=subprocess.PIPE)
+    assert parent.stderr is not None
+    parent.stderr.close()
+    assert parent.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("code", "slept"), [(0, 0), (1, 600), (143, 0)])

@@ -34,13 +34,14 @@ def fit(model: Net, folder: Path, *extra: Any, **keywords: Any) -> dict[str, Any
 
 
 def test_ledger_says_asked_applied_and_done(net: Callable[..., Net], tmp_path: Path) -> None:
+    class Mine(EmptyCache):
+        """A technique of the user's, named by its class."""
+
     monitor = EfficiencyReport(dirpath=tmp_path)
-    callbacks = [EmptyCache(every_n_steps=4), monitor]
+    callbacks = [EmptyCache(every_n_steps=4), Mine(every_n_steps=4), monitor]
     make_trainer(callbacks=callbacks, plugins=[AutoPrecision()]).fit(net(), make_loader())
-    assert [row["technique"] for row in monitor.report["ledger"]] == [
-        "precision/auto",
-        "callbacks/empty_cache",
-    ]
+    names = ["precision/auto", "callbacks/empty_cache", "Mine"]
+    assert [row["technique"] for row in monitor.report["ledger"]] == names
     precision, cache = map(monitor.outcome_of, ("precision/auto", "callbacks/empty_cache"))
     assert precision["asked"]["precision"] == "auto"
     assert precision["numbers"]["precision"] in ("32-true", "bf16-mixed")

@@ -1,0 +1,55 @@
+"""Secrets stay variables of the environment in a config, and leave hyperparameters and texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.secret_values import hide_secrets, is_secret, keep_variables, without_secrets
+from lightning_eff.core.technique import config_of
+
+
+@pytest.mark.parametrize("key", ["token", "HF_TOKEN", "password", "apiKey", "AWS_SECRET_ACCESS_KEY"])
+def test_secrets_are_known_by_their_keys(key: str) -> None:
+    assert is_secret(key, "x")
+    assert not is_secret(key, "")
+    assert not is_secret(key, 3)
+
+
+@pytest.mark.parametrize("key", ["num_tokens", "tokenizer", "pad_token", "key", "secretary", "monkey"])
+def test_other_keys_are_none(key: str) -> None:
+    assert not is_secret(key, "x")
+
+
+def test_a_secret_stays_the_variable_that_it_comes_from() -> None:
+    source: dict[str, Any] = {"a": [{"token": "Bearer ${oc.env:X,''}", "n": "${oc.env:N}"}], "b": "${a}"}
+    values: dict[str, Any] = {"a": [{"token": "Bearer hunter2", "n": "4"}], "b": [1]}
+    kept = keep_variables(values, source)
+    assert kept == {"a": [{"token": "Bearer ${oc.env:X,''}", "n": "4"}], "b": [1]}
+
+
+@pytest.mark.parametrize("source", ["hunter2", "${data.token}", "${oc.env:X}${data.token}", None])
+def test_a_secret_in_the_config_is_rejected_without_being_shown(source: str | None) -> None:
+    with pytest.raises(ConfigError) as raised:
+        keep_variables({"model": {"api_token": "hunter2"}}, {"model": {"api_token": source}})
+    assert raised.value.key == "model.api_token"
+    assert "hunter2" not in str(raised.value)
+    assert raised.value.remedies == ("'model.api_token=${oc.env:API_TOKEN}'",)
+
+
+def test_hyperparameters_texts_and_arguments_lose_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    monkeypatch.setenv("OTHER_SECRET", "hunter2-and-more")
+    monkeypatch.setenv("SHORT_TOKEN", "e")
+    assert hide_secrets("hunter2: hunter2-and-more") == "***: ***"
+    given = {"width": 3, "hub": {"token": "x", "name": "y"}}
+    assert without_secrets(given) == {"width": 3, "hub": {"name": "y"}}
+    assert without_secrets(None) is None
+
+    class Technique:
+        def __init__(self, token: str) -> None:
+            self.token = token
+
+    assert config_of(Technique("hunter2")) == {"token": "***"}
