@@ -36,6 +36,7 @@ from lightning_eff.config.ckpt_path import (
 )
 from lightning_eff.config.validate import MODULE_OPTIMIZER
 from lightning_eff.core import model_surgery, rules
+from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.log_filters import ignore_library_messages
@@ -43,6 +44,7 @@ from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import ray
 from lightning_eff.launch.job import as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.monitors.text_sample import TextSample
 from lightning_eff.optimizer.module import ModuleOptimizer
 
 log = logging.getLogger(__name__)
@@ -108,7 +110,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
 
     Raises:
-        ConfigError: A constructor rejects a value, or the checkpoint does not exist.
+        ConfigError: A constructor rejects a value, the checkpoint does not exist, or as `check_parts`.
         ConflictError: Techniques exclude each other; raised before data and model are built.
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
@@ -131,10 +133,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     if is_replaced and is_overridden("configure_optimizers", model) and not is_own:
         text = "%s.configure_optimizers is replaced by the recipe's optimizer and scheduler; %s keeps it"
         log.info(text, type(model).__name__, "optimizer=module")
-    choose_optimizers(trainer, model)
-    # Once more, with what is known of the module: Lightning's own check comes before any callback's.
-    facts = rules.run_facts(trainer, model)
-    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), facts))
+    check_parts(values, trainer, model, data)
     run = Run(trainer, model, data, run_dir, ckpt_path, values)
     if ckpt_path is not None:
         try:
@@ -145,6 +144,33 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
             run.is_finished = True
             log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains anew")
     return run
+
+
+def check_parts(
+    values: Mapping[str, Any], trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
+) -> None:
+    """Reject parts of a run that do not fit each other, before any data are prepared.
+
+    A model may have a method `check_data(data)` that raises ValueError for a data module it cannot train on.
+
+    Raises:
+        ConfigError: The global batch does not fit, a monitor needs another module, or as `choose_optimizers`.
+        ConflictError: A technique excludes something of the module.
+        UsageError: The model rejects the data.
+    """
+    choose_optimizers(trainer, model)
+    # Rules about the module; the others were applied before, by `plan` perhaps for another device.
+    applied = rules.run_facts(trainer)
+    findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer, model))
+    rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
+    check_global_batch(values, trainer.world_size)
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, TextSample):
+            callback.check_parts(model, data, is_set_up=False)
+    try:
+        getattr(model, "check_data", lambda _: None)(data)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
@@ -160,6 +186,11 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
             callback.check_module(model)
 
 
+def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's settings without pretrained weights, which have no memory to be read into."""
+    return {**model, "pretrained": False} if model.get("pretrained") is True else model
+
+
 def model_without_memory(
     values: Mapping[str, Any], adapted_by: pl.Trainer | None = None
 ) -> pl.LightningModule:
@@ -170,9 +201,7 @@ def model_without_memory(
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Pretrained weights have no memory to be read into.
-        untrained = {"pretrained": False} if values["model"].get("pretrained") is True else {}
-        model: pl.LightningModule = make("model", {**values["model"], **untrained})
+        model: pl.LightningModule = make("model", untrained(values["model"]))
         model.configure_model()
         for callback in callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(callback, model_surgery.AddsAdapters):

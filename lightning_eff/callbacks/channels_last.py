@@ -10,7 +10,8 @@ then converted in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
 Costs: a copy of each batch. Code that calls `view` on images or weights may have to call `reshape`, and
-    `as_strided` on an image of the batch reads other pixels.
+    `as_strided` on an image of the batch reads other pixels. Random numbers in the shape of an image
+    (`randn_like`, dropout) are drawn in the order of memory: other values from the same seed.
 When not: on a GPU in float32 without TF32; where `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers and `torch.optim.LBFGS`, which need contiguous weights.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html

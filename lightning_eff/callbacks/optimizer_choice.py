@@ -1,11 +1,11 @@
 """Use the configured optimizer instead of the module's own, without weight decay on norms and biases.
 
-In a plain Trainer the module's groups stay; a schedule of its own must be given again, since it is bound to
-the optimizer that is replaced. A recipe's `optimizer` and `scheduler` groups use this callback too. It also
-does what some optimizers need besides `step`: those that train at other weights than they evaluate at
-(schedule-free ones) are switched around validation, checkpoints and the end of the run. Gradients are freed
-at the end of a step instead of after the next forward pass, which lowers the peak by one buffer of the
-parameters' size; not if other code could read them in between.
+In a plain Trainer the module's groups stay; a schedule of its own must be given again or dropped with
+`scheduler="none"`, since it is bound to the optimizer that is replaced. A recipe's `optimizer` and
+`scheduler` groups use this callback too. It also does what some optimizers need besides `step`: those that
+train at other weights than they evaluate at (schedule-free ones) are switched around validation, checkpoints
+and the end of the run. Gradients are freed at the end of a step instead of after the next forward pass, which
+lowers the peak by one buffer of the parameters' size; not if other code could read them in between.
 
 Saves: memory or time, by the optimizer that is chosen; one buffer of the parameters' size at the peak.
 Costs: none; the optimizer's own.
@@ -21,7 +21,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -57,7 +57,8 @@ class OptimizerChoice(Managed):
 
     Args:
         optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
-        scheduler: Called with the optimizer, stepped after each of its steps; None is a constant rate.
+        scheduler: Called with the optimizer, stepped after each of its steps; None is a constant rate, and
+            "none" drops the module's own schedule for one.
 
     Raises:
         ConfigError: No optimizer is given, the module optimizes manually, or has a schedule of its own and
@@ -72,7 +73,10 @@ class OptimizerChoice(Managed):
     """
 
     def __init__(
-        self, *, optimizer: OptimizerFactory | None = None, scheduler: SchedulerFactory | None = None
+        self,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | Literal["none"] | None = None,
     ) -> None:
         if optimizer is None:
             remedies = ["optimizer=adamw"]
@@ -81,7 +85,7 @@ class OptimizerChoice(Managed):
             allowed = "a class, or functools.partial(AdamW, lr=1e-3): it is called with groups later"
             raise ConfigError(key="optimizer", value=type(optimizer).__name__, allowed=allowed)
         self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.scheduler: SchedulerFactory | Literal["none"] | None = scheduler
         self._built: Optimizer | None = None
         self._is_attached = False
         self._gradient_reader = ""
@@ -93,7 +97,7 @@ class OptimizerChoice(Managed):
 
     def facts(self) -> Facts:
         """Return whether there is a schedule, and whether one kernel steps all parameters."""
-        provides = (SCHEDULE,) if self.scheduler is not None else ()
+        provides = (SCHEDULE,) if callable(self.scheduler) else ()
         fused = ("optimizer/fused",) if factory_keywords(self.optimizer).get("fused") else ()
         return Facts(provides=(*provides, *fused))
 

@@ -20,7 +20,8 @@ Costs: one more forward of the MLPs, by operations at most a third of theirs. No
     `callbacks/gradient_checkpointing` recomputes, where the recomputation ends before the MLP; but where a
     block saves something after its MLP (dropout, a norm of its output), the MLP is computed three times.
     Dropout inside an MLP draws for each tile: statistically equal, not to the bit.
-When not: sequences are short: it says so; the peak is the loss or the optimizer step.
+When not: sequences are short: it says so; the peak is the loss or the optimizer step; an MLP is no module,
+    as in `nn.TransformerEncoderLayer`, or two, as in BERT: a model of these alone gets a `NoEffectWarning`.
 Conflicts: `callbacks/torch_compile`; `callbacks/gradient_checkpointing` with `selective`, which keeps the
     products of all tiles; `callbacks/triton_gemm` with `fuse_mlps`, which replaces the same forward.
 Source: Arctic long sequence training, https://arxiv.org/abs/2506.13996; torch.utils.checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 import sys
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     from lightning_eff.commands._migration.conversions import CONVERSIONS
     from lightning_eff.commands._migration.engine import Migration
     from lightning_eff.commands._migration.tables import read_file, read_table, recognize
-    from lightning_eff.config.composition import compose_recipe
+    from lightning_eff.commands.plan import check_anywhere
 
     content = read_file(file)
     name = source or recognize(content, file)
@@ -71,13 +70,10 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
         notes.append(f"not checked, since that would import your classes: {', '.join(sorted(named))}")
     checked = [word for word in words if not any(word.startswith(f"{key}.") for key in named)]
     rejected, code = "", EXIT_OK
-    logging.disable(logging.WARNING)  # of settings that another option leaves out
     try:
-        compose_recipe(found.recipe, checked)
+        check_anywhere(found.recipe, checked)
     except PRE_RUN_ERRORS as error:
         rejected, code = str(error), error.exit_code
-    finally:
-        logging.disable(logging.NOTSET)
     return {
         "source": name,
         "title": found.table.title,

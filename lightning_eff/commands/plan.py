@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,8 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, PRE_RUN_ERRORS, ConfigError, UsageError, suggest_name
+from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, suggest_name
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import (
     UNITS,
     WIDTH,
@@ -40,6 +42,8 @@ GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
 ANY_OTHER = "device.memory=40GiB"
 """How the memory of a GPU that is in no table is given."""
+OF_THIS_MACHINE = ("machine/", "run/cpu", "run/cuda", "run/one_device", "run/many_devices")
+"""Facts in rules that another machine may not have."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REFUSED")
 """From harmless to worst."""
 
@@ -60,15 +64,19 @@ def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     device, options.overrides = PlannedDevice.split(options.overrides)
     path = RecipePath.of(options.config_dir)
-    composed = compose_recipe(options.recipe, options.overrides, path)
+    composed = compose_recipe(options.recipe, options.overrides, path, writes=False)
+    from lightning_eff.config.ckpt_path import find_checkpoint, task_folder, with_base
     from lightning_eff.core.rules import raise_rejected
     from lightning_eff.launch.ray import as_devices
     from lightning_eff.run import build_trainer
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
-        return as_devices(compose_recipe(options.recipe, [*options.overrides, *words], path).values)
+        words = [*options.overrides, *words]
+        return as_devices(compose_recipe(options.recipe, words, path, writes=False).values)
 
     values = as_devices(composed.values)
+    ckpt_path = find_checkpoint(values, task_folder(values, options.recipe))
+    with_base(values, ckpt_path)
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to the standard output, which may be JSON
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, composed.chain, options.overrides, device)
@@ -85,10 +93,31 @@ def main(options: argparse.Namespace) -> int:
             wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
             sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
-    check_global_batch(values, num_ranks(values["trainer"]))
-    if isinstance(error, PRE_RUN_ERRORS):
+    if error is not None and hasattr(error, "exit_code"):
         raise error  # as `train` would
     return EXIT_OK
+
+
+@keep_overrides()
+def check_anywhere(recipe: str, overrides: Sequence[str]) -> None:
+    """Reject a command that `plan` would reject on any machine, whatever devices and folders this one has.
+
+    Raises:
+        UsageError, ConfigError, ConflictError, EnvironmentLacksError: As `plan`, without model and data.
+    """
+    from lightning_eff.core import rules
+    from lightning_eff.run import build_trainer
+
+    logging.disable(logging.WARNING)  # of settings that another option leaves out
+    try:
+        values = compose_recipe(recipe, overrides, writes=False).values
+        here = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
+        trainer = build_trainer(values | {"trainer": here, "logger": None})
+    finally:
+        logging.disable(logging.NOTSET)
+    findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
+    rules.raise_rejected(each for each in findings if not each.rule.name.startswith(OF_THIS_MACHINE))
+    check_global_batch(values, num_ranks(values["trainer"]))
 
 
 @dataclass(frozen=True)
@@ -161,7 +190,7 @@ def _predict(
     values = compose(())
     division = sharding_table_of(values, trainer)
     memory = device.memory(trainer.strategy.root_device)
-    prediction = dry_run(values, is_cuda=memory.is_cuda, capability=memory.capability)
+    prediction = dry_run(values, is_cuda=memory.is_cuda, capability=memory.capability, trainer=trainer)
     expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
     if division.shares and expected.peak is not None:
         division = replace(division, passing_bytes=expected.peak.passing_bytes)

@@ -31,7 +31,7 @@ from typing_extensions import override
 from yaml import YAMLError
 
 from lightning_eff.config import hydra_errors, sweeps
-from lightning_eff.config.folders import check_run_dir
+from lightning_eff.config.folders import check_run_dir, check_write_access
 from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
@@ -91,8 +91,12 @@ class Composed:
     chain: RecipeChain
 
 
-def compose_recipe(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Composed:
+def compose_recipe(
+    recipe: str, overrides: Sequence[str], path: RecipePath | None = None, *, writes: bool = True
+) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
+
+    `writes=False` is for what never runs it: `output_root` then needs no write access.
 
     Raises:
         UsageError: Hydra cannot compose it: an unknown recipe, option or key, or a malformed override.
@@ -100,7 +104,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str], path: RecipePath | Non
         ConfigError: It composes, but a key, class, type or path in it cannot be used.
     """
     with recipe_app(recipe, overrides, path) as app:
-        return app.check()
+        return app.check(writes=writes)
 
 
 @contextmanager
@@ -146,10 +150,13 @@ class RecipeApp:
         self._cfg: DictConfig | None = None
 
     @keep_overrides()
-    def check(self, run_dir: Path | None = None) -> Composed:
+    def check(self, run_dir: Path | None = None, *, writes: bool = True) -> Composed:
         """Compose the run and check it; a second call checks it with another `run_dir`."""
         with self._habits_explained():
-            return self._check(self.config(), self._parsed, run_dir)
+            composed = self._check(self.config(), self._parsed, run_dir)
+            if writes:
+                check_write_access(Path(composed.values["output_root"]))
+            return composed
 
     def config(self) -> DictConfig:
         """Return the config as Hydra composed it."""
@@ -180,6 +187,7 @@ class RecipeApp:
                 composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
                 metric = composed.values.get(sweeps.METRIC)
                 sweeps.check_metric(sweeper, metric, composed.values)
+                check_write_access(Path(composed.values["output_root"]))
                 sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
             return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 

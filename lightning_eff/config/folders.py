@@ -32,7 +32,7 @@ def check_inside(key: str, value: str, root: Path) -> None:
 
 
 def check_folders(values: Mapping[str, Any], root: Path) -> None:
-    """Reject folders outside `root`, names that lead out of their folder, and a root without write access."""
+    """Reject folders outside `root`, and names that lead out of their folder."""
     check_path("output_root", root)
     if values.get("task_name") == "":
         raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
@@ -44,6 +44,10 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
         # model.name is only read: the name of a hub model, or a folder.
         if key in WRITTEN_NAMES and path != "model.name" and {"..", "/"} & {*Path(value).parts}:
             raise ConfigError(path, value, allowed="a name that does not leave its folder")
+
+
+def check_write_access(root: Path) -> None:
+    """Reject a folder of all runs that cannot be written to, or created."""
     existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         allowed = f"a folder with write access; {existing} has none"

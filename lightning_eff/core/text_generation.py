@@ -14,13 +14,15 @@ import torch
 from lightning_eff.core.errors import ConfigError
 
 
-def check_language_model(model: Any, data: Any, *, user: str, remedies: Sequence[str] = ()) -> None:
-    """Check that a model generates text and its data module has a tokenizer.
+def check_language_model(
+    model: Any, data: Any, *, user: str, remedies: Sequence[str] = (), is_set_up: bool = True
+) -> None:
+    """Check that a model generates text and its data module, if it `is_set_up`, has a tokenizer.
 
     Raises:
         ConfigError: One of them does not; `user` is what needs them.
     """
-    if callable(getattr(model, "generate", None)) and hasattr(data, "tokenizer"):
+    if callable(getattr(model, "generate", None)) and (not is_set_up or hasattr(data, "tokenizer")):
         return
     value = f"{user} cannot run with {type(model).__name__} on {type(data).__name__}"
     allowed = "a module with generate() and a data module with a tokenizer"

@@ -152,6 +152,18 @@ class GPT(pl.LightningModule):
                 into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
 
+    def check_data(self, data: object) -> None:
+        """Check that each token of a data module, and each position, has a row here.
+
+        Raises:
+            ValueError: The data has more.
+        """
+        for key in ("vocab_size", "context_length"):
+            given, own = getattr(data, key, None), self.hparams[key]
+            if isinstance(given, int) and given > own:
+                msg = f"the data has {key}={given}, more than model.{key}={own}\n  try: model.{key}={given}"
+                raise ValueError(msg)
+
     @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T].

@@ -157,12 +157,16 @@ class HFCausalLM(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Check that the embedding has a row for every token of the data.
+        self.check_data(getattr(self.trainer, "datamodule", None))
+
+    def check_data(self, data: object) -> None:
+        """Check that the model has an embedding for every token of a data module, and for every position.
 
         Raises:
-            ValueError: The data has more tokens.
+            ValueError: The data has more tokens, or longer rows.
         """
-        num_tokens = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        self._check_length(getattr(data, "context_length", None))
+        num_tokens = getattr(data, "vocab_size", None)
         num_rows = self._embedding_rows(self._config.get_text_config().vocab_size)
         name = self.hparams["name"]
         if isinstance(num_tokens, int) and num_tokens > num_rows:
@@ -172,12 +176,24 @@ class HFCausalLM(pl.LightningModule):
             )
             raise ValueError(msg)
 
+    def _check_length(self, length: object) -> None:
+        """Reject rows with more tokens than the model has positions; rotary ones are computed for any."""
+        config = self._config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None)
+        is_rotary = hasattr(config, "rope_parameters")
+        if isinstance(length, int) and isinstance(most, int) and length > most and not is_rotary:
+            msg = f"rows of {length} tokens are longer than the {most} positions of {self.hparams['name']}"
+            msg += f"\n  try: data.context_length={most}"
+            raise ValueError(msg)
+
     @override
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
         """Return logits [B, T, vocab_size] for the token after each of `input_ids` [B, T]."""
         shape = input_ids.shape
+        if position_ids is None:
+            self._check_length(shape[1])
         keywords: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False}
         if position_ids is not None:
             keywords["position_ids"] = position_ids

@@ -55,10 +55,17 @@ class TextSample(RejectsTransformersTrainer, pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reject a module that generates no text, or data without a tokenizer."""
-        data = getattr(trainer, "datamodule", None)
+        self.check_parts(pl_module, getattr(trainer, "datamodule", None))
+
+    def check_parts(self, module: pl.LightningModule, data: object, *, is_set_up: bool = True) -> None:
+        """Reject a module that generates no text, or data that are set up without a tokenizer.
+
+        Raises:
+            ConfigError: It is one of these.
+        """
         remedies = ["~monitors.text_sample"]
-        check_language_model(pl_module, data, user="monitors.text_sample", remedies=remedies)
+        user = "monitors.text_sample"
+        check_language_model(module, data, user=user, remedies=remedies, is_set_up=is_set_up)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_eff.kernels.devices import AMPERE
 from lightning_eff.planner.device_memory import SYNTHETIC_BATCH
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
-from lightning_eff.run import build_trainer, choose_optimizers, make
+from lightning_eff.run import build_trainer, check_parts, choose_optimizers, make, untrained
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def dry_run(
     *,
     is_cuda: bool = False,
     capability: int = 0,
+    trainer: pl.Trainer | None = None,
 ) -> Prediction:
     """Predict the peak of a composed run; an error is returned in the prediction.
 
@@ -98,6 +100,7 @@ def dry_run(
         example: Batch to predict with; None takes one from the data.
         is_cuda: Whether `precision=auto` is what it is on a CUDA device, which need not be present.
         capability: Of that device, as in `predict`.
+        trainer: The run's own, to check first what `train` checks before data are prepared; None: no check.
     """
     precision = values.get("precision") or {}
     if is_cuda and precision.get("precision") == "auto":
@@ -105,9 +108,22 @@ def dry_run(
         values = dict(values) | {"precision": precision | {"precision": auto}}
     try:
         with redirect_stdout(sys.stderr):
+            if trainer is not None:
+                _check_parts(values, trainer)
             return _predict(values, example or ExampleBatch.of(values), capability)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return Prediction(reason=reason_of(error), error=error)
+
+
+def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
+    """Raise what `run.check_parts` does for a model without memory, and what the data's constructor does."""
+    data = make("data", values["data"])
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model = make("model", untrained(values["model"]))
+    except Exception:  # noqa: BLE001 - a user's class may need values, and has fake ones in the prediction
+        return
+    check_parts(values, trainer, model, data)
 
 
 def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) -> Prediction:
@@ -115,8 +131,6 @@ def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) 
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
     changed["trainer"] = values["trainer"] | one_cpu
-    if values["model"].get("pretrained") is True:
-        changed["model"] = values["model"] | {"pretrained": False}
     callbacks = dict(values.get("callbacks") or {})
     if (callbacks.get("peft_adapter") or {}).get("base_checkpoint"):
         callbacks["peft_adapter"] = callbacks["peft_adapter"] | {"base_checkpoint": None}
@@ -124,7 +138,7 @@ def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) 
     trainer = build_trainer(changed | {"callbacks": callbacks})
 
     def build_model() -> pl.LightningModule:
-        model: pl.LightningModule = make("model", changed["model"])
+        model: pl.LightningModule = make("model", untrained(values["model"]))
         choose_optimizers(trainer, model)
         return model
 

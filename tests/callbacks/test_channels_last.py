@@ -319,3 +319,13 @@ def test_two_ranks_train_like_without_it(tmp_path: Path) -> None:
             torch.testing.assert_close(value, found[f"{name} 0"][key], rtol=1e-5, atol=1e-6)
         assert found[f"{name} numbers"]["weights"] == (4 if name == "ddp" else 0)
         assert found[f"{name} numbers"]["images"] == 2
+
+
+def test_random_numbers_are_drawn_in_the_order_of_memory() -> None:
+    image = torch.ones(2, 3, 4, 4)
+    for draw in (torch.randn_like, nn.Dropout()):
+        drawn: list[Tensor] = []
+        for each in (image, image.contiguous(memory_format=FORMATS[4])):
+            torch.manual_seed(0)
+            drawn.append(draw(each))
+        assert drawn[0].ne(drawn[1]).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, MixtralConfig
+from transformers import BertConfig, LlamaConfig, MixtralConfig
+from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
@@ -509,3 +511,11 @@ def test_an_adapted_layer_is_no_mlp() -> None:
 def test_a_fused_mlp_is_a_conflict() -> None:
     with pytest.raises(ConflictError):
         train(Language(), TritonGemm(min_features=1, fuse_mlps=True), TiledMLP())
+
+
+def test_mlps_that_are_no_module_or_two_are_not_found_and_said_to_be() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    bert = BertLayer(BertConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2))
+    for block in (layer, bert):
+        with pytest.warns(NoEffectWarning):
+            assert tile_mlps(nn.ModuleList([block, copy.deepcopy(block)])) == {}

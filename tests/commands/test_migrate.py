@@ -45,7 +45,7 @@ NEEDS = {
 FLAGS = """deterministic benchmark inference_mode use_distributed_sampler detect_anomaly fast_dev_run
     barebones sync_batchnorm enable_model_summary enable_autolog_hparams ddp_broadcast_buffers
     ddp_static_graph packing sample_packing use_bnb_nested_quant bnb_config_kwargs.bnb_4bit_use_double_quant
-    peft_init_lora_weights"""
+    peft_init_lora_weights tf32"""
 VALUES = {
     "max_time": "00:01:00:00", "callbacks.Timer.duration": "00:01:00:00", "profiler": "simple",
     "gradient_clip_algorithm": "norm", "accelerator": "cpu", "optimizer.params.betas": [0.9, 0.99],
@@ -183,6 +183,10 @@ DEFAULTS = f"""data.batch_size=8 data.val_fraction=0.0 trainer.max_epochs=3 opti
     scheduler.warmup_steps=0 precision=fp32 trainer.gradient_clip_val=1.0 {STEP}.num_batches=1
     {STEP}.global_batch_size=null"""
 ZERO_2 = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+ZERO_0 = {
+    "gradient_accumulation_steps": 8,
+    "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+}
 ZERO_3 = "strategy=deepspeed_zero strategy.stage=3 strategy.offload_parameters=cpu"
 CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}}
 
@@ -193,7 +197,7 @@ CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_ch
         # Defaults that change the result: of transformers, TRL, DeepSpeed and Lightning.
         ({"output_dir": "out", "optim": "adamw_torch"}, DEFAULTS, ""),
         ({"model_name_or_path": "a/b", "use_peft": True}, TRL, "lora_target_modules"),
-        ({"fp16": {"enabled": False}, "train_batch_size": 2}, "precision=fp32", ""),
+        ({"fp16": {"enabled": False}, "train_batch_size": 16}, "precision=fp32", ""),
         (MODULE, "optimizer=module trainer.gradient_clip_val=null precision=fp32", ""),
         (MODULE | ADAMW, "optimizer=adamw optimizer.lr=0.1 optimizer.weight_decay=0.01 scheduler=none", ""),
         # The worst checkpoints are never kept.
@@ -205,6 +209,17 @@ CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_ch
         (ARGS | ACCURACY, "!monitors", NO_METRIC),
         (ARGS | {"save_strategy": "best", "eval_strategy": "epoch"}, MONITOR, ""),
         (BEST | {"save_total_limit": 3}, MONITOR, "save_total_limit"),
+        # No format and no place of weights is dropped unsaid.
+        (ARGS | {"tf32": False}, "precision=fp32 precision.tf32=false", ""),
+        (ARGS | {"load_in_4bit": True, "tf32": True}, "precision=quantized_base", "tf32"),
+        (ARGS | {"packing": True, "bf16": False, "load_in_4bit": True}, "precision=quantized_base", "bf16"),
+        ({"base_model": "a/b", "bf16": False, "fp16": False}, "precision=fp32", ""),
+        (ARGS | {"deepspeed": ZERO_0}, f"strategy=ddp {STEP}.num_batches=8",
+         "deepspeed deepspeed.zero_optimization.offload_optimizer.device"),
+        (ARGS | {"gradient_accumulation_steps": 4, "deepspeed": {"gradient_accumulation_steps": 8}},
+         f"{STEP}.num_batches=8", "gradient_accumulation_steps"),
+        (ARGS | {"fsdp": "full_shard", "fsdp_config": {"fsdp_offload_params": True}},
+         "strategy=fsdp2 strategy.cpu_offload=true", ""),
         # A step has as many samples.
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, f"{STEP}.global_batch_size=64", ""),
         ({"train_batch_size": "auto", "gradient_accumulation_steps": "8"}, f"{STEP}.num_batches=8", ""),
@@ -305,6 +320,16 @@ def test_texts_of_any_script_stay_what_they_are() -> None:
     found = migrated({"model_name_or_path": "mödel/日本", "optim": "sgd", "run_name": "\u0663"})
     assert found["rejected"] == ""
     assert {'model.name="mödel/日本"', 'tags=["\u0663"]'} <= {*found["overrides"]}
+
+
+def test_what_plan_rejects_on_every_machine_is_said() -> None:
+    """Not what only this machine lacks: a second device, or write access."""
+    lost = {"output_dir": "/proc/nowhere", "deepspeed": {"zero_optimization": {"stage": 2}}}
+    assert migrated(ARGS | lost)["rejected"] == ""
+    sharded = migrated(ARGS | {"load_in_4bit": True, "fsdp": "full_shard"})
+    assert sharded["rejected"].startswith("precision/quantized_base with strategy/fsdp2")
+    small = migrated({"train_batch_size": 2, "zero_optimization": {"stage": 2}})
+    assert "data.batch_size=2" in small["rejected"]
 
 
 def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) -> None:

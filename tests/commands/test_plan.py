@@ -10,6 +10,7 @@ import pytest
 
 import lightning_eff.planner.advice  # noqa: F401 - before a test replaces the `dry_run` that it imports
 from lightning_eff.core.text import WIDTH
+from lightning_eff.data.python_source import PythonSource
 from lightning_eff.planner.prediction import Prediction
 from tests.support.command_line import Command
 
@@ -228,14 +229,36 @@ def test_a_peak_is_in_the_format_of_the_device_and_may_not_fit(command: Command)
     assert peak(command, *words)["fits"] is False
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["baseline", "model._target_=tests.support.gan.WithoutOptimizer"], 2),  # which generates no text
+        (["baseline", "model.context_length=16"], 2),
+        (["baseline", "ckpt_path=last"], 2),
+        (["lm", "model._target_=tests.support.gan.GAN", "optimizer=module", "~monitors.text_sample"], 5),
+    ],
+)
+def test_no_peak_and_no_training_of_parts_that_do_not_fit_before_data_are_prepared(
+    command: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
+) -> None:
+    for hook in ("prepare_data", "setup"):
+        monkeypatch.setattr(PythonSource, hook, lambda *_: pytest.fail("data are prepared"))
+    said = [command(verb, *words, "trainer.accelerator=cpu", code=code)[2] for verb in ("plan", "train")]
+    assert said[0].splitlines()[-2:] == said[1].splitlines()[-2:]
+
+
+def test_a_plan_needs_no_folder_to_write_to(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("")
+    command("plan", "lm", code=0)
+    assert "output_root=" in command("train", "lm", code=2)[2]
+
+
 def test_no_peak_stops_nothing(command: Command, tmp_path: Path) -> None:
     (tmp_path / "my_nets.py").write_text(NETS)
     out = command("plan", "baseline", "model._target_=my_nets.Fails", "trainer.accelerator=cpu", code=0)[1]
     assert "peak not predicted: KeyError: 'weights.bin'" in out
-    code, out, _ = command(
-        "plan", "baseline", "model._target_=my_nets.Asks", "trainer.accelerator=cpu", "--json"
-    )
-    assert code == 0
+    words = ["model._target_=my_nets.Asks", "~monitors.text_sample", "trainer.accelerator=cpu"]
+    out = command("plan", "baseline", *words, "--json", code=0)[1]
     assert "numpy" in json.loads(out)["peak"]["reason"]
 
 

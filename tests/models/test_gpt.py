@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +176,11 @@ def test_a_sequence_longer_than_the_context_and_an_empty_prompt_are_refused() ->
         make_gpt()(draw_tokens(1, 13))
     with pytest.raises(ValueError, match="empty"):
         make_gpt().generate(draw_tokens(1, 0), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "context_length"])
+def test_data_with_more_tokens_or_longer_rows_are_rejected(key: str) -> None:
+    model = GPT(vocab_size=10, context_length=10, d_model=16, num_layers=1, num_heads=2)
+    model.check_data(SimpleNamespace(**{key: 10}))
+    with pytest.raises(ValueError, match=f"model.{key}=11"):
+        model.check_data(SimpleNamespace(**{key: 11}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import GPT2Config
 
 from lightning_eff.core.text_generation import continue_prompt
 from lightning_eff.data.text import Text
@@ -277,3 +279,13 @@ def test_text_is_that_of_transformers_and_the_random_state_is_restored(
             == expected
         )
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_rejected(tmp_path: Path) -> None:
+    GPT2Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    model = HFCausalLM(name=str(tmp_path), pretrained=False)
+    model.check_data(SimpleNamespace(context_length=64, vocab_size=300))
+    with pytest.raises(ValueError, match=r"data\.context_length=64"):
+        model.check_data(SimpleNamespace(context_length=65))
+    with pytest.raises(ValueError, match=r"data\.context_length=64"):
+        model(torch.zeros(1, 65, dtype=torch.long))

@@ -56,12 +56,15 @@ class Migration:
     unknown: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
     batches_per_step: int = 1
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the tool's variant
 
     def add(self, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
         """Look up all keys of a file; `prefix` is the key that holds or names it, if another file does."""
         flat = flatten(content, table)
         order = {key: index for index, key in enumerate(table.rows)}
         left_to_us: list[str] = []
+        if not prefix and any(key in flat for key in table.variant.get("keys", ())):
+            self.defaults = table.variant["defaults"]
         for key in sorted(flat, key=lambda key: order.get(key, len(order))):  # later rows win
             value, found = flat[key], table.find(key)
             if value == AUTO and not (found and isinstance(found[0].ours, Mapping) and AUTO in found[0].ours):
@@ -76,19 +79,18 @@ class Migration:
 
     def _add_defaults(self, flat: Mapping[str, Any], table: Table) -> None:
         """Look up keys that the file does not set, where the tool's default differs from the recipe's."""
-        is_variant = any(key in flat for key in table.variant.get("keys", ()))
-        defaults: Mapping[str, Any] = table.variant["defaults"] if is_variant else {}
         for key, row in table.rows.items():
             conditions = [] if isinstance(row.always, bool) else row.always.split()
             applies = row.always is True or any(flat.get(other) not in OFF for other in conditions)
-            if flat.get(key) is None and (applies or key in defaults):
-                default = Given(key, defaults.get(key, row.default), is_default=True)
+            if flat.get(key) is None and (applies or key in self.defaults):
+                default = Given(key, self.defaults.get(key, row.default), is_default=True)
                 self._look_up(default, row, key.rpartition(".")[2])
 
     def _look_up(self, given: Given, row: Row, name: str) -> None:
-        if any(given.key.startswith(f"{other.key}.") for other, _ in self.lacking):
+        if any(other.value is True and given.key.startswith(f"{other.key}.") for other, _ in self.lacking):
             return  # an argument of a class without a counterpart
-        is_default = row.default is not None and row.default in (given.value, number(given.value))
+        usual = self.defaults.get(given.key, row.default)
+        is_default = usual is not None and usual in (given.value, number(given.value))
         if is_default and not given.is_default and not row.always:
             return  # the tool's own value, without a consequence
         given = replace(given, is_default=given.is_default or is_default)
@@ -96,7 +98,10 @@ class Migration:
             self.lack(given, f"has an effect only with {row.needs}")
         elif row.convert:
             function, _, part = row.convert.partition(".")
-            self.parts.setdefault(function, {})[part] = given
+            parts = self.parts.setdefault(function, {})
+            old, parts[part] = parts.get(part, given), given
+            if not old.is_default and old.value != given.value:
+                self.lack(old, f"{given.key} sets {given.value}")
         elif isinstance(row.ours, Mapping):
             self._by_value(given, row, row.ours)
         elif row.ours:

@@ -82,9 +82,8 @@ def written(value: Any) -> str:
     dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if "\\" in dumped or "${" in dumped or not dumped.isprintable():
         raise ValueError("expected printable text without quotation marks, backslashes and ${")
-    dumped = re.sub(
-        r'"(\w+)":', r"\1:", dumped, flags=re.ASCII
-    )  # in Hydra's grammar a key is a word without quotation marks
+    # In Hydra's grammar a key is a word without quotation marks.
+    dumped = re.sub(r'"(\w+)":', r"\1:", dumped, flags=re.ASCII)
     if '":' in dumped:
         raise ValueError("expected keys that are words")
     return dumped

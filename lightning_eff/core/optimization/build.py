@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -58,7 +58,7 @@ def build(
 def configure(
     module: pl.LightningModule,
     optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None = None,
+    scheduler: SchedulerFactory | Literal["none"] | None = None,
     own_method: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the optimizer and its schedule in one of the forms that Lightning accepts.
@@ -67,7 +67,8 @@ def configure(
         module: Whose `configure_optimizers` is replaced.
         optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
-            among its keywords is filled with the Trainer's number of steps. None is a constant rate.
+            among its keywords is filled with the Trainer's number of steps. None is a constant rate, and
+            "none" one that may replace a schedule of the module.
         own_method: The module's own, whose groups are kept.
 
     Raises:
@@ -85,12 +86,13 @@ def configure(
             name = type(module).__name__
             allowed = f"a schedule, since the one of {name} is bound to the optimizer that is replaced"
             remedy = "OptimizerChoice(optimizer=..., scheduler=functools.partial(StepLR, step_size=10))"
-            raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=[remedy])
+            remedies = [remedy, 'OptimizerChoice(optimizer=..., scheduler="none"), for a constant rate']
+            raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=remedies)
         if hasattr(own, "close"):
             own.close()
         groups = _groups_of(own)
     built = build(module, optimizer, groups)
-    if scheduler is None:
+    if scheduler is None or scheduler == "none":
         return [built], []
     # A schedule that takes the number of steps, and has not been given it, gets the Trainer's.
     keywords = getattr(scheduler, "keywords", {})

@@ -99,6 +99,8 @@ def test_a_modules_own_schedule_must_be_given_again(net: Callable[..., Net], for
     model.configure_optimizers = configure
     with pytest.raises(ConfigError, match=r"scheduler=None: expected a schedule, since the one of Net"):
         fitted(model, ADAMW)
+    dropped: Any = fitted(model, ADAMW, scheduler="none").param_groups
+    assert all("initial_lr" not in group for group in dropped)
     half = functools.partial(torch.optim.lr_scheduler.ConstantLR, factor=0.5)
     assert [group["lr"] for group in fitted(model, ADAMW, scheduler=half).param_groups] == [0.5, 0.5]
 
