@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.." || exit 1
 
 budget=${1:?usage: day.sh SECONDS [PART...]}
 shift
-wanted=" ${*:-correctness planner attention ceilings gemm loss host layers dw speed offload float8 conv long} "
+wanted=" ${*:-tests correctness planner attention ceilings gemm loss host layers dw speed offload float8 conv long} "
 OUT=${OUT:-outputs/gpu}
 PYTHON=${PYTHON:-python3}
 started=$SECONDS
@@ -61,6 +61,11 @@ measure() {
   done
 }
 
+# tests/test_gpu.py, each technique once; it needs pytest and none of its plugins.
+if [[ $wanted == *" tests "* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
+  timeout -k 5 90 "$PYTHON" -m pytest -o addopts= -o filterwarnings= --noconftest -p no:cacheprovider \
+    --import-mode=importlib -q tests/test_gpu.py 2>&1 | tail -n 30 | tee -a "$log"
+fi
 # What is only checked, or only counts its own bytes, shares the GPU.
 measure kernels 150 correctness &
 measure recipes 180 planner &

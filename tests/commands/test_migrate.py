@@ -372,6 +372,7 @@ def test_a_file_that_is_none_is_rejected(name: str, content: bytes | None, messa
 
 @given(strategies.text(max_size=12))
 @example("1e-5")
+@example(":")
 @example("${oc.env:HOME}")
 def test_a_text_stays_a_text_or_is_rejected(text: str) -> None:
     try:

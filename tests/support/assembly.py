@@ -130,12 +130,13 @@ def assemble(config: TileConfig, variant: Variant, device: str = "h200") -> list
     )  # fmt: skip
     with gpu(device, tf32=variant.tf32) as compiled:
         launch.launch(given, config, d, pre=extra.get("pre"), d2=extra.get("d2"))
-    return [_read(kernel.asm["cubin"], kernel.metadata.shared) for kernel in compiled]
+    return [read_code(kernel) for kernel in compiled]
 
 
-def _read(cubin: bytes, shared_bytes: int) -> Assembly:
+def read_code(kernel: Any) -> Assembly:
+    """Return the machine code of a kernel that Triton has compiled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(kernel.asm["cubin"])
         file.flush()
         code, usage = (
             subprocess.run([TOOL, flag, file.name], capture_output=True, text=True, check=True).stdout
@@ -146,6 +147,6 @@ def _read(cubin: bytes, shared_bytes: int) -> Assembly:
     return Assembly(
         registers=int(found[1]),
         stack_bytes=int(found[2]),
-        shared_bytes=shared_bytes,
+        shared_bytes=kernel.metadata.shared,
         instructions={name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()},
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".txt", ".md")
 """Endings by which a name of a dataset is a file."""
+_TEXT = re.compile(r"\"([^\"]*)\"(:?)")
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE | re.ASCII)
 """A text that needs no quotation marks and is read as no other value."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -82,11 +83,10 @@ def written(value: Any) -> str:
     dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if "\\" in dumped or "${" in dumped or not dumped.isprintable():
         raise ValueError("expected printable text without quotation marks, backslashes and ${")
-    # In Hydra's grammar a key is a word without quotation marks.
-    dumped = re.sub(r'"(\w+)":', r"\1:", dumped, flags=re.ASCII)
-    if '":' in dumped:
+    # In Hydra's grammar a key, the text before a colon, is a word without quotation marks.
+    if any(not re.fullmatch(r"\w+", key, re.ASCII) for key, colon in _TEXT.findall(dumped) if colon):
         raise ValueError("expected keys that are words")
-    return dumped
+    return _TEXT.sub(lambda text: f"{text[1]}:" if text[2] else text[0], dumped)
 
 
 def quoted(text: str) -> str:

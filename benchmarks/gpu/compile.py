@@ -1,0 +1,73 @@
+"""Compile the kernels of the measurements for a GPU that need not be present, and check their machine code.
+
+    TRITON_CACHE_DIR=build/kernels python benchmarks/gpu/compile.py --target sm_90
+
+The folder is a cache of Triton's: on a machine with that GPU and the same version of Triton, with
+TRITON_CACHE_DIR set to a copy of it, nothing is left to compile. Exits with 4 if a kernel spills registers or
+needs more shared memory than the GPU has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import torch
+
+from _suite import EXIT_FAULTS
+from gemm import TOP_CONFIGS, cases_by_worth
+from kernels import CANNOT_LAUNCH, ODD_SIZES, TINY_SIZES, checked_cases, jobs_of
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.tile_configs import CONFIGS
+from tests.support.assembly import gpu, read_code
+from tests.support.gemm_problem import Case, Problem, run_config
+
+TARGETS = {"sm_80": "a100", "sm_90": "h100", "sm_100": "b200"}
+"""Names of `devices.DEVICES` with that architecture."""
+
+
+def compile_kernel(job: tuple[Case, int], device: str) -> tuple[str, str]:
+    """Compile what a config launches for a case; return its name, and what is wrong with the code."""
+    case, number = job
+    name = f"{CONFIGS[number]} | {case} {str(case.dtype).removeprefix('torch.')}"
+    with gpu(device, tf32=case.dtype == torch.float32) as compiled:
+        try:
+            run_config(CONFIGS[number])(Problem.draw(case, torch.device("cpu")))
+        except CANNOT_LAUNCH as error:
+            return name, str(error).partition("\n")[0]
+    for code in map(read_code, compiled):
+        if code.stack_bytes or code.instructions["local_memory"]:
+            return name, f"spills: {code}"
+        if code.shared_bytes > devices.DEVICES[device].shared_bytes:
+            return name, f"shared memory: {code}"
+    return name, ""
+
+
+def main() -> None:
+    """Compile each kernel once, in as many processes as there are cores."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", choices=TARGETS, default="sm_90", help="architecture of the GPU (sm_90)")
+    parser.add_argument("--smoke", action="store_true", help="one kernel of each kind")
+    options = parser.parse_args()
+    device = TARGETS[options.target]
+    torch.backends.cuda.matmul.allow_tf32 = True
+    info = devices.DEVICES[device]
+    jobs = jobs_of(checked_cases(TINY_SIZES if options.smoke else ODD_SIZES), info)
+    jobs += jobs_of(cases_by_worth(torch.bfloat16), info, top=TOP_CONFIGS)
+    numbered = [(case, CONFIGS.index(config)) for case, config in dict.fromkeys(jobs)]
+    if options.smoke:
+        numbered = list({case.kind: (case, number) for case, number in numbered}.values())[:3]
+    faults = 0
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for name, fault in pool.map(partial(compile_kernel, device=device), numbered):
+            sys.stdout.write(f"{name}: {fault or 'ok'}\n")
+            faults += bool(fault)
+    sys.stdout.write(f"{len(numbered)} kernels for {options.target}, {faults} with a fault\n")
+    sys.exit(EXIT_FAULTS if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
