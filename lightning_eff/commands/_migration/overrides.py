@@ -11,7 +11,8 @@ from typing import Any
 
 FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".txt", ".md")
 """Endings by which a name of a dataset is a file."""
-_TEXT = re.compile(r"\"([^\"]*)\"(:?)")
+_TEXT = re.compile(r'"([^"]*)"(:?)')
+"""A text in JSON without escapes, and the colon behind it if it is a key."""
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE | re.ASCII)
 """A text that needs no quotation marks and is read as no other value."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
