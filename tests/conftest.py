@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -41,6 +42,12 @@ settings.register_profile("fast", max_examples=25, derandomize=True, deadline=No
 settings.register_profile("full", max_examples=1000, deadline=None, database=None)
 settings.load_profile("fast")  # `make test-full` says --hypothesis-profile=full
 LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.config.composition", "torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let warnings be errors in the versions of our own CI alone: libraries warn of other versions."""
+    if not (sys.version_info[:2] == (3, 11) and version("torch").startswith("2.13.")):
+        config.addinivalue_line("filterwarnings", "default")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -34,8 +34,11 @@ SHARED = ("resource_tracker", "forkserver", "compile_worker")
 
 def children() -> set[int]:
     """Return the processes that this one started, or that came to it."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(word) for path in lists for word in path.read_text().split()}
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            found |= set(map(int, path.read_text().split()))
+    return found
 
 
 def command_of(process: int) -> str:
