@@ -223,13 +223,13 @@ class GradientCheckpointing(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for a model of repeated blocks that do not write to their inputs."""
-        blocks = model_surgery.repeated_blocks(run.module)
+        """Suggest it for a model of repeated blocks that nothing writes to the inputs of."""
+        blocks = run.recorder.called_blocks if run.recorder is not None else ()
         if run.recorder is None or run.recorder.writes_inputs or not blocks:
             return None
         return Suggestion(
             technique=GradientCheckpointing(),
-            why=f"activations inside of {len(blocks)} blocks, which are computed again",
+            why=f"activations inside {len(blocks)} blocks ({min(blocks)}, ...), which are computed again",
             peak_bytes=run.peak_if({}, recomputed=blocks),
         )
 

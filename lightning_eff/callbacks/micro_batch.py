@@ -43,7 +43,7 @@ from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict, name_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.mean_check import check_mean
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
@@ -147,8 +147,15 @@ class MicroBatch(Managed):
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest half a batch, if the loss is a mean over samples by the check that a run makes first."""
-        half = run.num_samples // 2
-        if run.sample is None or not half or run.trainer.world_size > 1:
+        half, callbacks = run.num_samples // 2, run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if any(name_of(each).startswith("callbacks/tiled_") for each in callbacks):
+            return None  # tiles are as large for fewer samples
+        if (
+            run.sample is None
+            or not half
+            or run.trainer.world_size > 1
+            or not run.module.automatic_optimization
+        ):
             return None
         # The gradient of the first half is held while the second half is computed.
         factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}

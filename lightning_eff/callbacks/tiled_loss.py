@@ -42,7 +42,11 @@ from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.cross_entropy import tile_rows_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.report.advice import Observed, Suggestion
+from lightning_eff.report.module_tracker import FORWARD
 
+GEMMS = ("mm", "addmm", "bmm", "linear")
+TILED = ("_log_softmax", "_to_copy", "clone", "mul", "div")
+"""Operations of the forward pass that are computed in tiles, by the names that torch dispatches."""
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
 """What a `training_step` can do itself."""
 
@@ -137,23 +141,26 @@ class TiledLoss(Managed):
             name, head = find_head(run.module, None) or ("", None)
         except ConfigError:  # several layers may be meant
             return None
-        largest = max(
-            (run.sizes[i] for i, each in run.activations() if each.operation == "_log_softmax"), default=0
-        )
-        if not isinstance(head, nn.Linear) or largest % head.out_features or not largest:
-            return None
-        # The logits, their gradient and the log-softmax, in the loss's dtype, half or double of its size.
         blocks = tuple(f"{block}." for block in model_surgery.repeated_blocks(run.module))
-        whole = [
-            index
-            for index, each in run.activations()
-            if run.sizes[index] in (largest // 2, largest, 2 * largest) and not each.path.startswith(blocks)
+        outside = {i: each for i, each in run.activations() if not each.path.startswith(blocks)}
+        logits = [
+            run.sizes[i] for i, each in outside.items() if each.path == name and each.operation in GEMMS
         ]
-        rows = torch.empty(1, 1).expand(largest // (4 * head.out_features), head.in_features)
+        losses = [run.sizes[i] for i, each in outside.items() if each.operation == "_log_softmax"]
+        if not isinstance(head, nn.Linear) or not logits or not losses:
+            return None
+        # The logits, their gradient and the log-softmax, in another dtype half or double of their size.
+        size, log_softmax = max(logits), max(losses)
+        sizes = {factor * each // 2 for each in (size, log_softmax) for factor in (1, 2, 4)}
+        whole = {i: each for i, each in outside.items() if run.sizes[i] in sizes}
+        read = {each.operation for each in whole.values() if each.phase == FORWARD}
+        if log_softmax not in range(size // 2, 2 * size + 1) or not read <= {*GEMMS, *TILED}:
+            return None  # another log-softmax, or logits that are read otherwise and computed all the same
+        rows = torch.empty(1, 1).expand(log_softmax // (4 * head.out_features), head.in_features)
         fraction = tile_rows_of(rows, head.out_features, None) / max(1, len(rows))
         return Suggestion(
             technique=TiledLoss(),
-            why=f"logits of {name}, {human_bytes(largest)}, as often for log-softmax and gradient",
+            why=f"logits of {name}, {human_bytes(size)}, and as much each for log-softmax and gradient",
             peak_bytes=run.peak_if(dict.fromkeys(whole, fraction)),
         )
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from lightning_eff.comparison.result_table import (
     BASELINE,
     CHANGES_LOSS,
+    DIVERGES,
     MEASURED,
     NO_EFFECT,
     ComparisonRow,
@@ -27,6 +28,8 @@ from lightning_eff.comparison.result_table import (
 LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
 """How much losses may differ by the order of additions, as a fraction of the baseline's largest. The weakest
 fault that float32 must show is 1e-3; in 16 bits, two units in the last place of bfloat16."""
+FAR = 10.0
+"""Times the baseline's largest loss, from which a row is one that diverges."""
 SMALLER = 0.97
 """Ratio of peaks below which a row needs less memory."""
 
@@ -54,17 +57,26 @@ def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
     """Return why a row takes no part in the verdict; empty if it does."""
     changed = row.techniques.keys() ^ baseline.techniques.keys()
     is_same = _has_same_loss(row, baseline)
-    if row.idle and changed <= set(row.idle) and is_same:
+    settings = [(_other_settings(each), each.precision) for each in (row, baseline)]
+    is_alike = settings[0] == settings[1]
+    if row.idle and changed <= set(row.idle) and is_alike and is_same:
         return NO_EFFECT
+    if _diverges(row, baseline):
+        return DIVERGES
     exact = baseline.techniques | row.techniques
     promises_same = (
-        changed
-        and all(exact[name] for name in changed)
-        and _other_settings(row) == _other_settings(baseline)
-        and row.precision == baseline.precision
-        and not baseline.draws_random_numbers
+        changed and all(exact[name] for name in changed) and is_alike and not baseline.draws_random_numbers
     )
     return CHANGES_LOSS if promises_same and not is_same else ""
+
+
+def _diverges(row: ComparisonRow, baseline: ComparisonRow) -> bool:
+    """Return whether the last loss is not finite, or far above all of the baseline's, which are finite."""
+    losses = [loss for _, loss in baseline.losses]
+    if not (losses and row.losses and all(map(math.isfinite, losses))):
+        return False
+    last = row.losses[-1][1]
+    return not math.isfinite(last) or abs(last) > FAR * max(map(abs, losses))
 
 
 def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:

@@ -14,7 +14,7 @@ from lightning_eff.core.text import human_bytes, text_table
 from lightning_eff.report.html import render_page, scatter_chart
 
 MEASURED, NOT_RUN, FAILED = "measured", "not run", "failed"
-NO_EFFECT, CHANGES_LOSS = "no effect", "changes the loss"
+NO_EFFECT, CHANGES_LOSS, DIVERGES = "no effect", "changes the loss", "diverges"
 BASELINE = "baseline"
 HEADER = ("technique", "samples/s", "x base", "peak", "x base", "loss diff", "status")
 SLOW_FIRST_BATCH_S = 5.0
@@ -52,7 +52,7 @@ class ComparisonRow:
         idle: Callbacks and strategies that had no effect; those of the baseline are left out.
         precision: Of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
-        excluded: Why it takes no part in the verdict: `no effect` or `changes the loss`.
+        excluded: Why it takes no part in the verdict: `no effect`, `changes the loss` or `diverges`.
     """
 
     technique: str

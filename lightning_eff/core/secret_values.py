@@ -1,9 +1,10 @@
 """Decide what is a secret, and keep secrets out of everything that a run writes.
 
 A config names a secret by a variable of the environment, `api_token: ${oc.env:API_TOKEN}`. A composed config
-keeps this interpolation, which Hydra resolves when the class is built. Its files therefore hold no secret,
-and the run can be composed from them again. Hyperparameters hold the value: loggers and checkpoints leave it
-out. Texts of errors, which may contain anything, lose the values of variables that are named like a secret.
+keeps this interpolation, also within another text, and Hydra resolves it when the class is built. A run's
+files therefore hold no secret, and the run can be composed from them again. Hyperparameters hold the value:
+loggers and checkpoints leave it out. Texts of errors, which may contain anything, lose the values of
+variables that are named like a secret.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def is_secret(key: object, value: object) -> bool:
-    """Return whether a value is a secret: a text under a key that is named like one.
+    """Return whether a value is a secret: a text under a key that is named like one, or with one in it.
 
     Example:
         >>> is_secret("api_token", "x"), is_secret("eos_token", "</s>"), is_secret("use_auth_token", True)
         (True, False, False)
     """
-    is_named = _SECRET.search(str(key)) and not _OF_A_VOCABULARY.search(str(key))
-    return bool(is_named and isinstance(value, str) and value)
+    return isinstance(value, str) and bool(value) and (_is_named(key) or hide_secrets(value) != value)
+
+
+def _is_named(key: object) -> bool:
+    return bool(_SECRET.search(str(key)) and not _OF_A_VOCABULARY.search(str(key)))
 
 
 def keep_variables(values: Any, source: Any, path: str = "") -> Any:
-    """Return a resolved config in which each secret is the interpolation that it comes from.
+    """Return a resolved config in which each secret is an interpolation of the environment.
 
     Args:
         values: The config, or a part of it.
@@ -56,37 +60,43 @@ def keep_variables(values: Any, source: Any, path: str = "") -> Any:
             keep_variables(value, each, f"{path}[{index}]")
             for index, (value, each) in enumerate(zip(values, sources, strict=True))
         ]
-    if not isinstance(values, Mapping):
+    if isinstance(values, Mapping):
+        sources = source if isinstance(source, Mapping) else {}
+        return {
+            key: keep_variables(value, sources.get(key), f"{path}.{key}".lstrip("."))
+            for key, value in values.items()
+        }
+    key = path.rpartition(".")[2]
+    if not is_secret(key, values):
         return values
-    result: dict[Any, Any] = {}
-    for key, value in values.items():
-        own, place = source.get(key) if isinstance(source, Mapping) else None, f"{path}.{key}".lstrip(".")
-        if not is_secret(key, value):
-            result[key] = keep_variables(value, own, place)
-        elif isinstance(own, str) and _VARIABLE.search(own) and "${" not in _VARIABLE.sub("", own):
-            result[key] = own
-        else:
-            allowed = "a variable of the environment, since a run's files hold its config"
-            remedies = [f"'{place}=${{oc.env:{str(key).upper()}}}'"]
-            raise ConfigError(place, HIDDEN, allowed=allowed, remedies=remedies)
-    return result
+    if isinstance(source, str) and _VARIABLE.search(source) and "${" not in _VARIABLE.sub("", source):
+        return source
+    kept = hide_secrets(values, "${{oc.env:{}}}")
+    if kept == values:
+        allowed = "a variable of the environment, since a run's files hold its config"
+        remedies = [f"'{path}=${{oc.env:{key.upper()}}}'"]
+        raise ConfigError(path, HIDDEN, allowed=allowed, remedies=remedies)
+    return kept
 
 
 def without_secrets(values: Any) -> Any:
     """Return hyperparameters without those that are secrets.
 
     Example:
-        >>> without_secrets({"width": 3, "hub": {"token": "x", "name": "y"}})
-        {'width': 3, 'hub': {'name': 'y'}}
+        >>> without_secrets({"width": 3, "hubs": [{"token": "x", "name": "y"}]})
+        {'width': 3, 'hubs': [{'name': 'y'}]}
     """
     if isinstance(values, Mapping):
         return {key: without_secrets(value) for key, value in values.items() if not is_secret(key, value)}
+    if isinstance(values, (list, tuple)):
+        return [without_secrets(value) for value in values if not is_secret("", value)]
     return values
 
 
-def hide_secrets(text: str) -> str:
-    """Return a text without the values of environment variables that are named like a secret."""
-    values = [value for name, value in os.environ.items() if is_secret(name, value)]
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, HIDDEN) if len(value) >= MIN_CHARACTERS else text
+def hide_secrets(text: str, shown: str = HIDDEN) -> str:
+    """Return a text with `shown`, which may have the name, for values of variables named like a secret."""
+    named = {value: name for name, value in os.environ.items() if _is_named(name)}
+    for value in sorted(named, key=len, reverse=True):
+        if len(value) >= MIN_CHARACTERS:
+            text = text.replace(value, shown.format(named[value]))
     return text

@@ -61,6 +61,9 @@ from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.window import Window, weight_of
 
+MAX_FLAT_CHECKS = 8
+"""Batches in which a check of the loss is repeated, where all parts of a batch have the same loss."""
+
 
 @runtime_checkable
 class ScalesGradients(Protocol):
@@ -96,6 +99,7 @@ class ExactStep(_AutomaticOptimization):
         self.counts_by = "samples count equally"
         """How the backward passes of a step count."""
         self.mean_check: str | None = None
+        self._num_flat_checks = 0
         """Why the loss could not be checked to be a mean; empty for a mean, None before the check."""
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
@@ -303,11 +307,16 @@ class ExactStep(_AutomaticOptimization):
         # Forward passes without gradients need less memory than those of training.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
         found = self._compare_losses(arguments, size, max_samples)
-        self.mean_check, difference = found.undecided, found.difference
+        is_first, is_flat, difference = not self._num_flat_checks, found.is_flat, found.difference
         name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
+        if is_on_all_ranks:
+            is_flat = bool(self._reduce(is_flat, "max"))
+        self._num_flat_checks += is_flat
+        if not is_flat or self._num_flat_checks == MAX_FLAT_CHECKS:
+            self.mean_check = found.undecided
         if self.mean_check:
             rank_zero_info(f"callbacks/{name}: {self.mean_check}")
-        if found.moved and self.micro_batch_size is not None:
+        if found.moved and is_first and self.micro_batch_size is not None:
             some = ", ".join(sorted(found.moved)[:MAX_NAMES])
             text = f"MicroBatch: training_step changes {some}, which happens once per micro-batch now: "
             warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)

@@ -8,14 +8,16 @@ statistics would differ. Random numbers that the step itself draws leave the que
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -52,6 +54,8 @@ class MeanCheck:
     """How the loss of all differs from the mean over their parts; empty for a mean."""
     undecided: str = ""
     """Why the losses do not show whether they are means."""
+    is_flat: bool = False
+    """Whether they do not show it because all parts have the same loss, as before a model has learned."""
     moved: set[str] = field(default_factory=set[str])
     """Names of parameters and buffers that `training_step` changes."""
 
@@ -106,7 +110,12 @@ def check_mean(
                 _stop("training_step draws random numbers, or does not return the same loss twice")
             found.difference = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in "
             found.difference += f"{len(parts)} parts of them"
-            break
+            return found
+        losses = [float(part.loss) for parts in outputs for part in parts]
+        scale = max(SMALL_LOSS, *map(abs, losses))
+        if max(losses) - min(losses) <= min(rounding, MAX_ROUNDING) * scale:
+            found.is_flat = True
+            _stop("all parts of a batch have the same loss")
     except ConflictError:
         raise
     except Exception as error:  # noqa: BLE001 - a step in evaluation mode may raise anything
@@ -142,6 +151,16 @@ def _compare(
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
 
+@contextmanager
+def _unlogged(trainer: pl.Trainer) -> Generator[None]:
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
 class _Untraced:
     """Runs `training_step` in evaluation mode, and undoes what it changes.
 
@@ -172,7 +191,8 @@ class _Untraced:
         module, parameters = self._module, self._parameters
         before = {name: (each.data_ptr(), version(each)) for name, each in parameters.items()}
         try:
-            with self._state.again("the check of the loss"):
+            again = self._state.again("the check of the loss")
+            with again, _unlogged(module.trainer), redirect_stdout(io.StringIO()):
                 for child in module.modules():
                     vars(child)["training"] = False  # by `eval()` adapters may merge weights
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None

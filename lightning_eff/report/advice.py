@@ -156,22 +156,31 @@ class Observed:
             bool(owner) and each.category == ACTIVATIONS and index not in self.recorder.block_outputs
             for index, (owner, each) in enumerate(zip(owners, self.allocations, strict=True))
         ]
-        # By module: bytes by allocation that its forward pass made, and its backward pass makes again.
-        pending: dict[str, dict[int, float]] = defaultdict(dict)
+        # Bytes by allocation that a call of a module made, and the backward pass makes again; by both.
+        pending: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        remade: dict[str, set[int]] = defaultdict(set)
         sizes: dict[int, float] = defaultdict(float)
         live = top = float(held_bytes)
         for event in self.recorder.events:
             index, size = event.allocation, event.num_bytes * factors.get(event.allocation, 1.0)
-            owner = owners[index]
-            if owner and event.phase == BACKWARD:
-                made_again = pending.pop(owner, {})
-                sizes.update(made_again)
-                live += sum(made_again.values())
-            elif owner and is_dropped[index] and index not in sizes:
-                pending[owner][index] = size
+            owner, call = owners[index], self.allocations[index].block_call
+            if is_dropped[index] and event.phase != BACKWARD and index not in sizes:
+                pending[owner, call][index] = size
                 continue
+            if owner and event.phase == BACKWARD:
+                if index not in pending[owner, call]:  # made by the backward pass of the last of its calls
+                    call = max(
+                        (each for name, each in pending if name == owner and pending[name, each]), default=0
+                    )
+                if index in pending[owner, call] or not remade[owner]:
+                    made_again = pending.pop((owner, call), {})
+                    sizes.update(made_again)
+                    live += sum(made_again.values())
+                    remade[owner] |= made_again.keys()
             live += size - sizes[index]
             sizes[index] = size
+            if not size:
+                remade[owner].discard(index)
             top = max(top, live)
         return int(top)
 

@@ -11,6 +11,7 @@ pass (or its recomputation) and alive at its end; `temporaries` are the rest.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class Allocation:
     category: str = TEMPORARIES
     recomputed: bool = False
     """Whether it was allocated in a forward pass inside the backward pass."""
+    block_call: int = 0
+    """Number of the call of a repeated block in which a forward pass allocated it; 0 outside of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,16 @@ class Recorder(LiveBytes):
         self._optimizers: list[Optimizer] = []
         self.block_outputs: set[int] = set()
         """Indices of what goes out of the model's repeated blocks, and into the next one."""
+        self.called_blocks: set[str] = set()
+        """Names of the repeated blocks whose forward ran."""
         self.writes_inputs = False
-        """Whether one of these blocks writes to its inputs in place."""
-        self._blocks = set[nn.Module]()
-        self._inputs: dict[nn.Module, list[tuple[Tensor, int]]] = {}
-        """Inputs of the blocks that are running, with their versions at the call."""
+        """Whether an input of a block was written to in place between its call and the backward pass."""
+        self._blocks: dict[nn.Module, str] = {}
+        self._block_calls: list[int] = []
+        """Numbers of the calls that are running, the innermost last."""
+        self._num_block_calls = 0
+        self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
+        """Inputs of the blocks of this forward pass, with their versions at the call."""
         self._tracker = ModuleTracker(self._enter_block, self._leave_block)
         self._was_recomputing = False
         self.attention = AttentionWatch(lambda: self._tracker.path)
@@ -105,7 +113,7 @@ class Recorder(LiveBytes):
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
         """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
-        self._blocks = set(repeated_blocks(module).values())
+        self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()
         hooks.enter_context(self._tracker.follow(module))
         HostOffload.observers.append(self._mark_on_host)
@@ -140,6 +148,7 @@ class Recorder(LiveBytes):
             if self._operation:
                 allocation.path, allocation.phase = tracker.path, tracker.phase
                 allocation.recomputed = tracker.is_recomputing
+                allocation.block_call = self._block_calls[-1] if self._block_calls else 0
             self._index_of[key] = len(self.allocations)
             self.allocations.append(allocation)
         index = self._index_of[key] if num_bytes is not None else self._index_of.pop(key)
@@ -157,6 +166,7 @@ class Recorder(LiveBytes):
         before = tracker.update()
         if before == FORWARD and tracker.phase == BACKWARD:
             self._mark_activations(recomputed=False)
+            self._find_written_inputs()
         elif before == BACKWARD and tracker.phase != BACKWARD:
             self._mark_gradients_and_state()
         if self._operation != "detach":  # checkpointing detaches what it recomputes, outside of grad mode
@@ -171,14 +181,23 @@ class Recorder(LiveBytes):
         return out
 
     def _enter_block(self, block: nn.Module, arguments: object) -> None:
-        if block in self._blocks:
-            self._inputs[block] = [(each, version(each)) for each in tensors_in(arguments)]
+        if block in self._blocks and not self._tracker.is_recomputing:
+            self.called_blocks.add(self._blocks[block])
+            self._num_block_calls += 1
+            self._block_calls.append(self._num_block_calls)
+            self._inputs += [(weakref.ref(each), version(each)) for each in tensors_in(arguments)]
 
     def _leave_block(self, block: nn.Module, output: object) -> None:
-        if block in self._blocks:
-            inputs = self._inputs.pop(block, [])
-            self.writes_inputs |= any(version(tensor) != before for tensor, before in inputs)
+        if block in self._blocks and self._block_calls:
+            self._block_calls.pop()
             self.block_outputs.update(self._storage_index(tensor) for tensor in tensors_in(output))
+
+    def _find_written_inputs(self) -> None:
+        """Look at the inputs of blocks when their backward pass begins: recomputation would need them."""
+        for reference, before in self._inputs:
+            tensor = reference()
+            self.writes_inputs |= tensor is not None and version(tensor) != before
+        self._inputs.clear()
 
     def _storage_index(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, -1 if it is not counted."""

@@ -11,6 +11,7 @@ from lightning_eff.comparison.judgement import can_win, compare_to_baseline, des
 from lightning_eff.comparison.result_table import (
     BASELINE,
     CHANGES_LOSS,
+    DIVERGES,
     MEASURED,
     NO_EFFECT,
     ComparisonRow,
@@ -154,3 +155,15 @@ def test_a_row_in_which_one_of_several_had_no_effect_takes_part() -> None:
     assert judged(base, other)["optimizer=x"].excluded == NO_EFFECT
     base.idle = [optimizer]
     assert judged(base, other)["optimizer=x"].excluded == "", "no row of this recipe differs by it"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e6])
+def test_a_row_that_diverges_does_not_win(loss: float) -> None:
+    rows = judged(row(BASELINE, (1.0, 1.0)), row("optimizer=lion", (9.0, 9.0), LOSSY, loss=loss, peak=10))
+    assert rows["optimizer=lion"].excluded == DIVERGES
+    assert not can_win(rows["optimizer=lion"])
+
+
+def test_another_precision_is_an_effect() -> None:
+    rows = judged(row(BASELINE, (1.0, 1.0)), row("recipe", (2.0, 2.0), IDLE, precision="bf16-mixed"))
+    assert not rows["recipe"].excluded

@@ -30,6 +30,14 @@ def test_a_secret_stays_the_variable_that_it_comes_from() -> None:
     assert kept == {"a": [{"token": "Bearer ${oc.env:X,''}", "n": "4"}], "b": [1]}
 
 
+def test_a_secret_within_another_text_is_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    values = {"url": "https://u:hunter2@host", "headers": ["Bearer hunter2"], "api_token": "hunter2"}
+    kept = keep_variables(values, dict.fromkeys(values))
+    token = "${oc.env:MY_TOKEN}"
+    assert kept == {"url": f"https://u:{token}@host", "headers": [f"Bearer {token}"], "api_token": token}
+
+
 @pytest.mark.parametrize("source", ["hunter2", "${data.token}", "${oc.env:X}${data.token}", None])
 def test_a_secret_in_the_config_is_rejected_without_being_shown(source: str | None) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -44,8 +52,8 @@ def test_hyperparameters_texts_and_arguments_lose_secrets(monkeypatch: pytest.Mo
     monkeypatch.setenv("OTHER_SECRET", "hunter2-and-more")
     monkeypatch.setenv("SHORT_TOKEN", "e")
     assert hide_secrets("hunter2: hunter2-and-more") == "***: ***"
-    given = {"width": 3, "hub": {"token": "x", "name": "y"}}
-    assert without_secrets(given) == {"width": 3, "hub": {"name": "y"}}
+    given = {"width": 3, "hubs": [{"token": "x", "name": "y"}], "url": "https://u:hunter2@host"}
+    assert without_secrets(given) == {"width": 3, "hubs": [{"name": "y"}]}
     assert without_secrets(None) is None
 
     class Technique:
