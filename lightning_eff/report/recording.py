@@ -167,6 +167,7 @@ class Recorder(LiveBytes):
         if before == FORWARD and tracker.phase == BACKWARD:
             self._mark_activations(recomputed=False)
             self._find_written_inputs()
+            self._inputs.clear()
         elif before == BACKWARD and tracker.phase != BACKWARD:
             self._mark_gradients_and_state()
         if self._operation != "detach":  # checkpointing detaches what it recomputes, outside of grad mode
@@ -190,14 +191,15 @@ class Recorder(LiveBytes):
     def _leave_block(self, block: nn.Module, output: object) -> None:
         if block in self._blocks and self._block_calls:
             self._block_calls.pop()
+            self._find_written_inputs()
             self.block_outputs.update(self._storage_index(tensor) for tensor in tensors_in(output))
 
     def _find_written_inputs(self) -> None:
-        """Look at the inputs of blocks when their backward pass begins: recomputation would need them."""
+        """Look at the inputs of the blocks that were called: recomputation needs them as they were."""
         for reference, before in self._inputs:
             tensor = reference()
             self.writes_inputs |= tensor is not None and version(tensor) != before
-        self._inputs.clear()
+        self._inputs = [each for each in self._inputs if each[0]() is not None]
 
     def _storage_index(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, -1 if it is not counted."""

@@ -92,8 +92,8 @@ def test_one_round_says_nothing_about_speed_but_bytes_count() -> None:
     assert describe_noise([]) == ""
 
 
-@pytest.mark.parametrize("loss", [2.001, math.nan])
-def test_an_exact_technique_with_another_loss_is_excluded(loss: float) -> None:
+def test_an_exact_technique_with_another_loss_is_excluded() -> None:
+    loss = 2.001
     rows = judged(
         row(BASELINE, (100.0, 99.0)),
         row("wrong", (900.0, 900.0), EXACT, loss=loss, peak=1),

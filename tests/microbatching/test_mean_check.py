@@ -49,6 +49,12 @@ def ranking(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return ((1.0 - scores[:, None] + scores).relu() * is_above).sum() / is_above.sum().clamp(min=1.0)
 
 
+def order(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """The log of 2 for every batch whose scores are equal."""
+    scores = a.sum(1)
+    return F.softplus((scores - scores[:, None]) * (y[:, None] - y).sign()).mean()
+
+
 def triplets(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     distance, is_same = (a[:, None] - a).square().sum(-1), y[:, None] == y
     is_positive = is_same & ~torch.eye(len(a), dtype=torch.bool)
@@ -128,6 +134,15 @@ def test_a_loss_that_is_no_mean_is_rejected(loss: Loss, callback: Callable[[], A
     assert is_equal(model.state_dict(), before)
 
 
+def test_a_loss_that_shows_nothing_before_the_first_step_is_checked_again() -> None:
+    model = Towers(order)
+    model.a = nn.Linear(6, 4, bias=False)
+    nn.init.zeros_(model.a.weight)
+    assert "not checked" not in fit(copy.deepcopy(model), MicroBatch(micro_batch_size=4))
+    with pytest.raises(ConflictError, match="mean over samples"):
+        fit(model, MicroBatch(micro_batch_size=4), max_steps=2)
+
+
 @pytest.mark.parametrize("callback", CALLBACKS)
 @pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("loss", [lambda a, b, y: F.mse_loss(a, b), with_decay, declared, critic])
@@ -201,7 +216,7 @@ def test_what_cannot_be_checked_trains_and_is_reported(loss: Loss, reason: str) 
 
 def test_other_batches_than_of_countable_samples_are_not_checked() -> None:
     model = Towers(lambda a, b, y: F.mse_loss(a, b))
-    model.a = nn.Linear(6, 4)  # type: ignore[assignment]
+    model.a = nn.Linear(6, 4)
     assert "single sample" in fit(model, GradientAccumulation(num_batches=2), batch_size=1)
     model.a = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False))
     assert "running statistics" in fit(model, MicroBatch(micro_batch_size=4))
@@ -225,7 +240,7 @@ class Collects(Towers):
         super().__init__(lambda a, b, y: F.mse_loss(a, b))
         self.slow = copy.deepcopy(self.b).requires_grad_(requires_grad=False)
         self.b.eval()
-        self.b.rows = None  # type: ignore[assignment]
+        self.b.rows = None
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -235,7 +250,7 @@ class Collects(Towers):
             )
         for slow, fast in zip(self.slow.parameters(), self.b.parameters(), strict=True):
             slow.data = 0.5 * slow.data + 0.5 * fast.data if slow.dim() == 1 else slow.data.mul_(0.9)
-        self.b.rows = len(batch[0])  # type: ignore[assignment]
+        self.b.rows = len(batch[0])
         batch[1].mul_(0.5)
         self.log("loss", F.mse_loss(self.a(batch[0]), self.slow(batch[1])), on_epoch=True, batch_size=4)
         return F.mse_loss(self.a(batch[0]), self.b(batch[1])) + F.mse_loss(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -69,6 +71,17 @@ class Attend(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class AddInPlace(nn.Sequential):
+    """Blocks whose inputs the caller writes to."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for block in self:
+            x += block(x)
+        return x
+
+
 class InPlace(nn.Module):
     """A block that writes to its input."""
 
@@ -111,11 +124,13 @@ def data(kind: str) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, tokens % 8 if kind == "vectors" else tokens), batch_size=SAMPLES)
 
 
-def run(model: Net, loader: DataLoader[Any], folder: Any, *techniques: Any) -> dict[str, Any]:
+def run(
+    model: Net, loader: DataLoader[Any], folder: Any, *techniques: Any, logger: Any = False
+) -> dict[str, Any]:
     report = EfficiencyReport(dirpath=folder)
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     pl.Trainer(
-        accelerator="cpu", max_steps=3, logger=False, callbacks=[report, *techniques], **quiet
+        accelerator="cpu", max_steps=3, logger=logger, callbacks=[report, *techniques], **quiet
     ).fit(model, loader)  # fmt: skip
     return report.report
 
@@ -147,6 +162,10 @@ def test_scores_that_a_model_computes_itself_are_named(tmp_path: Any) -> None:
     )
 
 
+def added_in_place() -> nn.Module:
+    return AddInPlace(*(nn.Sequential(nn.ReLU(), nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+
+
 def in_place() -> Net:
     return Net(nn.Sequential(nn.Linear(32, 32), *map(InPlace, [32] * 4)), mean_square)
 
@@ -155,6 +174,11 @@ MODELS: dict[str, tuple[Callable[[], Net], str, str]] = {
     "few classes": (lambda: layers(Net, of_tokens), "MicroBatch", "TiledLoss"),
     "contrastive": (lambda: layers(Net, contrastive), "GradientCheckpointing", "MicroBatch"),
     "manual": (lambda: layers(Manual, mean_square), "GradientCheckpointing", "MicroBatch"),
+    "added in place": (
+        lambda: Net(added_in_place(), mean_square),
+        "MicroBatch",
+        "GradientCheckpointing",
+    ),
     "in place": (in_place, "MicroBatch", "GradientCheckpointing"),
 }
 
@@ -165,6 +189,22 @@ def test_what_the_run_would_reject_is_not_suggested(case: str, tmp_path: Any) ->
     found = suggested(run(model(), data("vectors"), tmp_path))
     assert expected in found
     assert never not in found
+
+
+def test_advice_leaves_no_trace(tmp_path: Any) -> None:
+    rows, logger = list[float](), CSVLogger(tmp_path)
+
+    class Logging(Net):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.loggers[0].log_metrics({"batch": float(batch_idx)})
+            rows.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    report = run(layers(Logging, mean_square), data(""), tmp_path, logger=logger)
+    assert "MicroBatch" in suggested(report)
+    logged = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert len(logged) - 1 == 3 < len(rows), "the check ran, and logged nothing"
 
 
 def test_batch_norms_are_mentioned(tmp_path: Any) -> None:
