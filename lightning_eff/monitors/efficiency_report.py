@@ -278,8 +278,8 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._sample = None
 
     def _print(self) -> None:
-        text = f"{summary.report_text(self.report)}\n report: {self._folder / files.PAGE_FILE}"
-        rank_zero_info("\n%s", printable(text), extra={IS_REPORT: True})
+        text, page = summary.report_text(self.report), str(self._folder / files.PAGE_FILE)
+        rank_zero_info("\n%s\n report: %s", printable(text), printable(page), extra={IS_REPORT: True})
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Update the ledger, one row a technique, and write both files."""
