@@ -78,7 +78,8 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             result[key] = _plain(saved, "", left_out)
             result.pop(class_key, None)
     if left_out:
-        text = f"hyperparameters left out of checkpoints, as secrets or no plain values: {', '.join(left_out)}. "
+        names = ", ".join(left_out)
+        text = f"hyperparameters left out of checkpoints, as no plain values or secrets: {names}. "
         text += "A run resumes without them; pass them to `load_from_checkpoint` as arguments"
         warnings.warn(text, CheckpointWarning, stacklevel=3)
     return result

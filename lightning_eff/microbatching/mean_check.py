@@ -93,9 +93,9 @@ def check_mean(
         # In pairs and in halves: a loss over the hardest half of the samples may be equal in one of them.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        run_part = _Untraced(run, module, device, found.moved)
         # Uncompiled, and unseen by counters of operations.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), _disable_current_modes():
+            run_part = _Untraced(run, module, device, found.moved)
             full, again = run_part(few), run_part(few)
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
