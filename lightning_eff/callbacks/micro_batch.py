@@ -147,43 +147,39 @@ class MicroBatch(Managed):
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest half a batch, if the loss is a mean over samples by the check that a run makes first."""
-        half, callbacks = run.num_samples // 2, run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if any(name_of(each).startswith("callbacks/tiled_") for each in callbacks):
+        trainer, module, half = run.trainer, run.module, run.num_samples // 2
+        callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        is_tiled = any(name_of(each).startswith("callbacks/tiled_") for each in callbacks)
+        is_simple = module.automatic_optimization and trainer.world_size == 1
+        if run.sample is None or not half or is_tiled or not is_simple:
             return None  # tiles are as large for fewer samples
-        if (
-            run.sample is None
-            or not half
-            or run.trainer.world_size > 1
-            or not run.module.automatic_optimization
-        ):
-            return None
         # The gradient of the first half is held while the second half is computed.
         factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         factors |= {index: half / run.num_samples for index, _ in run.activations()}
-        held_bytes = sum(each.nbytes for each in run.module.parameters() if each.requires_grad)
-        peak_bytes, why = (
-            run.peak_if(factors, held_bytes=held_bytes),
-            f"{half} of the {run.num_samples} samples",
-        )
+        held_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+        peak_bytes = run.peak_if(factors, held_bytes=held_bytes)
         if not run.is_worth(peak_bytes):
             return None
-        trainer, module, size = run.trainer, run.module, MicroBatchSize(None, is_auto=False)
         num_arguments = len(inspect.signature(module.training_step).parameters)
 
         def step(part: MicroBatchPart) -> Any:
             with trainer.precision_plugin.train_step_context():
                 return module.training_step(*(part.batch, 0)[:num_arguments])
 
-        is_low = not str(trainer.precision).startswith(("32", "64"))
+        is_low, size = (
+            not str(trainer.precision).startswith(("32", "64")),
+            MicroBatchSize(None, is_auto=False),
+        )
         found = check_mean(run.sample, step, module, size, run.num_samples, module.device, is_low=is_low)
-        notes = [
-            why,
-            found.undecided,
-            f"training_step changes {min(found.moved)}" if found.moved else "",
-        ]
-        technique = MicroBatch(micro_batch_size=half)
-        why = "; ".join(filter(None, notes))
-        return None if found.difference else Suggestion(technique=technique, why=why, peak_bytes=peak_bytes)
+        if found.difference:
+            return None
+        moved = f"training_step changes {min(found.moved)}" if found.moved else ""
+        notes = (f"{half} of the {run.num_samples} samples", found.undecided, moved)
+        return Suggestion(
+            technique=MicroBatch(micro_batch_size=half),
+            why="; ".join(filter(None, notes)),
+            peak_bytes=peak_bytes,
+        )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

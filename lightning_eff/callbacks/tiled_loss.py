@@ -136,7 +136,7 @@ class TiledLoss(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it where the log-softmax is that of a linear layer's outputs."""
+        """Suggest it where the outputs of a linear layer go into a log-softmax."""
         try:
             name, head = find_head(run.module, None) or ("", None)
         except ConfigError:  # several layers may be meant

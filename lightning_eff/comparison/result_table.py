@@ -48,8 +48,8 @@ class ComparisonRow:
         loss_difference: To the baseline, over the last quarter of the steps that both have.
         first_batch_s: Longest batch before timing began, with compilation.
         num_rounds: Processes that measured it.
-        techniques: Those of the run by name, and whether each promises the loss of the plain run.
-        idle: Callbacks and strategies that had no effect; those of the baseline are left out.
+        techniques: Techniques of the run, by name, and whether each promises the loss of the plain run.
+        idle: Callbacks and strategies that had no effect here, and did not already have none in the baseline.
         precision: Of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
         excluded: Why it takes no part in the verdict: `no effect`, `changes the loss` or `diverges`.

@@ -111,10 +111,8 @@ def check_mean(
             found.difference = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in "
             found.difference += f"{len(parts)} parts of them"
             return found
-        losses = [float(part.loss) for parts in outputs for part in parts]
-        scale = max(SMALL_LOSS, *map(abs, losses))
-        if max(losses) - min(losses) <= min(rounding, MAX_ROUNDING) * scale:
-            found.is_flat = True
+        found.is_flat = _are_equal([part for parts in outputs for part in parts], min(rounding, MAX_ROUNDING))
+        if found.is_flat:
             _stop("all parts of a batch have the same loss")
     except ConflictError:
         raise
@@ -122,6 +120,11 @@ def check_mean(
         cause = str(error) if isinstance(error, _UndecidedError) else root_cause_line(error)
         found.undecided = f"not checked that the loss is a mean over samples: {cause}"
     return found
+
+
+def _are_equal(parts: Sequence[_Output], rounding: float) -> bool:
+    losses = [float(part.loss) for part in parts]
+    return max(losses) - min(losses) <= rounding * max(SMALL_LOSS, *map(abs, losses))
 
 
 def _stop(text: str) -> None:

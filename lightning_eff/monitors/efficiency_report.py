@@ -314,7 +314,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
 
 
 def _few_samples(batch: Any) -> Any:
-    """Return a copy of a batch's first samples, as a batch; None if they cannot be told apart."""
+    """Return a copy of a batch's first samples, as a batch; None if it cannot be split."""
     try:
         few = splitting.split(batch, MAX_SAMPLES)[0]
     except (ConfigError, splitting.AmbiguousBatchError):

@@ -1,6 +1,6 @@
 """Advise what would lower the peak memory of a run, or its wait for data, and by how much.
 
-A technique that can tell has a static method `suggest`: it looks at what the first steps of a run allocated
+A technique may have a static method `suggest`: it looks at what the first steps of a run allocated
 (`Observed`), and returns a `Suggestion`, or None where it would not help. The saving comes from a replay of
 the recorded allocations without those that the technique would not keep. What the rules reject in this run is
 not suggested, nor what it used already, with or without an effect.
@@ -68,7 +68,7 @@ class Observed:
         trainer: Whose `fit` ends.
         recorder: Of the first steps; None where live bytes were not counted, as on a GPU.
         measured: Figures of the report.
-        sample: A few samples of the first batch, as a batch; None if its samples cannot be told apart.
+        sample: A few samples of the first batch, as a batch; None if it cannot be split into samples.
         num_samples: Of the first batch.
         num_tokens: Of the first batch; 0 if it has none.
         attention: Which attention ran in the first batch.
@@ -192,7 +192,6 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         run: After its last step.
         rows: The ledger: techniques of the run.
     """
-    # An optimizer is in use as OptimizerChoice or by the module itself.
     used = {row["technique"] for row in rows}
     components = rules.trainer_components(run.trainer)
     facts = rules.run_facts(run.trainer, run.module)
