@@ -84,7 +84,7 @@ def check_mean(
     if is_fake(parameters[0]):
         return found
     try:
-        norms = (child for child in module.modules() if isinstance(child, batch_norm_class()))
+        norms: list[Any] = [child for child in module.modules() if isinstance(child, batch_norm_class())]
         if any(norm.running_mean is None for norm in norms):
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
