@@ -32,10 +32,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume import position
-from lightning_eff.callbacks._exact_resume.exact_loader import ExactLoader
+from lightning_eff.callbacks._exact_resume.loaders import ExactLoader, StandaloneLoader, observe, wrap
 from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
-from lightning_eff.callbacks._exact_resume.standalone_loader import StandaloneLoader
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
@@ -102,7 +101,9 @@ class ExactResume(Managed):
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
         )
-        self.cleanup.callback(dataloaders.add_loader_transform(trainer, run.wrap, position=1))
+        self.cleanup.callback(
+            dataloaders.add_loader_transform(trainer, lambda loader: wrap(loader, run), position=1)
+        )
         # The second makes loaders and iterators in a resumed run.
         for name in ("run", "increment_progress_to_evaluation_end"):
             self._isolate(loop.epoch_loop.val_loop, name, pl_module)
@@ -112,7 +113,7 @@ class ExactResume(Managed):
         if combined is not self._previous:
             self._run.unwrap()
             self._previous = combined
-        return self._run.observe(loader)
+        return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
         """Let a method of the validation during training leave the random states as it finds them."""
@@ -238,7 +239,9 @@ class ExactResume(Managed):
             if run.pending is None or not run.is_before_epoch:
                 advance()
                 return
-            run.repeat_saved_epoch()
+            if run.num_saved_ranks == run.num_ranks:
+                for loader, saved in zip(run.loaders, run.pending.loaders, strict=False):
+                    loader.repeat_epoch(saved)
             run.restore(run.pending.now)
             advance()
             run.pending = replace(run.pending, now=run.capture())  # the epoch's hooks may have drawn

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks._exact_resume import position
+from lightning_eff.callbacks._exact_resume.loaders import observe, wrap
 from lightning_eff.callbacks._exact_resume.position import RankPosition
 from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.callbacks.data_preload import DataPreload
@@ -676,7 +677,7 @@ def test_other_ranks_share_the_rest_of_the_epoch(num_saved: int, num_ranks: int,
         data = Samples(24)
         sampler = DistributedSampler(data, count, rank, shuffle=shuffle, seed=7) if count > 1 else None
         loader = DataLoader(data, sampler=sampler, shuffle=shuffle if sampler is None else None)
-        return run, run.wrap(run.observe(loader))
+        return run, wrap(observe(loader, run), run)
 
     torch.manual_seed(3)
     seen: list[int] = []
@@ -699,11 +700,11 @@ def test_other_ranks_share_the_rest_of_the_epoch(num_saved: int, num_ranks: int,
 
 def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> None:
     run = ResumableRun()
-    loader = run.wrap(run.observe(shuffled()))
+    loader = wrap(observe(shuffled(), run), run)
     next(iter(loader))
     one = run.position()
     other = ResumableRun()
-    loader = other.wrap(other.observe(shuffled()))
+    loader = wrap(observe(shuffled(), other), other)
     other.resume([one, one])
     assert len(list(loader)) == 5
     assert any("ranks do not share one order" in reason for reason in other.inexact)
@@ -754,7 +755,7 @@ def test_a_save_that_cannot_be_repeated_says_so(
 
 def test_a_damaged_position_is_an_error_of_the_checkpoint() -> None:
     run = ResumableRun()
-    run.wrap(run.observe(shuffled()))
+    wrap(observe(shuffled(), run), run)
     packed = position.pack(run.position())
     for damaged in (packed[:20], packed[:4], torch.zeros(64, dtype=torch.uint8)):
         with pytest.raises(CheckpointError, match="damaged"):
@@ -763,7 +764,7 @@ def test_a_damaged_position_is_an_error_of_the_checkpoint() -> None:
 
 def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() -> None:
     def saved_after_two(run: ResumableRun) -> RankPosition:
-        loader = run.wrap(run.observe(shuffled()))
+        loader = wrap(observe(shuffled(), run), run)
         iterator = iter(loader)
         next(iterator), next(iterator)
         return position.unpack(position.pack(run.position()))
