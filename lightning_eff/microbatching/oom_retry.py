@@ -170,4 +170,4 @@ class OomRetry:
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch was changed in place, as torch counts it."""
-    return [version(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    return [version(leaf) for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]

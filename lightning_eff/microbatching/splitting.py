@@ -58,13 +58,6 @@ class AmbiguousBatchError(Exception):
         self.odd = odd
 
 
-class _Whole:
-    """Holds a value of a batch that goes to every micro-batch unchanged."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
     """Return the number of samples of a batch; None if its tensors disagree, or it has none.
 
@@ -81,7 +74,7 @@ def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
         >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
     try:
-        return _count_samples(_with_whole(batch, keep))
+        return _count(batch, keep)[0]
     except AmbiguousBatchError:
         return None
 
@@ -114,10 +107,9 @@ def split(
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
-        batch = _with_whole(batch, keep)
-        total = _count_samples(batch)
+        total, is_cut = _count(batch, keep)
         ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
-        return [MicroBatchPart(_cut(batch, first, last, total), last - first) for first, last in ends]
+        return [MicroBatchPart(_cut(batch, is_cut, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
         remedies = [list_override("callbacks.micro_batch.keep", error.odd)] if error.odd else []
@@ -125,33 +117,37 @@ def split(
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=remedies) from None
 
 
-def _with_whole(batch: Any, keep: Sequence[str]) -> Any:
-    """Return a batch in which what `keep` names is held in a `_Whole`."""
-    if not keep:
-        return batch
-    wanted = {_path_parts(name): name for name in keep}
-    names: list[str] = []
+class _Keep:
+    """What is not cut, by names and paths as in `split`."""
 
-    def wrap(value: Any, path: tuple[str, ...]) -> Any:
-        # A single name is found at any depth; a position only from the outside.
-        name = next((n for n in (path, path[-1:]) if n in wanted and (n == path or not n[0].isdigit())), None)
-        if path:
-            names.append(".".join(path))
-        if name is not None:
-            found.add(name)
-            return _Whole(value)
-        items = None if _is_list_of_values(value) else _items(value)
-        if items is None:
-            return value
-        return _rebuild(value, [wrap(item, (*path, *_path_parts(key))) for key, item in items.items()])
+    def __init__(self, names: Sequence[str]) -> None:
+        self._wanted = {_path_parts(name): name for name in names}
 
-    found: set[tuple[str, ...]] = set()
-    wrapped = wrap(batch, ())
-    missing = [name for parts, name in wanted.items() if parts not in found]
-    if missing:
-        has = f"has: {', '.join(names[:24])}" if names else f"is one {type(batch).__name__}, without names"
-        raise ConfigError(key="keep", value=missing[0], allowed=f"a name or path in the batch, which {has}")
-    return wrapped
+    def name_of(self, path: str) -> tuple[str, ...]:
+        """Return the name by which a value is kept, or a container around it; empty for what is not kept."""
+        parts = _path_parts(path) if self._wanted else ()
+        for end in range(1, len(parts) + 1):
+            # A single name is found at any depth; a position only from the outside.
+            path_so_far, single = parts[:end], parts[end - 1 : end]
+            if path_so_far in self._wanted:
+                return path_so_far
+            if single in self._wanted and not parts[end - 1].isdigit():
+                return single
+        return ()
+
+    def check(self, batch: Any) -> None:
+        """Raise a ConfigError where the batch lacks a name."""
+        paths = [path for path, _ in leaves(batch)] if self._wanted else []
+        found = {self.name_of(path) for path in paths}
+        missing = [name for parts, name in self._wanted.items() if parts not in found]
+        if missing:
+            names = [".".join(_path_parts(path)) for path in paths if path]
+            has = (
+                f"has: {', '.join(names[:24])}" if names else f"is one {type(batch).__name__}, without names"
+            )
+            raise ConfigError(
+                key="keep", value=missing[0], allowed=f"a name or path in the batch, which {has}"
+            )
 
 
 def _path_parts(path: str) -> tuple[str, ...]:
@@ -159,72 +155,79 @@ def _path_parts(path: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[^.\[\]]+", path))
 
 
-def _count_samples(batch: Any) -> int:
-    """Return the number of samples of a batch, or raise where its tensors and lists disagree."""
-    found = list(_counts(batch, "batch"))
+def leaves(value: Any, path: str = "", keep: _Keep | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the values in a batch's containers with their paths; a list without tensors is one value.
+
+    Raises:
+        AmbiguousBatchError: `keep` is given, and a list that is not kept has samples with tensors.
+    """
+    items = None if _is_list_of_values(value) else _items(value)
+    if items is None:
+        yield path, value
+        return
+    is_cut = keep is not None and not keep.name_of(path)
+    if is_cut and _has_samples_with_tensors(value, is_outermost=not path):
+        text = f"batch{path} is a list of samples with tensors, which only a splitter can cut"
+        raise AmbiguousBatchError(text)
+    for name, item in items.items():
+        yield from leaves(item, path + name, keep)
+
+
+def _with_leaves(value: Any, new: Iterator[Any]) -> Any:
+    """Return a batch in new containers, with other values in the order of `leaves`."""
+    items = None if _is_list_of_values(value) else _items(value)
+    return (
+        next(new) if items is None else _rebuild(value, [_with_leaves(each, new) for each in items.values()])
+    )
+
+
+def _count(batch: Any, keep: Sequence[str]) -> tuple[int, list[bool]]:
+    """Return the number of samples, and of each leaf whether it has samples.
+
+    Raises:
+        AmbiguousBatchError: The leaves disagree, or one has an unknown type.
+        ConfigError: The batch lacks a name in `keep`.
+    """
+    kept, found, is_cut = _Keep(keep), list[tuple[str, int, bool]](), list[bool]()
+    kept.check(batch)
+    for path, value in leaves(batch, keep=kept):
+        is_list = type(value) in (list, tuple)
+        count = None
+        if kept.name_of(path):
+            pass
+        elif is_list or _is_array(value):
+            count = len(value) if is_list else _num_rows(value)
+        elif not isinstance(value, SHARED) and not inspect.isroutine(value):
+            text = f"batch{path} has type {type(value).__name__}, which only a splitter could cut"
+            raise AmbiguousBatchError(text)
+        is_cut.append(count is not None)
+        if count is not None:
+            found.append((path, count, is_list))
     counts = {count for _, count, _ in found}
     # Lists alone are ambiguous: samples or, as DataLoader collates pairs of texts, fields.
     if len(counts) != 1 or all(is_list for _, _, is_list in found):
-        shown = [f"{path} has {count}" for path, count, _ in found]
-        odd = [".".join(_path_parts(path)[1:]) for path, count, _ in found if count != found[0][1]]
+        shown = [f"batch{path} has {count}" for path, count, _ in found]
+        odd = [".".join(_path_parts(path)) for path, count, _ in found if count != found[0][1]]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list", odd[:3])
     if counts == {0}:
         text = "no sample"
         raise AmbiguousBatchError(text)
-    return counts.pop()
+    return counts.pop(), is_cut
 
 
-def leaves(value: Any, max_items: int | None = None) -> Iterator[Any]:
-    """Yield the values in the containers of a batch; of lists at most the first `max_items`."""
-    items = _items(value, max_items)
-    if items is None:
-        yield value
-        return
-    for item in items.values():
-        yield from leaves(item, max_items)
-
-
-def _counts(value: Any, path: str) -> Iterator[tuple[str, int, bool]]:
-    """Yield path and number of what has samples, and whether it is a list."""
-    if _is_list_of_values(value):
-        yield path, len(value), True
-    elif (items := _items(value)) is not None:
-        if _has_samples_with_tensors(value, is_outermost=path == "batch"):
-            text = f"{path} is a list of samples with tensors, which only a splitter can cut"
-            raise AmbiguousBatchError(text)
-        for name, item in items.items():
-            yield from _counts(item, f"{path}{name}")
-    elif _is_array(value):
-        count = _num_rows(value)
-        if count is not None:
-            yield path, count, False
-    elif not (isinstance(value, (*SHARED, _Whole)) or inspect.isroutine(value)):
-        text = f"{path} has type {type(value).__name__}, which only a splitter could cut"
-        raise AmbiguousBatchError(text)
-
-
-def _cut(value: Any, first: int, last: int, total: int) -> Any:
+def _cut(batch: Any, is_cut: Sequence[bool], first: int, last: int, total: int) -> Any:
     """Return the samples from `first` up to `last` of `total`, in new containers."""
-    if isinstance(value, _Whole):
-        return _in_new_containers(value.value)
-    if _is_list_of_values(value):
-        return type(value)(value[first:last])
-    items = _items(value)
-    if items is not None:
-        return _rebuild(value, [_cut(item, first, last, total) for item in items.values()])
-    if last - first == total or not _is_array(value) or _num_rows(value) is None:
-        return value
-    if isinstance(value, PackedSequence) or (
-        isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided)
-    ):
-        text = "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
-        raise AmbiguousBatchError(text)
-    return value[first:last]
-
-
-def _in_new_containers(value: Any) -> Any:
-    items = None if _is_list_of_values(value) else _items(value)
-    return value if items is None else _rebuild(value, [_in_new_containers(item) for item in items.values()])
+    values = [value for _, value in leaves(batch)]
+    for index, value in enumerate(values) if last - first < total else ():
+        if not is_cut[index]:
+            continue
+        if isinstance(value, PackedSequence) or (
+            isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided)
+        ):
+            text = "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
+            raise AmbiguousBatchError(text)
+        values[index] = value[first:last]
+    return _with_leaves(batch, iter(values))
 
 
 def _num_rows(value: Any) -> int | None:
@@ -241,10 +244,13 @@ def _is_array(value: Any) -> bool:
 
 def _is_list_of_values(value: Any) -> bool:
     """Return whether a value is a list without tensors, such as texts."""
-    is_list = type(value) in (list, tuple) and len(value) > 0
-    return is_list and not any(
-        _is_array(leaf) or isinstance(leaf, _Whole) for leaf in leaves(value, MAX_INSPECTED)
-    )
+    return type(value) in (list, tuple) and len(value) > 0 and not _has_arrays(value)
+
+
+def _has_arrays(value: Any) -> bool:
+    """Return whether an array is among the first values of a container."""
+    items = _items(value, MAX_INSPECTED)
+    return _is_array(value) if items is None else any(map(_has_arrays, items.values()))
 
 
 def _has_samples_with_tensors(value: Any, *, is_outermost: bool) -> bool:

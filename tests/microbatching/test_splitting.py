@@ -173,7 +173,7 @@ def test_what_is_kept_is_whole_in_every_micro_batch(batch: Any, keep: list[str],
     for part in parts:
         assert type(part.batch) is type(batch)
         assert torch.equal(found(part.batch), found(batch))
-    rows = [next(leaf for leaf in splitting.leaves(part.batch)) for part in parts]
+    rows = [next(leaf for _, leaf in splitting.leaves(part.batch)) for part in parts]
     assert torch.equal(torch.cat(rows), x(2)), "the samples are cut"
 
 
@@ -188,7 +188,7 @@ def test_anything_can_be_kept_and_its_containers_are_new() -> None:
 @pytest.mark.parametrize(
     ("batch", "keep", "message"),
     [
-        ({"x": x(2), "aux": {"w": SAME}}, "wieghts", "'wieghts': .* which has: x, aux, aux.w$"),
+        ({"x": x(2), "aux": {"w": SAME}}, "wieghts", "'wieghts': .* which has: x, aux.w$"),
         (x(2), "x", "which is one Tensor, without names"),
     ],
 )
