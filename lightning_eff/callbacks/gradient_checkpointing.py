@@ -82,13 +82,16 @@ def keep_outputs(
             if argument.is_write
         ]
         memories = [t.untyped_storage() for t in tree_leaves(written) if isinstance(t, Tensor)]
-        for outputs in storage.values() if memories else ():
-            for index, output in outputs.items():
+        for outputs in list[Any](storage.values()) if memories else ():
+            # By index in torch 2.13, in a list before
+            for index, output in [*(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))]:
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
                 if any(mine is memory for mine in held for memory in memories):
                     # torch 2.13's mark of an output that is recomputed
-                    outputs[index] = torch_private("torch.utils.checkpoint:_RECOMPUTE", "policy=selective")
+                    outputs[index] = torch_private(
+                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective of what is written to in place"
+                    )
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
