@@ -21,9 +21,15 @@ Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;
 from __future__ import annotations
 
 import functools
+import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -31,8 +37,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff.callbacks._torch_compile.compilations import Compilations
-from lightning_eff.callbacks._torch_compile.compile_cache import cache_in, folder_bytes
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
@@ -288,3 +292,129 @@ class TorchCompile(Managed):
             numbers |= {"cache_dir": str(folder), "cache_bytes": num_bytes}
         numbers |= {"graph_breaks": dict(counts.graph_breaks), "compile_s": counts.elapsed_s}
         return Outcome(did=did, effective=counts.graphs > 0, numbers=numbers)
+
+
+@dataclass
+class Compilations:
+    """What was counted within `counting`."""
+
+    graphs: int = 0
+    recompilations: int = 0  # of code that had been compiled before, for other shapes or settings
+    graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
+    cached: int = 0  # graphs, forward and backward as one, that were found in the cache
+    not_cached: int = 0
+    elapsed_s: float = 0.0  # wall time of tracing and compiling, backward graphs included
+    _began_s: float = 0.0
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Count what is compiled inside."""
+        counters = self._counters = torch_private("torch._dynamo.utils:counters", "callbacks/torch_compile")
+        callbacks = torch_private("torch._dynamo.callback:callback_handler", "callbacks/torch_compile")
+        found = Counter(counters["aot_autograd"])
+        self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), found
+        callbacks.register_start_callback(self._on_start)
+        callbacks.register_end_callback(self._on_end)
+        try:
+            yield
+        finally:
+            self._count()
+            with suppress(ValueError):  # `torch.compiler.reset()` has removed them
+                callbacks.remove_start_callback(self._on_start)
+                callbacks.remove_end_callback(self._on_end)
+
+    def _on_start(self, args: Any) -> None:
+        self._began_s = time.perf_counter()
+        _, _, attempt = args.compile_id.rpartition("/")  # "frame/attempt"; attempt 0 is the first compilation
+        is_again = attempt.isdecimal() and int(attempt) > 0
+        self.recompilations += args.callback_trigger.name == "DYNAMO" and is_again
+
+    def _on_end(self, _: object) -> None:
+        self.elapsed_s += time.perf_counter() - self._began_s
+        self._count()
+
+    def _count(self) -> None:
+        counters, (graphs, breaks, found) = self._counters, self._before
+        new = Counter(counters["aot_autograd"])
+        new.subtract(found)
+        self.cached = new["autograd_cache_hit"]
+        self.not_cached = new["autograd_cache_miss"] + new["autograd_cache_bypass"]
+        self.graphs = counters["stats"]["unique_graphs"] - graphs
+        self.graph_breaks = Counter(counters["graph_break"]) - breaks
+
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def default_cache_dir() -> str:
+    """Return the folder that torch uses by itself."""
+    return torch_private("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "cache_dir")()
+
+
+def forget_cache() -> None:
+    """Let this process forget what it knows of files in a folder that it used before."""
+    torch_private("torch._inductor.utils:clear_caches", "cache_dir")()
+
+
+@contextmanager
+def cache_in(folder: Path | None) -> Generator[Path]:
+    """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
+
+    Inductor and Triton name them by a hash of what they were made from, so another model, torch or GPU finds
+    nothing that does not fit. They write by rename and lock what they build: ranks and runs may share a
+    folder. Torch's own lies in the system's temporary folder, which containers and clusters empty.
+    Folders that the environment names stay: a cluster's administrator knows where there is space.
+
+    Args:
+        folder: Made where it is missing; None leaves torch's own.
+
+    Raises:
+        ConfigError: The folder cannot be made or written to.
+
+    Warns:
+        NoEffectWarning: The folder's path has a space, and torch's own is used.
+    """
+    before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
+    named = before[INDUCTOR]
+    is_named = bool(named) and Path(named).absolute() != Path(default_cache_dir())
+    own = Path(named or default_cache_dir())
+    path = own if folder is None or is_named else folder.expanduser().absolute()
+    if path != own and len(str(path).split()) > 1:
+        # torch 2.13's inductor splits the command that calls the C++ compiler there.
+        text = f"cache_dir={path} has a space, with which inductor cannot compile: {own} is used"
+        warnings.warn(text, NoEffectWarning, stacklevel=2)
+        path = own
+    if path == own:
+        yield own
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        allowed = f"a folder that can be written to: {error.strerror}"
+        raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed) from error
+    os.environ[INDUCTOR] = str(path)
+    os.environ[TRITON] = before[TRITON] or str(path / "triton")
+    forget_cache()
+    try:
+        yield path
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        forget_cache()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder; a file that another run removes meanwhile counts nothing."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(path) / name).lstat().st_size
+            except OSError:
+                continue
+    return total

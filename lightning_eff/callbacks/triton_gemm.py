@@ -30,8 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
-from lightning_eff.callbacks._triton_gemm.mlp import FusedMLP
+from lightning_eff.callbacks._fused_mlp import FusedMLP, fuse_mlps
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype

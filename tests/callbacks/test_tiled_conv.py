@@ -16,12 +16,11 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.tiled_conv import TiledConv, tile_convs
+from lightning_eff.callbacks.tiled_conv import TiledContainer, TiledConv, tile_convs
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.optimizer.in_backward import InBackward

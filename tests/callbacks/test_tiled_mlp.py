@@ -21,7 +21,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
-from lightning_eff.callbacks._tiled_mlp.token_wise import check_token_wise
+from lightning_eff.callbacks._token_wise import check_token_wise
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice

@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.callbacks._torch_compile.compile_cache import INDUCTOR, TRITON, cache_in, folder_bytes
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
-from lightning_eff.callbacks.torch_compile import TorchCompile, compile_in_place
+from lightning_eff.callbacks.torch_compile import (
+    INDUCTOR,
+    TRITON,
+    TorchCompile,
+    cache_in,
+    compile_in_place,
+    folder_bytes,
+)
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning
 from tests.support.models import Deep, Net, make_loader, seeded

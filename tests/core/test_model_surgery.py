@@ -13,9 +13,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_eff.callbacks._tiled_loss.find_head import find_head
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import adapt
+from lightning_eff.callbacks.tiled_loss import find_head
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.model_surgery import Stage, repeated_blocks, select_blocks

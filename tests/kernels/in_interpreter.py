@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
+from lightning_eff.callbacks._fused_mlp import fuse_mlps
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.kernels.launch import Launch, launch
 from lightning_eff.kernels.linear import Accumulation, TritonLinear

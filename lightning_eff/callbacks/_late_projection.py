@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_eff.callbacks._tiled_loss.lazy_logits import IDENTITIES, LazyLogits, lazy, refuse
-from lightning_eff.callbacks._tiled_loss.rules import RULES
+from lightning_eff.callbacks._lazy_logits import IDENTITIES, LazyLogits, lazy, refuse
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
 from lightning_eff.core.shards import GatheredAtOnce, is_sharded
@@ -176,11 +175,6 @@ class LateProjection:
         """Return the logits as the model would have computed them, for the function `reader`."""
         self.readers[reader] += 1
         return self._run_late(None, logits, logits.x)
-
-    def read(self, logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what a function makes of logits, without them; None where it needs them."""
-        rule = RULES.get(func)
-        return None if rule is None else rule(logits, func, args, kwargs)
 
     def cross_entropy(self, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
         """Return the cross-entropy in tiles."""

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps, layers_of
+from lightning_eff.callbacks._fused_mlp import fuse_mlps, layers_of
 from lightning_eff.kernels.linear import Accumulation
 from lightning_eff.models import gpt
 from tests.support.mlps import HIDDEN, Gated, K, Other, T, steps

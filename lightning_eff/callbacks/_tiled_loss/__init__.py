@@ -1,1 +1,0 @@
-"""Private parts of `callbacks/tiled_loss`."""
