@@ -21,9 +21,10 @@ Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://gith
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -32,17 +33,20 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_eff.adapters.module_tree import check_module_names, is_in_module, plain_name
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.finite import nonfinite
-from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
+from lightning_eff.core.model_surgery import ADAPTER, Stage, repeated_blocks
 from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
 from lightning_eff.kernels import devices
-from lightning_eff.precision._float8.choice import NEEDS
+from lightning_eff.kernels.devices import Device
 from lightning_eff.precision.auto import AutoPrecision
 
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
@@ -84,8 +88,6 @@ def to_float8(
         >>> to_float8(model, emulate=True)
         {'0': '', '2': '64 x 10 features: not multiples of 16'}
     """
-    from lightning_eff.precision._float8.conversion import convert_model
-
     where = torch.device(device)
     is_there = where.type != "cuda" or torch.cuda.is_available()
     found = devices.of(where) if is_there else devices.this_cpu()
@@ -184,8 +186,6 @@ class Float8(AutoPrecision):
 
     def apply(self, model: nn.Module) -> int:
         """Convert the layers that gain; a second call finds nothing to do."""
-        from lightning_eff.precision._float8.conversion import convert_model
-
         try:
             self._listed, count = convert_model(
                 model,
@@ -253,7 +253,7 @@ class Float8(AutoPrecision):
         """Convert the layers back."""
         self._note_uncalled()
         if any(not why for _, why in self._listed.values()):
-            from lightning_eff.precision._float8.conversion import unconvert
+            from lightning_eff.precision._float8_linear import unconvert
 
             for layer, _ in self._listed.values():
                 unconvert(layer)
@@ -292,6 +292,129 @@ class Float8(AutoPrecision):
         return Outcome(did=did, effective=bool(converted), numbers=numbers)
 
 
+def convert_model(
+    model: nn.Module, recipe: str, skip: str | Iterable[str], *, all_gather: bool, on: Device | None
+) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
+    """Convert what gains on a device, or all that can be without one; return the reasons, and how many."""
+    from lightning_eff.precision._float8_linear import Float8Linear, convert, recipe_config
+
+    skip = [skip] if isinstance(skip, str) else skip
+    names = {plain_name(name) for name, _ in model.named_modules() if name}
+    check_module_names("skip", [name for name in skip if name != "head"], names)
+    present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    gain = None if on is None else functools.partial(speedup, device=on, recipe=recipe)
+    listed = reasons(model, skip, gain) | {name: (layer, "") for name, layer in present.items()}
+    if on is not None and (missing := why_no_float8(on)):
+        listed = {name: (layer, missing) for name, (layer, _) in listed.items()}
+    new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
+    for layer in new:
+        is_gathered = all_gather and layer.weight.requires_grad
+        own = recipe if layer.weight.requires_grad else "rowwise"
+        convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
+    return listed, len(new)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     forward: Callable[..., Any] | None = vars(module).get("forward")
     return isinstance(forward, CompiledCall) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+MULTIPLE = 16
+"""Of both features of a layer: what a float8 product needs."""
+ROWS = 8192
+"""Tokens, or rows, of a batch, for the arithmetic: layers are chosen before the first batch is seen."""
+HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
+"""Fractions of a device's peaks that products in 16 bits, in float8, and casts reach: estimates, by which an
+H100 gains from about the sizes of torchao 0.18's own filter (2048 x 4096 does not, 4096 x 4096 does)."""
+CAST_BYTES = 5
+"""Of an element of 16 bits: read for the largest magnitude, read for the cast, and written in 8 bits."""
+CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2, 2, 1)}
+"""Casts of input, weight and gradient in a step, by recipe. Along rows and columns a tensor is cast twice."""
+FROZEN_CASTS = (1, 2, 1)
+ROUTERS = ("router", "gate")
+"""Last names of layers that choose experts; an MLP's gate widens its input."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
+
+
+def why_no_float8(device: Device) -> str:
+    """Return why a device has no float8 products; empty where it has."""
+    if "machine/float8" in gpu_facts(device.capability):
+        return ""
+    return f"{'this CPU' if device.is_cpu else device.name} has no float8 products, which need {NEEDS}"
+
+
+def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> float:
+    """Return how many times faster a layer's products are in float8 than in bfloat16, with their casts.
+
+    Example:
+        >>> from lightning_eff.kernels.devices import DEVICES
+        >>> layers = [nn.Linear(n, n, device="meta") for n in (1024, 8192)]
+        >>> [round(speedup(layer, DEVICES["h100"], "rowwise"), 2) for layer in layers]
+        [0.59, 1.29]
+    """
+    n, k = full_shape(layer.weight)
+    is_trained = layer.weight.requires_grad
+    num_products = 3 if is_trained else 2
+    num_low = 2 if recipe == "rowwise_with_gw_hp" else num_products
+    flops = 2.0 * rows * n * k
+    high_s = flops / (HIGH_PEAK * device.peak(torch.bfloat16))
+    low_s = flops / (LOW_PEAK * device.peak(torch.float8_e4m3fn))
+    casts = CASTS[recipe] if is_trained else FROZEN_CASTS
+    elements = sum(count * size for count, size in zip(casts, (rows * k, n * k, rows * n), strict=True))
+    cast_s = CAST_BYTES * elements / (BANDWIDTH * device.memory_gbs * 1e9)
+    return num_products * high_s / (num_low * low_s + (num_products - num_low) * high_s + cast_s)
+
+
+def reasons(
+    model: nn.Module, skip: Iterable[str], gain: Callable[[nn.Linear], float] | None
+) -> dict[str, tuple[nn.Linear, str]]:
+    """Return every linear layer of a model by name, and why it stays as it is; empty where it need not.
+
+    Args:
+        model: With its adapters.
+        skip: Names, or ends of names, of modules that stay as they are, with all in them.
+        gain: Speed of a layer in float8 over that in bfloat16; None converts whatever the dtype allows.
+    """
+    heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
+    # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {p for module in embeddings for p in module.parameters(recurse=False)}
+    blocks = tuple(f"{name}." for name in repeated_blocks(model))
+    adapted = [f"{name}." for name, module in model.named_modules() if name and hasattr(module, ADAPTER)]
+    found: dict[str, tuple[nn.Linear, str]] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        inside = name.removeprefix(max((a for a in adapted if name.startswith(a)), key=len, default=""))
+        if is_in_module(plain_name(name), skip):
+            why = "listed in skip"
+        elif id(layer) in heads or not tied.isdisjoint(layer.parameters(recurse=False)):
+            why = "the head"
+        elif inside != name and inside.partition(".")[0] not in ("base_layer", "modules_to_save"):
+            why = "an adapter"
+        elif blocks and not name.startswith(blocks):
+            why = "outside of the repeated blocks, as heads and embeddings are"
+        else:
+            why = _why_not(name, layer, gain)
+        found[name] = layer, why
+    return found
+
+
+def _why_not(name: str, layer: nn.Linear, gain: Callable[[nn.Linear], float] | None) -> str:
+    """Return why a layer of a block stays as it is, from its class, its size and the arithmetic."""
+    # A weight that is no parameter is computed for each call, by weight_norm or by pruning for example.
+    own = {"forward", "weight", "config"} & vars(layer).keys()  # torchao's layer has a `config` too
+    if type(layer) is not nn.Linear or own:
+        return f"{type(layer).__name__} computes something of its own"
+    n, k = full_shape(layer.weight)
+    if plain_name(name).rpartition(".")[2] in ROUTERS and n < k:
+        return "a router"
+    if layer.weight.dtype not in DTYPES:
+        return f"its weight is {str(layer.weight.dtype).removeprefix('torch.')}"
+    if n % MULTIPLE or k % MULTIPLE:
+        return f"{k} x {n} features: not multiples of {MULTIPLE}"
+    times = gain(layer) if gain is not None else None
+    if times is not None and times <= 1.0:
+        return f"{k} x {n} features: {times:.2f}x as fast as bfloat16, with its casts"
+    return ""

@@ -13,15 +13,18 @@ Source: learned from https://github.com/pytorch/ao, torchao/float8/float8_linear
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchao.float8 import float8_linear
-from torchao.float8.config import CastConfig, ScalingType
+from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingType
 from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from typing_extensions import override
 
 INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
@@ -108,3 +111,51 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a, b)
     return torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+
+def recipe_config(recipe: str, *, emulate: bool, all_gather: bool = False) -> Any:
+    """Return torchao's config of a recipe."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return replace(config, emulate=emulate, enable_fsdp_float8_all_gather=all_gather)
+
+
+def convert(layer: nn.Linear, config: Any) -> None:
+    """Give a linear layer the class that computes it in float8."""
+    twin = float8_linear.Float8Linear.from_float(layer, config)
+    own = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
+    if twin.weight is not layer.weight:  # a subclass that FSDP2 gathers in float8
+        layer.weight = twin.weight
+        layer.register_state_dict_post_hook(_save_plain)
+    layer.__class__ = Float8Linear
+    vars(layer).update(own)
+    vars(layer)["_float8_attributes"] = tuple(own)
+
+
+def unconvert(layer: nn.Linear) -> None:
+    """Convert a layer back to `nn.Linear`; a second call does nothing.
+
+    A layer whose weight FSDP2 gathers in float8 stays: what it gathers fits this class alone.
+    """
+    if type(layer) is not Float8Linear or _is_gathered(layer.weight):
+        return
+    for name in (*vars(layer).pop("_float8_attributes"), "num_rows"):
+        vars(layer).pop(name, None)
+    layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_gathered(weight: Tensor) -> bool:
+    return isinstance(getattr(weight, "_local_tensor", weight), WeightWithDynamicFloat8CastTensor)
+
+
+def _save_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Put the weight itself into a state dict, in the same memory: checkpoints know nothing of float8."""
+    weight: Any = state.get(f"{prefix}weight")
+    if not _is_gathered(weight):
+        return
+    plain: Any = getattr(weight, "_local_tensor", weight)._tensor  # noqa: SLF001
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        plain = DTensor.from_local(
+            plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+    state[f"{prefix}weight"] = plain
