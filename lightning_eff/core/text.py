@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -112,6 +113,20 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     return "\n".join(lines)
 
 
+def json_safe(value: Any) -> Any:
+    """Return a value with nan and infinity as strings, since strict JSON has neither.
+
+    Example:
+        >>> json_safe({"loss": float("nan"), "steps": [1, 2.5]})
+        {'loss': 'nan', 'steps': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def print_json(value: Any) -> None:
     """Write a value as JSON to the standard output."""
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+    sys.stdout.write(json.dumps(json_safe(value), indent=1) + "\n")

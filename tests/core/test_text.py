@@ -1,4 +1,4 @@
-"""Tables: columns as wide as their words, whatever the width, and nothing lost where a word must be broken."""
+"""Tables: columns as wide as their words; where a word must be broken, nothing is lost."""
 
 from __future__ import annotations
 
