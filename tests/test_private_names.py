@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
-from lightning_eff.report.throughput import FETCH_ACTION
+from lightning_eff.report.meter import FETCH_ACTION
 
 LOOPS = "lightning.pytorch.loops"
 EPOCH_LOOP = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
