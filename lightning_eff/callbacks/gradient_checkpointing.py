@@ -31,8 +31,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
@@ -45,6 +43,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.recompute import ContextFn, RecomputedBlock, noop_context_fn
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import Observed, Suggestion
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
@@ -88,8 +87,8 @@ def keep_outputs(
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
                 if any(mine is memory for mine in held for memory in memories):
-                    # torch 2.13's mark of an output that is recomputed; looked up here, since 2.11 lacks it
-                    outputs[index] = checkpoint._RECOMPUTE  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+                    # torch 2.13's mark of an output that is recomputed
+                    outputs[index] = torch_private("torch.utils.checkpoint:_RECOMPUTE", "policy=selective")
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
@@ -245,7 +244,8 @@ class GradientCheckpointing(Managed):
         self.cleanup.callback(reorder, True)  # noqa: FBT003
         if self.policy == "budget":
             self._is_budget_set = True
-            budget = functorch_config.patch(activation_memory_budget=self.memory_budget)
+            config = torch_private("torch._functorch:config", "policy=budget")
+            budget = config.patch(activation_memory_budget=self.memory_budget)
             self.cleanup.enter_context(budget)
         else:
             self.cleanup.callback(model_surgery.restore, pl_module)
