@@ -106,9 +106,7 @@ def deep() -> Callable[..., Deep]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the meter's clock, which stands still until `now` is set."""
     watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(
-        "lightning_eff.report.throughput.time", SimpleNamespace(perf_counter=lambda: watch.now)
-    )
+    monkeypatch.setattr("lightning_eff.report.meter.time", SimpleNamespace(perf_counter=lambda: watch.now))
     return watch
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_eff.core.errors import EnvironmentLacksError
 from lightning_eff.core.torch_private import torch_private
-from lightning_eff.report.throughput import FETCH_ACTION
+from lightning_eff.report.meter import FETCH_ACTION
 from tests.support.techniques import ROOT
 
 LOOPS = "lightning.pytorch.loops"

@@ -79,10 +79,9 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
 
 
 def _show(found: Mapping[str, Any], *, as_json: bool) -> None:
-    from lightning_eff.report.summary import json_safe
 
     if as_json:
-        print_json(json_safe(found))
+        print_json(found)
         return
     ranks = f" on each of {found['num_ranks']} ranks" if found["num_ranks"] > 1 else ""
     lines = [f"{found['verb']}: {found['checkpoint']} (ckpt_path={found['ckpt_path']}, step {found['step']})"]

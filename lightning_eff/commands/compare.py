@@ -44,8 +44,7 @@ from lightning_eff.core.errors import (
     root_cause_line,
     suggest_name,
 )
-from lightning_eff.core.text import print_json
-from lightning_eff.report.summary import json_safe
+from lightning_eff.core.text import json_safe, print_json
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")

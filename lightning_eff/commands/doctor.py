@@ -18,9 +18,9 @@ def main(options: argparse.Namespace) -> int:
 
         findings, is_first = inspect_cluster(options.output_root), not Launch.of().rank
     else:
-        from lightning_eff.report import installation
+        from lightning_eff.launch import machine_check
 
-        findings, is_first = installation.inspect_machine(), True
+        findings, is_first = machine_check.inspect_machine(), True
     if not is_first:
         pass  # rank 0 prints what all have found
     elif options.json:

@@ -25,11 +25,10 @@ def main(options: argparse.Namespace) -> int:
     if not options.word:
         raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)
-    from lightning_eff.report.summary import json_safe
 
     found, code = migration(Path(options.word), options.source)
     if options.json:
-        print_json(json_safe(found))
+        print_json(found)
     else:
         sys.stdout.write(printable("\n".join(_lines(found))) + "\n")
     return code

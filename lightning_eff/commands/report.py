@@ -41,8 +41,8 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
     Raises:
         UsageError: It has none, or the page cannot be written.
     """
+    from lightning_eff.report.display import report_text
     from lightning_eff.report.files import write_page
-    from lightning_eff.report.summary import report_text
 
     if not run.report:
         text = f"report: {run.folder} has no report: {run.status}, {run.reason}"

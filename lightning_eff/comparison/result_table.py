@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.core.text import human_bytes, text_table
-from lightning_eff.report.html import render_page, scatter_chart
+from lightning_eff.report import charts
+from lightning_eff.report.display import render_page
 
 MEASURED, NOT_RUN, FAILED = "measured", "not run", "failed"
 NO_EFFECT, CHANGES_LOSS, DIVERGES = "no effect", "changes the loss", "diverges"
@@ -152,15 +153,20 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
     caption = "each row by its peak memory and speed, as multiples of the baseline's: higher is faster, "
     caption += "further left is smaller"
     axes = ("peak memory, times the baseline's", "speed, times the baseline's")
-    return render_page(
-        comparison,
-        comparison,
-        title=f"Comparison of {comparison['recipe']}",
-        verdict=comparison["verdict"],
-        charts=[scatter_chart("Speed against memory", caption, both, BASELINE, *axes)] if both else [],
-        tables=[("All figures", HEADER, [cells(row) for row in rows])],
-        notes=f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; each trial "
-        "in a process of its own, with the same seed and global batch. Speed is that of the fastest round; "
-        "in brackets, how much slower the slowest was. Peak memory is the allocator's on a GPU, live bytes "
-        "on a CPU.",
+    notes = f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; "
+    notes += "each trial in a process of its own, with the same seed and global batch. Speed is that of the "
+    notes += (
+        "fastest round; in brackets, how much slower the slowest was. Peak memory is the allocator's on a "
     )
+    notes += "GPU, live bytes on a CPU."
+    page = {
+        "title": f"Comparison of {comparison['recipe']}",
+        "verdict": comparison["verdict"],
+        "charts": [charts.scatter("Speed against memory", caption, both, BASELINE, *axes)] if both else [],
+        "tables": [("All figures", HEADER, [cells(row) for row in rows])],
+        "notes": notes,
+        "environment": comparison["environment"],
+        "command": comparison["command"],
+        "raw": comparison,
+    }
+    return render_page(page)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 WIDTH = 100
@@ -78,34 +81,52 @@ def line_width(width: int | None = None) -> int | None:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
-    """Return a table of plain text whose lines fit the terminal, or `width` without one; cells are wrapped.
+    """Return a table of plain text whose lines fit the terminal, or `width` without one.
+
+    Columns of sentences are wrapped, the widest first. A word is broken only where all of them are as narrow
+    as their longest word.
 
     Example:
-        >>> print(text_table(["name", "n"], [["a", "1"], ["long", "22"]]))
+        >>> print(text_table(["name", "n"], [["a/b", "1"], ["long", "two or three"]], width=13))
          name  n
-         a     1
-         long  22
+         a/b   1
+         long  two or
+               three
     """
-    try:
-        from rich.console import Console  # here: `--help` and completion print no table
-        from rich.table import Table
-    except ImportError:  # a bare image with torch alone, to measure on
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [map(str.ljust, row, widths) for row in [header, *rows]]
-        return "\n".join(f" {'  '.join(cells)}".rstrip() for cells in lines)
+    table = [[printable(" ".join(cell.split())) for cell in row] for row in [header, *rows]]
+    columns = [*zip(*table, strict=True)]
+    widths = [max(1, *map(len, column)) for column in columns]
+    limit = (line_width(width) or sys.maxsize) - 2 * len(widths)
+    longest_words = [max(map(len, " ".join(column).split()), default=1) for column in columns]
+    for least in (longest_words, [1] * len(widths)):
+        while sum(widths) > limit and widths != least:
+            spare = [index for index, size in enumerate(widths) if size > least[index]]
+            widths[max(spare, key=widths.__getitem__)] -= 1
+    lines: list[str] = []
+    for row in table:
+        wrapped = (
+            textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)
+        )
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            cells = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append(f" {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
 
-    table = Table(box=None, padding=(0, 1))
-    for title in header:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(printable(" ".join(cell.splitlines())) for cell in row))
-    limit = line_width(width) or sum(len(cell) + 2 for row in [header, *rows] for cell in row)
-    console = Console(width=limit, color_system=None, markup=False, emoji=False, highlight=False)
-    with console.capture() as printed:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+def json_safe(value: Any) -> Any:
+    """Return a value with nan and infinity as strings, since strict JSON has neither.
+
+    Example:
+        >>> json_safe({"loss": float("nan"), "steps": [1, 2.5]})
+        {'loss': 'nan', 'steps': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_json(value: Any) -> None:
     """Write a value as JSON to the standard output."""
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+    sys.stdout.write(json.dumps(json_safe(value), indent=1) + "\n")

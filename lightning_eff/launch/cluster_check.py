@@ -24,7 +24,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.launch.job import Launch, check_machines, check_tasks
-from lightning_eff.report.installation import CheckResult, check_result
+from lightning_eff.launch.machine_check import CheckResult, check_result
 
 WAIT_S = 60.0
 """Time that ranks have to meet."""

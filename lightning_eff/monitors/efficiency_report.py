@@ -47,17 +47,16 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_me
 from lightning_eff.core.log_filters import IS_REPORT
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.technique import Technique, config_of, name_of
-from lightning_eff.core.text import printable
+from lightning_eff.core.text import json_safe, printable
 from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.mean_check import MAX_SAMPLES
-from lightning_eff.report import files, summary
+from lightning_eff.report import display, files
 from lightning_eff.report.advice import Observed, advise
 from lightning_eff.report.history import Losses, Validation
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
 from lightning_eff.report.meter import Meter
-from lightning_eff.report.page import notebook_frame
 
 
 class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
@@ -261,7 +260,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             "command": machine.command_line(),
             "baseline": self._baseline,
         }
-        self.report = summary.json_safe(findings)
+        self.report = json_safe(findings)
         self._write(trainer)
         if status == "finished" and trainer.is_global_zero:
             run = Observed(
@@ -278,7 +277,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         self._sample = None
 
     def _print(self) -> None:
-        text, page = summary.report_text(self.report), str(self._folder / files.PAGE_FILE)
+        text, page = display.report_text(self.report), str(self._folder / files.PAGE_FILE)
         rank_zero_info("\n%s\n report: %s", printable(text), printable(page), extra={IS_REPORT: True})
 
     def _write(self, trainer: pl.Trainer) -> None:
@@ -291,14 +290,14 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
             row = {"technique": name_of(technique), "asked": arguments, "status": status}
             row |= {"exact": getattr(technique, "exact", False) is True}
             rows.append(row | {"did": outcome.did, "numbers": dict(outcome.numbers)})
-        self.report["ledger"] = summary.json_safe(rows)
+        self.report["ledger"] = json_safe(rows)
         if trainer.is_global_zero:
             self.report |= files.labels(self._folder)
             files.write_report(self._folder, self.report)
 
     def _repr_html_(self) -> str | None:
         """Return the page after `fit`, for a notebook."""
-        return notebook_frame(self.report) if self.report else None
+        return display.notebook_frame(self.report) if self.report else None
 
     def outcome_of(self, name: str) -> dict[str, Any]:
         """Return the ledger's row of one technique, for example `callbacks/empty_cache`, after `fit`.

@@ -15,7 +15,7 @@ from lightning_eff.core import allocator, machine
 from lightning_eff.core.arguments import StrPath
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import ConfigError, check_path, root_cause_line
-from lightning_eff.report.page import report_page
+from lightning_eff.report.display import report_page
 
 LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"

@@ -50,22 +50,23 @@ class LoggedFigures:
         self._every_n_steps: int = getattr(trainer, "log_every_n_steps", 0) if trainer.loggers else 0
         self._last_step = trainer.global_step
         self._num_batches = self._num_samples = self._num_tokens = 0
-        self._rates: dict[int, float | Tensor] = {}
+        self._rates: dict[str, float | Tensor] = {}
         self._norm: float | None = None
-        self._has_told = False
+        self._has_given_reason = False
 
     def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Keep the rate that a step is about to use and, if it is going to be logged, its gradient's norm."""
         every, step = self._every_n_steps, trainer.global_step + 1
         is_due = bool(every) and step % every == 0
-        numbers = {id(each): number for number, each in enumerate(trainer.optimizers)}
-        number = numbers.get(id(optimizer), 0)
-        rate = optimizer.param_groups[0]["lr"]
+        numbers = {id(each): number for number, each in enumerate(trainer.optimizers, 1)}
+        number = numbers.get(id(optimizer), 1)
+        name = "learning_rate" if number == 1 else f"learning_rate_{number}"
+        rate = optimizer.param_groups[0]["lr"]  # of the first group
         if not isinstance(rate, Tensor):
-            self.history.add(f"learning_rate{_ending(number)}", step, rate)
-            self._rates[number] = rate
+            self.history.add(name, step, rate)
+            self._rates[name] = rate
         elif is_due or (every and len(numbers) > 1):  # a scheduler changes it in place
-            self._rates[number] = rate.detach().clone()
+            self._rates[name] = rate.detach().clone()
         if not is_due:
             return
         reason = _no_norm(trainer)
@@ -73,8 +74,8 @@ class LoggedFigures:
             given = (p.grad for group in optimizer.param_groups for p in group["params"])
             self._norm = norm_of(each for each in given if each is not None)
             reason = "" if self._norm is not None else "the optimizer has taken the gradients already"
-        if reason and not self._has_told:
-            self._has_told = True
+        if reason and not self._has_given_reason:
+            self._has_given_reason = True
             rank_zero_info("eff/gradient_norm is not logged: %s", reason)
 
     def end_batch(self, trainer: pl.Trainer) -> None:
@@ -82,12 +83,15 @@ class LoggedFigures:
         step, every = trainer.global_step, self._every_n_steps
         if (now := time.monotonic()) >= self._memory_due_s:
             self._memory_due_s = now + MEMORY_INTERVAL_S
-            self._read_memory(step)
+            for name, read in (("held_bytes", allocator.held_bytes), ("peak_bytes", allocator.peak_bytes)):
+                if num_bytes := read(self._meter.device):
+                    self.history.add(name, step, num_bytes)
         is_due = every and step // every > self._last_step // every
         self._last_step = step
         if not is_due:
             return
-        figures = self._rates_by_name() | self._measured(trainer.world_size)
+        figures = {f"eff/{name}": float(rate) for name, rate in self._rates.items()}
+        figures |= self._measured(trainer.world_size)
         if not _no_norm(trainer) and isinstance(trainer.strategy, DeepSpeedStrategy):
             engine: Any = trainer.strategy.model
             self._norm = engine.get_global_grad_norm()
@@ -97,16 +101,6 @@ class LoggedFigures:
         self._norm = None
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=step)
-
-    def _rates_by_name(self) -> dict[str, float]:
-        """Return the learning rate of each optimizer's first parameter group."""
-        return {f"eff/learning_rate{_ending(number)}": float(rate) for number, rate in self._rates.items()}
-
-    def _read_memory(self, step: int) -> None:
-        device = self._meter.device
-        for name, read in (("held_bytes", allocator.held_bytes), ("peak_bytes", allocator.peak_bytes)):
-            if num_bytes := read(device):
-                self.history.add(name, step, num_bytes)
 
     def _measured(self, world_size: int) -> dict[str, float]:
         """Return the figures of the timed batches since the last call; rates are of all ranks."""
@@ -146,11 +140,6 @@ def norm_of(gradients: Iterable[Tensor]) -> float | None:
     # Sharded and whole ones cannot be stacked together.
     parts = [full_tensor(torch.linalg.vector_norm(torch.stack(each))).double() for each in norms.values()]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else None
-
-
-def _ending(number: int) -> str:
-    """Return what the name of an optimizer's figure ends with: nothing for the first one."""
-    return f"_{number + 1}" if number else ""
 
 
 def _no_norm(trainer: pl.Trainer) -> str:

@@ -45,7 +45,7 @@ class Peak:
         passing_bytes: Maximum of batch, activations and temporaries at once, outside the optimizer step:
             what no sharding strategy divides.
         holders: The largest holders at the peak.
-        timeline: Phase and bytes by category at up to `POINTS` moments.
+        timeline: Number of the event, phase and bytes by category at up to `POINTS` moments.
     """
 
     num_bytes: int
@@ -94,7 +94,7 @@ class Peak:
                 top_of_stretch = -1
             if total > top_of_stretch:
                 top_of_stretch = total
-                timeline[-1] = {"phase": event.phase, **now}
+                timeline[-1] = {"event": index + 1, "phase": event.phase, **now}
         phase, (top, at) = max(tops.items(), key=lambda item: item[1])
         made = recorder.allocations[events[-at].allocation] if events else Allocation("", "", phase)
         return cls(

@@ -1,9 +1,9 @@
-"""Bytes that each of many devices keeps under FSDP2 and ZeRO, by arithmetic alone.
+"""Bytes that each of many devices keeps under a sharding strategy, by arithmetic alone.
 
 One formula (`Sharding.kept`): what a strategy divides is kept once among N devices. What differs is which of
 optimizer state, gradients and weights are divided (ZeRO's stages 1, 2, 3; FSDP2 is stage 3), how tensors are
-cut, and the temporary buffers (DeepSpeed's: strategy/_zero/memory_arithmetic.py). Shards include their
-padding: the figures are of the fullest device. No process is started, and nothing is allocated.
+cut, and the temporary buffers (in strategy/fsdp2.py and strategy/_zero/memory_arithmetic.py). Shards include
+their padding: the figures are of the fullest device. No process is started, and nothing is allocated.
 
 With fake process groups weights and state are those counted here (tests/report/test_sharding.py).
 
@@ -14,9 +14,7 @@ Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_eff.report.model_weights import ModelWeights, Weight
@@ -96,65 +94,3 @@ class Sharding(ABC):
                 gradients += by_stage[1] * (gradient_itemsize or weight.itemsize)
                 optimizer += by_stage[0] * (weight.state_bytes / max(weight.numel, 1) + copy_itemsize)
         return DeviceShare(weights=weights, gradients=gradients, optimizer=optimizer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDP2Memory(Sharding):
-    """FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
-
-    Args:
-        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
-        reduce_itemsize: Bytes of a gradient's element as it is sent; None for `compute_itemsize`.
-        on_host: Whether shards, gradients and state are in host memory.
-        reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
-        reduce_each: Whether gradients are reduced after every micro-batch.
-    """
-
-    stage: int = 3
-    compute_itemsize: int | None = None
-    reduce_itemsize: int | None = None
-    on_host: bool = False
-    reshard: bool = True
-    reduce_each: bool = False
-
-    def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Cut tensors by rows: the first device has no fewer than any other."""
-        return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
-
-    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
-        """Implement `Sharding`."""
-        share = self.kept(model, devices)
-        # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
-        block_weights, block_gradients = Counter[int](), Counter[int]()
-        for weight in model.weights:
-            size = weight.numel * (self.compute_itemsize or weight.itemsize)
-            block_weights[weight.block] += size
-            block_gradients[weight.block] += size if weight.trained else 0
-        outside, outside_gradients = block_weights.pop(-1, 0), block_gradients.pop(-1, 0)
-        # Gathered at once: weights outside of blocks, a block and the prefetched next one.
-        sizes = [size for _, size in sorted(block_weights.items())]
-        largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
-        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
-        waits = accumulates and not self.reduce_each
-        itemsize = self.reduce_itemsize or self.compute_itemsize
-        full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if waits else 0
-        share = replace(
-            share,
-            gathered=outside + (largest_pair if self.reshard else sum(sizes)),
-            # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
-            buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
-        )
-        if not self.on_host:
-            # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
-            return replace(share, gradients=max(full, share.gradients))
-        host = share.weights - model.buffers_bytes + share.gradients + share.optimizer
-        return replace(share, weights=model.buffers_bytes, gradients=full, optimizer=0, host=host)
-
-    def assumptions(self) -> list[str]:
-        """Implement `Sharding`."""
-        again = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
-        return [
-            f"a block is gathered for its forward pass {again}; several devices prefetch the next one; "
-            "weights outside of blocks stay gathered",
-            "tensors are sharded by rows: one with fewer rows than devices is sharded less",
-        ]

@@ -29,8 +29,11 @@ Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +53,8 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
-from lightning_eff.report.sharding import FSDP2Memory
+from lightning_eff.report.model_weights import ModelWeights, Weight
+from lightning_eff.report.sharding import DeviceShare, Sharding
 from lightning_eff.strategy._fsdp2 import shard
 from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, load_folder, save_folder
 from lightning_eff.strategy._shared import checks
@@ -277,3 +281,65 @@ class FSDP2(ModelParallelStrategy):
             did=f"{did}{human_bytes(self._local_bytes)} of weights per rank{where}",
             numbers={"parts": self._num_sharded, "parameters": self._numel, "local_bytes": self._local_bytes},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Memory(Sharding):
+    """FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
+
+    Args:
+        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
+        reduce_itemsize: Bytes of a gradient's element as it is sent; None for `compute_itemsize`.
+        on_host: Whether shards, gradients and state are in host memory.
+        reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
+        reduce_each: Whether gradients are reduced after every micro-batch.
+    """
+
+    stage: int = 3
+    compute_itemsize: int | None = None
+    reduce_itemsize: int | None = None
+    on_host: bool = False
+    reshard: bool = True
+    reduce_each: bool = False
+
+    def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
+        """Cut tensors by rows: the first device has no fewer than any other."""
+        return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
+
+    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
+        """Implement `Sharding`."""
+        share = self.kept(model, devices)
+        # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
+        block_weights, block_gradients = Counter[int](), Counter[int]()
+        for weight in model.weights:
+            size = weight.numel * (self.compute_itemsize or weight.itemsize)
+            block_weights[weight.block] += size
+            block_gradients[weight.block] += size if weight.trained else 0
+        outside, outside_gradients = block_weights.pop(-1, 0), block_gradients.pop(-1, 0)
+        # Gathered at once: weights outside of blocks, a block and the prefetched next one.
+        sizes = [size for _, size in sorted(block_weights.items())]
+        largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
+        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
+        waits = accumulates and not self.reduce_each
+        itemsize = self.reduce_itemsize or self.compute_itemsize
+        full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if waits else 0
+        share = replace(
+            share,
+            gathered=outside + (largest_pair if self.reshard else sum(sizes)),
+            # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
+            buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
+        )
+        if not self.on_host:
+            # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
+            return replace(share, gradients=max(full, share.gradients))
+        host = share.weights - model.buffers_bytes + share.gradients + share.optimizer
+        return replace(share, weights=model.buffers_bytes, gradients=full, optimizer=0, host=host)
+
+    def assumptions(self) -> list[str]:
+        """Implement `Sharding`."""
+        again = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
+        return [
+            f"a block is gathered for its forward pass {again}; several devices prefetch the next one; "
+            "weights outside of blocks stay gathered",
+            "tensors are sharded by rows: one with fewer rows than devices is sharded less",
+        ]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_eff.launch import machine_check
 from lightning_eff.launch.cluster_check import View, judged
-from lightning_eff.report import installation
-from lightning_eff.report.installation import CheckResult
+from lightning_eff.launch.machine_check import CheckResult
 from tests.support.command_line import Command
 
 
@@ -29,7 +29,7 @@ def test_a_problem_is_an_exit_code_and_a_note_is_not(
     command: Command, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     row = CheckResult("gpu", "gone", status, "nvidia-smi")
-    monkeypatch.setattr(installation, "inspect_machine", lambda: [row])
+    monkeypatch.setattr(machine_check, "inspect_machine", lambda: [row])
     found, out, _ = command("doctor")
     assert found == code
     assert out.splitlines()[1].split() == ["gpu", "gone", status, "nvidia-smi"]

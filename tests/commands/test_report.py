@@ -12,7 +12,7 @@ import yaml
 
 from lightning_eff.commands._run_reports import find_runs
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.report.summary import report_text
+from lightning_eff.report.display import report_text
 from tests.support.command_line import Command
 from tests.support.models import Net, make_loader, make_trainer
 from tests.support.own_recipe import MODULE, RECIPE

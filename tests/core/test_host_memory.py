@@ -10,8 +10,8 @@ import torch
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.kernels import devices
+from lightning_eff.launch import machine_check
 from lightning_eff.planner.device_memory import DeviceMemory
-from lightning_eff.report import installation
 
 MIB = 2**20
 STATUS = "Name:\tpython\nVmSize:\t 2048 kB\nVmRSS:\t  512 kB\nVmData:\t 1024 kB\n"
@@ -59,5 +59,5 @@ def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest
     room = DeviceMemory.of(devices.of(cpu))
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
     assert allocator.total_bytes(cpu) == 700 * MIB
-    found = {each.what: each.found for each in installation.inspect_machine()}
+    found = {each.what: each.found for each in machine_check.inspect_machine()}
     assert found["memory"].startswith("700.0 MiB by ulimit -d, of ")

@@ -14,9 +14,8 @@ from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
-from lightning_eff.report.meter import Meter, Probe, samples_and_tokens
+from lightning_eff.report.meter import FETCH_ACTION, Meter, Probe, Throughput, samples_and_tokens
 from lightning_eff.report.recording import Recorder
-from lightning_eff.report.throughput import FETCH_ACTION, Throughput
 
 CPU, LONG = torch.device("cpu"), torch.long
 

@@ -156,8 +156,10 @@ def test_the_replay_is_the_count(block_bytes: int, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("lightning_eff.report.peak.POINTS", most)
         timeline = Peak.of(recorder, block_bytes=block_bytes).timeline
         assert 0 < len(timeline) <= most
-        points = [sum(size for size in point.values() if isinstance(size, int)) for point in timeline]
-        assert max(points) == peak.num_bytes
+        assert max(sum(point[name] for name in CATEGORIES) for point in timeline) == peak.num_bytes
+        numbers = [point["event"] for point in timeline]
+        assert numbers == sorted({*numbers})
+        assert 1 <= numbers[0] <= numbers[-1] <= len(recorder.events)
     more = peak.num_bytes - recorder.peak_bytes
     assert more == 0 if block_bytes == 1 else 0 < more < 512 * len(recorder.allocations)
     assert peak.num_bytes % block_bytes == 0

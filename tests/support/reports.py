@@ -5,8 +5,8 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
+from lightning_eff.report.display import report_page
 from lightning_eff.report.module_tracker import PHASES
-from lightning_eff.report.page import report_page
 from lightning_eff.report.recording import CATEGORIES
 
 MEASURED = {
@@ -26,7 +26,10 @@ def make_report(**changes: Any) -> dict[str, Any]:
 
 
 EMPTY = dict.fromkeys(CATEGORIES, 0)
-TIMELINE = [EMPTY | {"parameters": 10 * 2**20, "activations": size * 2**20} for size in (0, 90, 30)]
+TIMELINE = [
+    EMPTY | {"event": event, "parameters": 10 * 2**20, "activations": size * 2**20}
+    for event, size in ((1, 0), (5, 90), (9, 30))
+]
 MEMORY = {
     "num_bytes": 100 * 2**20, "phase": "forward", "operation": "mm", "path": "a<b", "timeline": TIMELINE,
     "by_phase": dict.fromkeys(PHASES, EMPTY | {"parameters": 10}) | {"forward": TIMELINE[1]},

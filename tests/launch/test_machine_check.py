@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_eff.report import installation
-from lightning_eff.report.installation import inspect_machine
+from lightning_eff.launch import machine_check
+from lightning_eff.launch.machine_check import inspect_machine
 
 
-def found() -> dict[str, installation.CheckResult]:
+def found() -> dict[str, machine_check.CheckResult]:
     return {check.what: check for check in inspect_machine()}
 
 
@@ -42,11 +42,11 @@ def test_a_package_that_is_missing_or_untested_has_its_pinned_version(
 
 
 def test_what_a_host_lacks_has_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setattr(installation, "find_compiler", lambda _: None)
-    monkeypatch.setattr(installation.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(machine_check, "find_compiler", lambda _: None)
+    monkeypatch.setattr(machine_check.sysconfig, "get_path", lambda _: str(tmp_path))
     sizes = SimpleNamespace(free=10, total=64 * 2**20)
-    monkeypatch.setattr(installation.shutil, "disk_usage", lambda _: sizes)
-    monkeypatch.setattr(installation.os, "access", lambda *_: False)
+    monkeypatch.setattr(machine_check.shutil, "disk_usage", lambda _: sizes)
+    monkeypatch.setattr(machine_check.os, "access", lambda *_: False)
     checks = found()
     names = ("compiler", "Python.h", "disk", "this folder", "shared memory")
     assert {checks[name].status for name in names} == {"note"}

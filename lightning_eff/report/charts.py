@@ -1,0 +1,172 @@
+"""Charts of a page as plain data: coordinates, ticks and names, which `report.html.j2` draws as SVG.
+
+Why no library: pygal writes a script and 10 kB of style into each chart, matplotlib is tens of megabytes for
+every user of the report, and leather needed more code around it than there is here. The names of lines are
+HTML below the chart, which wraps on a phone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_eff.report.history import Point
+
+LEFT, TOP, RIGHT, BOTTOM = 72, 8, 472, 184
+"""Of the plot, in units of the view box: a letter has 14, which is readable in a column of a phone."""
+NUM_TICKS = 5
+NUM_COLUMNS = 30
+"""Of a histogram."""
+LABEL_HEIGHT, NAME_LENGTH = 17, 24
+"""Of the names next to a scatter's dots, in the same units, and the characters of a name."""
+BASELINE_COLOR = 1
+"""Lines have the colours of the template by number, the baseline's this one."""
+Chart = dict[str, Any]
+
+
+class Series(NamedTuple):
+    """One line of a chart: finite points, at least two, and the number of its colour in the template."""
+
+    name: str
+    points: Sequence[Point]
+    color: int = 0
+    is_area: bool = False
+    """Fill what the line surrounds."""
+
+
+class Scale:
+    """An axis: which values it has, and where they are in the view box.
+
+    Args:
+        values: From the least of them to the largest.
+        begin: Coordinate of the least.
+        end: Coordinate of the largest.
+        is_extended: Extend the axis to a tick at either end.
+
+    Example:
+        >>> axis = Scale([0, 30, 35], 100, 200, is_extended=True)
+        >>> axis.place(10), axis.ticks()
+        (125.0, [(100.0, '0'), (125.0, '10'), (150.0, '20'), (175.0, '30'), (200.0, '40')])
+    """
+
+    def __init__(self, values: Iterable[float], begin: float, end: float, *, is_extended: bool) -> None:
+        ordered = sorted(values)
+        self._low, self._high, self._begin, self._end = ordered[0], ordered[-1], begin, end
+        largest = max(abs(self._low), abs(self._high))
+        if self._high - self._low <= max(1e-12 * largest, 1e-300):  # no tick could be told from the next
+            self._high += largest or 1.0
+        # Ticks are about NUM_TICKS multiples of 1, 2 or 5 times a power of ten.
+        least = (self._high - self._low) / NUM_TICKS
+        power = 10.0 ** math.floor(math.log10(least))
+        self._step = next(factor * power for factor in (1, 2, 5, 10) if factor * power > 0.999 * least)
+        if is_extended:
+            self._low = self._step * math.floor(self._low / self._step + 1e-6)
+            self._high = self._step * math.ceil(self._high / self._step - 1e-6)
+
+    def place(self, value: float) -> float:
+        """Return the coordinate of a value, to a tenth of a unit: more digits only make the page longer."""
+        fraction = (value - self._low) / (self._high - self._low)
+        return round(self._begin + fraction * (self._end - self._begin), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return coordinate and text of each tick."""
+        first, last = math.ceil(self._low / self._step - 1e-6), math.floor(self._high / self._step + 1e-6)
+        values = [number * self._step for number in range(first, last + 1)]
+        return [(self.place(value), f"{value:.10g}") for value in values]
+
+
+def draw(
+    title: str,
+    caption: str,
+    series: Sequence[Series],
+    x_name: str,
+    y_name: str,
+    *,
+    lowest: float | None = None,
+) -> Chart:
+    """Return lines and areas, the first in front, on axes with units.
+
+    Args:
+        title: Of the chart.
+        caption: What it shows, in words, for those who do not see it.
+        series: At least one.
+        x_name: Name and unit of the horizontal axis.
+        y_name: Name and unit of the vertical axis.
+        lowest: Begin the vertical axis here, unless a value is below.
+    """
+    points = [point for each in series for point in each.points]
+    heights = [y for _, y in points] + ([] if lowest is None else [lowest])
+    x_scale = Scale((x for x, _ in points), LEFT, RIGHT, is_extended=False)
+    y_scale = Scale(heights, BOTTOM, TOP, is_extended=True)
+    chart = _axes(title, caption, x_scale, y_scale, x_name, y_name)
+    for each in reversed(series):
+        places = " ".join(f"{x_scale.place(x):g},{y_scale.place(y):g}" for x, y in each.points)
+        is_dashed = each.color == BASELINE_COLOR and not each.is_area
+        line = {"points": places, "color": each.color, "is_area": each.is_area, "is_dashed": is_dashed}
+        chart["lines"].append(line)
+    chart["legend"] = [(each.name, each.color) for each in series] if len(series) > 1 else []
+    return chart
+
+
+def columns(values: Sequence[Sequence[float]], top: float) -> list[Series]:
+    """Return what percentage of some values is in each column; those above `top` are in the last one.
+
+    Args:
+        values: Of this run and, if it has one, of its baseline, in the same columns.
+        top: End of the last column.
+    """
+    low = min(min(each) for each in values)
+    width = (top - low) / NUM_COLUMNS or 1.0
+    series: list[Series] = []
+    for color, (name, each) in enumerate(zip(("this run", "baseline"), values, strict=False)):
+        counts = [0] * NUM_COLUMNS
+        for value in each:
+            counts[min(int((value - low) / width), NUM_COLUMNS - 1)] += 1
+        points: list[Point] = [(low, 0.0)]
+        for column, count in enumerate(counts):
+            height = 100 * count / len(each)
+            points += [(low + column * width, height), (low + (column + 1) * width, height)]
+        points.append((low + NUM_COLUMNS * width, 0.0))
+        series.append(Series(name, points, color, is_area=color != BASELINE_COLOR))
+    return series
+
+
+def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> list[Series]:
+    """Return areas that stand on each other, the last of `values` on top; areas of zeros are left out."""
+    below, series = [0.0] * len(steps), list[Series]()
+    for color, (name, heights) in enumerate(values.items()):
+        if any(heights):
+            above = [bottom + height for bottom, height in zip(below, heights, strict=True)]
+            edge = [*zip(steps, above, strict=True), *reversed([*zip(steps, below, strict=True)])]
+            series.append(Series(name, edge, color, is_area=True))
+            below = above
+    return series[::-1]
+
+
+def scatter(
+    title: str, caption: str, points: Mapping[str, Point], baseline: str, x_name: str, y_name: str
+) -> Chart:
+    """Return a dot for each name, with the names right of the chart and a line from each to its dot."""
+    bottom = max(BOTTOM, LABEL_HEIGHT * len(points))
+    x_scale = Scale([0.0, 1.0, *(x for x, _ in points.values())], LEFT, RIGHT, is_extended=True)
+    y_scale = Scale([0.0, 1.0, *(y for _, y in points.values())], bottom, TOP, is_extended=True)
+    chart = _axes(title, caption, x_scale, y_scale, x_name, y_name)
+    chart["bottom"] = bottom
+    label_y = -math.inf
+    for number, (name, (x, y)) in enumerate(sorted(points.items(), key=lambda point: -point[1][1])):
+        # As high as its dot; below the name before, and with place for those that follow.
+        last = bottom - LABEL_HEIGHT * (len(points) - 1 - number)
+        label_y = min(max(y_scale.place(y), label_y + LABEL_HEIGHT), last)
+        short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."
+        dot = {"name": short, "x": x_scale.place(x), "y": y_scale.place(y), "label_y": label_y}
+        chart["dots"].append(dot | {"is_baseline": name == baseline})
+    return chart
+
+
+def _axes(title: str, caption: str, x_scale: Scale, y_scale: Scale, x_name: str, y_name: str) -> Chart:
+    return {
+        "title": title, "caption": caption, "x_name": x_name, "y_name": y_name,
+        "x_ticks": x_scale.ticks(), "y_ticks": y_scale.ticks(),
+        "left": LEFT, "top": TOP, "right": RIGHT, "bottom": BOTTOM, "lines": [], "legend": [], "dots": [],
+    }  # fmt: skip

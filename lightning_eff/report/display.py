@@ -1,0 +1,366 @@
+"""Show the content of `efficiency.json`: a verdict in words, a text for a terminal, one page in HTML.
+
+The page is `report.html.j2` filled with one dictionary of plain values, charts included; Jinja escapes each
+of them. It has neither scripts nor a style or picture from elsewhere, so it opens without a network.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from lightning_eff.core.text import UNITS, human_bytes, human_count, text_table
+from lightning_eff.report import charts
+from lightning_eff.report.charts import BASELINE_COLOR, Chart, Series
+from lightning_eff.report.history import Point, thinned
+from lightning_eff.report.module_tracker import PHASES
+from lightning_eff.report.recording import CATEGORIES
+
+Report = Mapping[str, Any]
+FIGURES = {
+    "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
+    "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
+    "tokens_per_s": ("tokens/s", human_count),
+    "padding_share": ("of them padding", lambda x: f"{x:.1%}"),
+    "real_tokens_per_s": ("real tokens/s", human_count),
+    "flops_per_s": ("FLOP/s per device", human_count),
+    "mfu": ("MFU", lambda x: f"{x:.1%}"),
+    "peak_bytes": ("peak memory", human_bytes),
+    "optimizer_state_bytes": ("optimizer state", human_bytes),
+    "data_wait_share": ("data wait", lambda x: f"{x:.1%}"),
+}
+"""Label and format of each measured number, in the order shown."""
+MAX_ATTENTION_LINES = 4
+"""In the text; the page and the ledger have all."""
+MAX_METRICS = 6
+"""Metrics of validation that have a chart."""
+SLOW = 3.0
+"""Batches that take longer than so many medians are in the last column."""
+LEAST_WAIT_MS = 1.0
+LARGEST = 1e20
+"""Values from here on are not drawn: a loss that has diverged would leave a flat line of all others."""
+LINE_COLORS = [color for color in range(7) if color != BASELINE_COLOR]
+ADVICE = ("would save", "try", "what it acts on")
+EMPTY_PAGE: Report = {
+    "title": "", "verdict": "", "ended": "", "failure": None, "figures": (), "charts": (), "tables": (),
+    "notes": "", "environment": {}, "command": "", "config": "", "raw": {},
+}  # fmt: skip
+CHARTED = ("losses", "series", "validation", "baseline")
+"""Keys of the report that the page has as charts, and not in its raw JSON."""
+
+
+def key_figures(report: Report) -> list[tuple[str, str]]:
+    """Return labels and formatted values of the figures that were measured."""
+    measured: Report = report["measured"]
+    return [
+        (label, show(measured[key]))
+        for key, (label, show) in FIGURES.items()
+        if measured.get(key) is not None
+    ]
+
+
+def run_verdict(report: Report) -> str:
+    """Return how the run ended, in one or two sentences."""
+    count, measured = report["num_steps"], report["measured"]
+    steps, first = f"{count} optimizer step{'' if count == 1 else 's'}", report.get("first_step", 0)
+    steps += f" ({first + 1} to {first + count})" if first and count else ""  # of a resumed run
+    idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
+    no_effect = f" No effect: {', '.join(idle)}." if idle else ""
+    losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]
+    if losses and not math.isfinite(losses[-1][1]):
+        last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), 0)
+        no_effect += f" The loss is {losses[-1][1]} after step {last}."
+    if report["status"] == "stopped":
+        return f"Stopped after {steps}.{no_effect}"
+    if report["status"] != "finished":
+        return f"Failed after {steps}: {report['reason']}"
+    if not measured["num_batches"]:
+        return f"Finished {steps}: too few to measure speed.{no_effect}"
+    timed = f"{measured['num_batches']} batch{'' if measured['num_batches'] == 1 else 'es'} timed"
+    return f"Finished {steps} ({timed}).{no_effect}"
+
+
+def baseline_verdict(report: Report) -> str:
+    """Return one sentence: how a run compares to its baseline; empty where nothing can be compared."""
+    baseline: Report = report.get("baseline") or {}
+    ratios: list[float | None] = []
+    for key in ("samples_per_s", "peak_bytes"):
+        ours, other = report["measured"].get(key), baseline.get("measured", {}).get(key)
+        has_both = all(isinstance(each, int | float) and each for each in (ours, other))  # nan is text
+        ratios.append(ours / other if has_both else None)
+    speed, memory = ratios
+    if speed is None and memory is None:
+        return ""
+    name = f"the baseline ({baseline['title']})"
+    here, there = (each.get("environment", {}).get("device", "") for each in (report, baseline))
+    where = f", which ran on {there}" if there and here != there else ""
+    where += ", which failed" if baseline.get("status") == "failed" else ""
+    if speed is None:
+        return f"{memory:.2f} of the peak memory of {name}{where}."
+    with_memory = "" if memory is None else f", with {memory:.2f} of its peak memory"
+    return f"{speed:.2f} times as fast as {name}{where}{with_memory}."
+
+
+def verdict(report: Report) -> str:
+    """Return one sentence: how a run compares to its baseline or, without one, what dominates it."""
+    measured: Report = report["measured"]
+    if report["status"] == "failed":
+        return run_verdict(report)
+    if compared := baseline_verdict(report):
+        return compared
+    parts: list[str] = []
+    if (waiting := measured.get("data_wait_share")) is not None:
+        subject, share = ("waiting for data", waiting) if waiting > 0.5 else ("computing", 1 - waiting)
+        parts.append(f"{subject} takes {share:.0%} of the time")
+    held: Mapping[str, int] = (report.get("memory") or {}).get("by_category", {})
+    if total := sum(held.values()):
+        name, size = max(held.items(), key=lambda item: item[1])
+        parts.append(f"{name} take {size / total:.0%} of the peak memory ({human_bytes(total)})")
+    elif measured.get("peak_bytes"):
+        parts.append(f"the peak memory is {human_bytes(measured['peak_bytes'])}")
+    text = ", and ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else run_verdict(report)
+
+
+def report_text(report: Report) -> str:
+    """Return the report as a few lines for a terminal."""
+    lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
+    shown = " | ".join(f"{label} {value}" for label, value in key_figures(report))
+    lines += [f" {shown}"] if shown else []
+    lines += [f" tags: {', '.join(report['tags'])}"] if report.get("tags") else []
+    peak: Report = report.get("memory") or {}
+    held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
+    if held:
+        sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
+        lines.append(f" at the peak ({peak['phase']}): {sizes}")
+    if report.get("advice"):
+        lines.append(text_table(ADVICE, _advice_rows(report)))
+    attention = report.get("attention", ())
+    lines += [f" attention: {row['text']}" for row in attention[:MAX_ATTENTION_LINES]]
+    rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
+    if rows:
+        lines.append(text_table(["technique", "status", "what it did"], rows))
+    if report["status"] != "failed" and (compared := baseline_verdict(report)):
+        lines.append(f" {compared}")
+    return "\n".join(lines)
+
+
+def report_page(report: Report, config: str = "") -> str:
+    """Return the page of the content of `efficiency.json`, with the run's config (YAML)."""
+    theirs = dict(key_figures(report["baseline"])) if report.get("baseline") else {}
+    memory: Report = report.get("memory") or {}
+    raw = {key: value for key, value in report.items() if key not in CHARTED}
+    if memory:
+        raw["memory"] = {key: value for key, value in memory.items() if key != "timeline"}
+    sentence, ended = verdict(report), run_verdict(report)
+    page = {
+        "title": report["title"],
+        "verdict": sentence,
+        "ended": ended if ended != sentence else "",
+        "failure": _failure(report),
+        "figures": [(label, value, theirs.get(label, "")) for label, value in key_figures(report)],
+        "charts": _charts(report),
+        "tables": _tables(report),
+        "environment": report["environment"],
+        "command": report["command"],
+        "config": config,
+        "raw": raw,
+    }
+    return render_page(page)
+
+
+def render_page(page: Mapping[str, Any]) -> str:
+    """Return the HTML of a page.
+
+    Args:
+        page: Keys of `EMPTY_PAGE`, which has what is left out. `failure` is sentences and an override,
+            `figures` name, value and baseline's value, `tables` title, header and rows, in which a float is
+            a fraction that is drawn as a bar; `raw` is shown as JSON at the end.
+
+    Example:
+        >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})
+        True
+    """
+    folder = jinja2.PackageLoader("lightning_eff", "report")
+    templates = jinja2.Environment(
+        loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    content = {**EMPTY_PAGE, **page}
+    raw = json.dumps(content["raw"], indent=1)
+    return templates.get_template("report.html.j2").render({**content, "raw": raw})
+
+
+def notebook_frame(report: Report) -> str:
+    """Return the page as an element of a notebook, in a frame, so that its style stays there."""
+    page = html.escape(report_page(report))
+    return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: 45rem; border: 0"></iframe>'
+
+
+def _failure(report: Report) -> tuple[Sequence[str], str] | None:
+    """Return sentences and override of a run that was out of memory."""
+    found: Report = report.get("out_of_memory") or {}
+    sentences = list(found.get("sentences", ()))
+    if snapshot := report.get("memory_snapshot"):
+        sentences.append(
+            f"{snapshot} has every block of the CUDA allocator: open it on PyTorch's page memory_viz."
+        )
+    overrides = " ".join(found.get("overrides") or ())
+    if overrides:
+        size = human_bytes(found["peak_bytes"])
+        sentences.append(f"With these overrides it fits; the predicted peak is {size}:")
+    return (sentences, overrides) if sentences else None
+
+
+def _advice_rows(report: Report) -> list[tuple[str, str, str]]:
+    return [
+        ("time" if row["saved_bytes"] is None else human_bytes(row["saved_bytes"]), row["try"], row["why"])
+        for row in report.get("advice", ())
+    ]
+
+
+def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
+    """Return title, header and rows of those tables that have rows."""
+    memory: Report = report.get("memory") or {}
+    techniques = [
+        (row["technique"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()), row["status"], row["did"])
+        for row in report["ledger"]
+    ]
+    phases: list[tuple[str, ...]] = []
+    if len(memory.get("timeline", ())) > 1:
+        sizes = {name: [memory["by_phase"][phase][name] for phase in PHASES] for name in CATEGORIES}
+        sizes["total"] = [sum(memory["by_phase"][phase].values()) for phase in PHASES]
+        phases = [(name, *map(human_bytes, row)) for name, row in sizes.items() if any(row)]
+    attention = [
+        (row["text"], "\n".join(dict.fromkeys(row["modules"])), row["remedy"])
+        for row in report.get("attention", ())
+    ]
+    holders = ("of the peak", "bytes", "category", "where", "operation")
+    tables = [
+        ("Techniques", ("technique", "requested", "status", "what it did"), techniques),
+        ("Largest holders, predicted", holders, _holder_rows(report.get("out_of_memory") or {})),
+        ("Largest holders at the peak", holders, _holder_rows(memory)),
+        ("What would help", ADVICE, _advice_rows(report)),
+        ("Memory at the peak of each phase", ("category", *PHASES), phases),
+        ("Attention of the first batch", ("what ran", "modules", "try"), attention),
+    ]
+    return [table for table in tables if table[2]]
+
+
+def _holder_rows(held: Report) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for each in held.get("holders", ()):
+        times = f" ({each['count']} tensors)" if each["count"] > 1 else ""
+        size = f"{human_bytes(each['num_bytes'])}{times}"
+        share = each["num_bytes"] / (held["num_bytes"] or 1)
+        rows.append((share, size, each["category"], each["path"], each["operation"]))
+    return rows
+
+
+def _charts(report: Report) -> list[Chart]:
+    """Return memory, speed and training over the run; each line with the baseline's."""
+    baseline: Report = report.get("baseline") or {}
+    series, theirs = (each.get("series", {}) for each in (report, baseline))
+    validation, their_validation = (each.get("validation", {}) for each in (report, baseline))
+    drawn = _first_steps_chart(report.get("memory") or {})
+    if held := series.get("held_bytes"):
+        peak = series.get("peak_bytes", ())
+        size, unit = _byte_unit(max(num_bytes for _, num_bytes in [*held, *peak]))
+        title = "Memory reserved by the allocator" if peak else "Resident memory of the process"
+        lines, compared = {"this run": held, "peak allocated so far": peak}, theirs.get("held_bytes", ())
+        drawn += _line_chart(title, unit, lines, compared, size=size, lowest=0.0)
+    lines, compared = {"this run": series.get("samples_per_s", ())}, theirs.get("samples_per_s", ())
+    drawn += _line_chart("Throughput", "samples/s", lines, compared, x_name="timed batch", lowest=0.0)
+    drawn += _batch_times_chart(report, theirs.get("batch_times_ms", ()))
+    waits = series.get("data_wait_ms", ())
+    if max((wait for _, wait in waits), default=0.0) > LEAST_WAIT_MS:
+        lines, compared = {"this run": waits}, theirs.get("data_wait_ms", ())
+        drawn += _line_chart("Wait for data", "ms a batch", lines, compared, x_name="timed batch", lowest=0.0)
+
+    val_losses = [name for name in validation if "loss" in name.lower()][: MAX_METRICS - 2]
+    lines = {"training": report.get("losses", ())} | {name: validation[name] for name in val_losses}
+    drawn += _line_chart("Loss", "loss", lines, baseline.get("losses", ()))
+    metrics = [name for name in validation if "loss" not in name.lower() or not report.get("losses")]
+    for name in metrics[:MAX_METRICS]:
+        lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
+        drawn += _line_chart(f"Validation: {name}", name, lines, compared)
+    for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "gradient_norm")):
+        # Several optimizers have learning_rate, learning_rate_2, ...
+        names = [name for name in series if name.startswith(key)][:MAX_METRICS]
+        lines = {name.replace("_", " "): series[name] for name in names}
+        drawn += _line_chart(title, title.lower(), lines, theirs.get(key, ()), lowest=0.0)
+    return drawn
+
+
+def _line_chart(
+    title: str,
+    y_name: str,
+    lines: Mapping[str, Iterable[Sequence[Any]]],
+    baseline: Iterable[Sequence[Any]],
+    *,
+    x_name: str = "optimizer step",
+    size: float = 1.0,
+    lowest: float | None = None,
+) -> list[Chart]:
+    """Return a chart of lines and the baseline's, whose caption says the first one in numbers.
+
+    Values are in units of `size`. Those that are nan or infinity, which JSON has as text, or too large are
+    left out, and so are lines of less than two points; without the first line there is no chart.
+    """
+    drawn: list[Series] = []
+    colored = [*zip(lines.items(), LINE_COLORS, strict=False), (("baseline", baseline), BASELINE_COLOR)]
+    for (name, given), color in colored:
+        points: list[Point] = [(float(x), float(y) / size) for x, y in given if abs(float(y)) < LARGEST]
+        if len(points) > 1:
+            drawn.append(Series(name, points, color))
+    first = next(iter(lines), "")
+    if not drawn or drawn[0].name != first:
+        return []
+    values = [y for _, y in drawn[0].points]
+    caption = f"{y_name} from {values[0]:.4g} to {values[-1]:.4g}; "
+    caption += f"lowest {min(values):.4g}, highest {max(values):.4g}"
+    if lost := len(list(lines[first])) - len(values):
+        caption += f"; {lost} point{'s' if lost > 1 else ''} not drawn"
+    # In front are lines of few points, such as a loss of validation; the baseline is behind all others.
+    drawn.sort(key=lambda each: (each.color == BASELINE_COLOR, len(each.points)))
+    shown = [each._replace(points=thinned(each.points)) for each in drawn]
+    return [charts.draw(title, caption, shown, x_name, y_name, lowest=lowest)]
+
+
+def _first_steps_chart(memory: Report) -> list[Chart]:
+    """Return live bytes of the first steps by category."""
+    timeline: Sequence[Mapping[str, Any]] = memory.get("timeline", ())
+    if len(timeline) < 2:
+        return []
+    path = f" in {memory['path']}" if memory["path"] else ""
+    at = f"{memory['phase']}: {memory['operation'] or 'before the first operation'}{path}"
+    caption = f"live bytes by category; the peak, {human_bytes(memory['num_bytes'])}, is in the {at}"
+    size, unit = _byte_unit(max(sum(moment[name] for name in CATEGORIES) for moment in timeline))
+    values = {name: [moment[name] / size for moment in timeline] for name in CATEGORIES}
+    areas = charts.stacked([moment["event"] for moment in timeline], values)
+    x_name = "tensors allocated or freed so far"
+    return [charts.draw("Memory of the first steps", caption, areas, x_name, unit)]
+
+
+def _batch_times_chart(report: Report, baseline: Sequence[float]) -> list[Chart]:
+    """Return a histogram of the times of batches."""
+    times: Sequence[float] = report.get("series", {}).get("batch_times_ms", ())
+    if len(times) < 2 or not max(times):
+        return []
+    shown = [each for each in (times, baseline) if each]
+    top = max(min(max(each), SLOW * each[len(each) // 2]) for each in shown)
+    median = report["measured"].get("batch_time_s")  # not of `times`, which may be thinned
+    caption = "" if median is None else f"median {1e3 * median:.1f} ms, "
+    caption += f"slowest {times[-1]:.1f} ms" + (" (in the last column)" if times[-1] > top else "")
+    return [charts.draw("Time per batch", caption, charts.columns(shown, top), "ms", "% of the batches")]
+
+
+def _byte_unit(largest: float) -> tuple[float, str]:
+    """Return the bytes of the unit in which `human_bytes` shows a size, and its name."""
+    unit = human_bytes(largest).split()[1]
+    return UNITS.get(unit, 1), unit
