@@ -39,7 +39,7 @@ from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import WITHOUT_ACCUMULATION, Remedy
+from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP, WITHOUT_ACCUMULATION
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.microbatching import lightning_loop
 
@@ -119,7 +119,7 @@ class GradientAccumulation(Managed):
                 key="trainer.accumulate_grad_batches",
                 value=trainer.accumulate_grad_batches,
                 allowed="1 with GradientAccumulation, which sets it from global_batch_size or num_batches",
-                remedies=[Remedy("trainer.accumulate_grad_batches=1", "Trainer(accumulate_grad_batches=1)")],
+                remedies=[TO_ONE_BATCH_A_STEP],
             )
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)

@@ -53,6 +53,7 @@ TO_ADAMW = Remedy("optimizer=adamw", "OptimizerChoice(optimizer=partial(torch.op
 TO_AUTO_PRECISION = Remedy("precision=auto", "AutoPrecision()")
 TO_BF16_MIXED = Remedy("precision=bf16_mixed", 'AutoPrecision(precision="bf16-mixed")')
 TO_FP32 = Remedy("precision=fp32", 'AutoPrecision(precision="32-true")')
+TO_ONE_BATCH_A_STEP = Remedy("trainer.accumulate_grad_batches=1", "Trainer(accumulate_grad_batches=1)")
 TO_TWO_DEVICES = Remedy("trainer.devices=2", "Trainer(devices=2)")
 TO_AUTO_STRATEGY = Remedy("strategy=auto", 'Trainer(strategy="auto")')
 TO_DDP = Remedy("strategy=ddp", 'Trainer(strategy="ddp")')

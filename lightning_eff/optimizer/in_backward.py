@@ -29,7 +29,13 @@ from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
-from lightning_eff.core.remedies import TO_ADAMW, WITHOUT_ACCUMULATION, WITHOUT_MICRO_BATCH, Remedy
+from lightning_eff.core.remedies import (
+    TO_ADAMW,
+    TO_ONE_BATCH_A_STEP,
+    WITHOUT_ACCUMULATION,
+    WITHOUT_MICRO_BATCH,
+    Remedy,
+)
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
@@ -44,10 +50,7 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
             "partial(InBackward, max_parameter_norm=1.0) and Trainer(gradient_clip_val=None)",
         ),
     ),
-    "run/accumulation": (
-        PER_MICRO_BATCH,
-        Remedy("trainer.accumulate_grad_batches=1", "Trainer(accumulate_grad_batches=1)"),
-    ),
+    "run/accumulation": (PER_MICRO_BATCH, TO_ONE_BATCH_A_STEP),
     "lightning/GradientAccumulationScheduler": (PER_MICRO_BATCH,),
     "callbacks/gradient_accumulation": (PER_MICRO_BATCH, WITHOUT_ACCUMULATION),
     "callbacks/micro_batch": (PER_MICRO_BATCH, WITHOUT_MICRO_BATCH),

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import TO_ADAMW, Remedy
+from lightning_eff.core.remedies import TO_ADAMW, TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
@@ -42,7 +42,7 @@ _NO_CLIPPING = Rule(
 _NO_ACCUMULATION = Rule(
     name="run/manual_accumulation",
     reason="Lightning accumulates nothing for a module that steps its optimizers itself",
-    remedies=(Remedy("trainer.accumulate_grad_batches=1", "Trainer(accumulate_grad_batches=1)"),),
+    remedies=(TO_ONE_BATCH_A_STEP,),
 )
 
 
