@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let warnings be errors in the versions of our own CI alone: libraries warn of other versions."""
     if not (sys.version_info[:2] == (3, 11) and version("torch").startswith("2.13.")):
         config.addinivalue_line("filterwarnings", "default")
+        for kind in ("NoEffectWarning", "ConflictWarning", "CheckpointWarning", "SlowPathWarning"):
+            config.addinivalue_line("filterwarnings", f"error::lightning_eff.core.errors.{kind}")
 
 
 @pytest.hookimpl(tryfirst=True)

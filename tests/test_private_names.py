@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
 import inspect
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
+from lightning_eff.core.errors import EnvironmentLacksError
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.throughput import FETCH_ACTION
+from tests.support.techniques import ROOT
 
 LOOPS = "lightning.pytorch.loops"
 EPOCH_LOOP = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
@@ -186,3 +194,42 @@ def test_fake_tensors_have_what_a_prediction_needs() -> None:
             assert not isinstance(torch.ones(1), FakeTensor)
     assert isinstance(functional.name2qmap, dict)
     assert isinstance(utils._code_4bit_cache, dict)
+
+
+FOUNDATIONS = ("torch.utils._pytree:", "torch.utils._python_dispatch:TorchDispatchMode", "torch._subclasses.")
+"""What other libraries build on as if it were public."""
+
+
+def test_private_names_of_torch_are_never_imported_with_a_module() -> None:
+    found: list[str] = []
+    for file in sorted((ROOT / "lightning_eff").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+                places = [f"{node.module}:{alias.name}" for alias in node.names]
+                private = [place for place in places if re.search(r"[.:]_", place)]
+                found += [f"{file.name}: {place}" for place in private if not place.startswith(FOUNDATIONS)]
+    assert found == [], "use core.torch_private"
+
+
+TAKE_AWAY = """
+import importlib, pkgutil, re, sys
+from pathlib import Path
+import lightning.pytorch, peft, torchao, transformers
+import lightning_eff
+
+texts = "".join(path.read_text() for path in Path(lightning_eff.__path__[0]).rglob("*.py"))
+places = set(re.findall(r"torch_private\\(\\s*\\"(torch[\\w.]*):(\\w+)\\"", texts))
+assert len(places) > 15, places
+for module, name in places:
+    delattr(importlib.import_module(module), name)
+for module in pkgutil.walk_packages(lightning_eff.__path__, "lightning_eff."):
+    importlib.import_module(module.name)
+print(len(places))
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_without_its_private_names_loses_features_and_not_the_package() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", TAKE_AWAY], check=True, cwd=ROOT)
+    with pytest.raises(EnvironmentLacksError, match=r"no torch.nn.gone, without which LoRA cannot work"):
+        torch_private("torch.nn:gone", "LoRA")

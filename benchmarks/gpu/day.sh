@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.." || exit 1
 
 budget=${1:?usage: day.sh SECONDS [PART...]}
 shift
-wanted=" ${*:-tests correctness planner attention ceilings gemm loss host layers dw speed offload float8 conv long} "
+wanted=" ${*:-tests correctness planner attention ceilings gemm loss host layers dw speed trainer offload float8 conv lora long} "
 OUT=${OUT:-outputs/gpu}
 PYTHON=${PYTHON:-python3}
 started=$SECONDS
@@ -68,7 +68,7 @@ if [[ $wanted == *" tests "* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; the
 fi
 # What is only checked, or only counts its own bytes, shares the GPU.
 measure kernels 150 correctness &
-measure recipes 180 planner &
+measure training 180 planner &
 wait
 # What is timed has it alone.
 measure models 40 attention
@@ -76,10 +76,12 @@ measure gemm 130 ceilings gemm
 measure layers 70 loss
 measure layers 60 host layers
 measure layers 30 dw
-measure recipes 120 speed
+measure training 120 speed
+measure models 30 trainer
 measure models 30 offload
 measure models 80 float8
 measure models 20 conv
+measure models 40 lora
 measure models 90 long
 "$PYTHON" benchmarks/gpu/claims.py "$OUT" 2>&1 | tee -a "$log"
 say "done: $OUT/summary.md"

@@ -11,19 +11,23 @@ A ratio has to hold in both: the smaller one counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from operator import truediv
 from statistics import median
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from _suite import Measurement, Setting, in_turns, main, one_case, require
+from _suite import CLOCKS, Measurement, Setting, in_turns, main, nvidia_smi, one_case, require, sync
 from kernels import COMPILE_S, check, compile_ahead, jobs_of
-from lightning_eff.kernels import devices, tiles
+from lightning_eff.kernels import devices, launch, tiles
 from tests.support.gemm_problem import Case, Problem, Run, cases_of, mlp_cases, run_config, run_library
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -37,6 +41,8 @@ GATED_MLPS = ((8192, 14336, 4096), (8192, 11008, 4096))
 """Llama 3 8B and Llama 2 7B: tokens, hidden features, input features."""
 ACTIVATED_MLPS = ((8192, 16384, 4096), (8192, 6400, 1600))
 """GPT-J 6B and GPT-2 XL."""
+WIDE_BANDS = 16
+"""Rows of tiles in a band, in place of 8: by arithmetic 21 % fewer misses of the L2 cache."""
 TOP_CONFIGS = 3
 """Configs that are measured: those that the cost model ranks first."""
 LIBRARY, METHODS = "library", ("flushed", "graph")
@@ -56,7 +62,23 @@ def ceilings(setting: Setting) -> dict[str, Any]:
     found = in_turns(calls, setting, calls_per_turn=10)
     found["mm"]["TFLOP/s"] = 2 * n**3 / found["mm"]["ms"] / 1e9
     found["copy"]["TB/s"] = 2 * num_bytes / found["copy"]["ms"] / 1e9  # each byte is read and written
-    return found
+    return found | {"sustained": sustained(calls["mm"], 2 * n**3, setting)}
+
+
+def sustained(call: Callable[[], Any], num_flops: int, setting: Setting) -> dict[str, Any]:
+    """Run a product for two seconds, and read power and clocks in their middle."""
+    limit_s, num_calls, elapsed_s = setting.size(2, 0), 0, 0.0
+    with ThreadPoolExecutor(1) as pool:
+        clocks = pool.submit(lambda: time.sleep(limit_s / 2) or nvidia_smi(setting.device, CLOCKS))
+        sync(setting.device)
+        began = time.perf_counter()
+        while elapsed_s < limit_s or not num_calls:
+            for _ in range(setting.size(20, 1)):  # queued: the GPU never waits for Python
+                call()
+                num_calls += 1
+            sync(setting.device)
+            elapsed_s = time.perf_counter() - began
+    return {"TFLOP/s": num_calls * num_flops / elapsed_s / 1e12, "clocks": clocks.result()}
 
 
 def gemm(setting: Setting) -> dict[str, Measurement]:
@@ -97,6 +119,9 @@ def compare(case: Case, device: torch.device) -> dict[str, Any]:
     ranked = tiles.rank_configs(problem.shape(), devices.of(device))[:TOP_CONFIGS]
     runs: dict[str, Run] = {LIBRARY: run_library}
     runs |= {str(cost.config): run_config(cost.config) for cost in ranked}
+    if (case.M, case.N, case.K) == CUBE and ranked:
+        best = ranked[0].config
+        runs[f"{best}, bands of {WIDE_BANDS}"] = partial(in_wide_bands, run_config(best))
     candidates = {name: check(run, problem, rounds_twice=name == LIBRARY) for name, run in runs.items()}
     problems = problem.rotation()
     seconds: dict[str, dict[str, list[float]]] = {
@@ -111,6 +136,12 @@ def compare(case: Case, device: torch.device) -> dict[str, Any]:
         found["seconds"] = seconds.get(name)
     ratios = [found["ratio"] for name, found in candidates.items() if name != LIBRARY and found["ratio"]]
     return {"kind": case.kind, "best": max(ratios, default=None)} | candidates
+
+
+def in_wide_bands(run: Run, problem: Problem) -> Tensor:
+    """Launch a config whose tiles are computed in higher bands."""
+    with patch.object(launch, "GROUP_M", WIDE_BANDS):
+        return run(problem)
 
 
 def ratio(seconds: dict[str, dict[str, list[float]]], name: str) -> float | None:

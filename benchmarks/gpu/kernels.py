@@ -8,6 +8,7 @@ a GPU this needs Triton's interpreter: TRITON_INTERPRET=1 and --smoke.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,8 +31,9 @@ from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 from tests.support.gemm_problem import GRADIENTS, Case, Problem, Run, error_of, mlp_cases, run_config
 
 BF16 = torch.bfloat16
-ODD_SIZES = ((264, 1000, 200), (1000, 264, 136), (200, 50264, 520), (264, 264, 4104))
-"""Multiples of 8 and not of 16: rows that TMA can copy, of sizes for which other kernels are compiled."""
+ODD_SIZES = ((264, 1000, 200), (1000, 264, 136), (200, 50264, 520), (264, 264, 4104), (136, 50257, 136))
+"""Multiples of 8 and not of 16: rows that TMA can copy, of sizes for which other kernels are compiled. The
+last has the vocabulary of GPT-2, whose rows TMA cannot copy."""
 TINY_SIZES = ((24, 40, 72), (24, 40, 520))
 COMPILE_S = 60.0
 """Seconds in which kernels are compiled in parallel before they are used one after the other."""
@@ -63,6 +65,7 @@ def correctness(setting: Setting) -> dict[str, Measurement]:
         compile_ahead(jobs_of(cases, devices.of(setting.device)), setting.device, limit_s=COMPILE_S)
     of_layers = [case for case in cases if case.kind not in (*GRADIENTS, *GRADIENTS.values())]
     found: dict[str, Measurement] = {"gemm": partial(check_cases, of_layers, setting)}
+    found["other calls"] = partial(check_calls, setting)
     return found | {str(config): partial(check_cases, cases, setting, config) for config in CONFIGS}
 
 
@@ -97,6 +100,51 @@ def check_cases(cases: Iterable[Case], setting: Setting, config: TileConfig | No
         else:
             found[f"{case} {str(case.dtype).removeprefix('torch.')}"] = result
     return found
+
+
+def check_calls(setting: Setting) -> dict[str, Any]:
+    """Check batch axes, factors, strides, more than 2^31 elements, and both precisions of float32."""
+
+    def normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(*sizes, device=setting.device).to(dtype)
+
+    m, n, k = (setting.size(full, small) for full, small in ((264, 24), (1000, 40), (200, 72)))
+    rows, columns = setting.size(65544, 24), setting.size(32776, 40)
+    a, b, c, wide = normal(m, k), normal(k, n), normal(m, n), normal(m, 2 * n)
+    single = {"a": normal(m, k, dtype=torch.float32), "b": normal(k, n, dtype=torch.float32)}
+    calls: dict[str, dict[str, Any]] = {
+        "batch axes": {"a": normal(3, 1, m, k), "b": normal(2, k, n)},
+        "alpha and beta": {"a": a, "b": b, "c": c, "alpha": -0.5, "beta": 2.0},
+        "strided out": {"a": a, "b": b, "out": wide[:, ::2]},
+        "more than 2^31 elements": {"a": normal(rows, 64), "b": normal(64, columns)},
+        "float32 in IEEE": single, "float32 in TF32": single,
+    }  # fmt: skip
+    tf32, found = torch.backends.cuda.matmul.allow_tf32, dict[str, Any]({"right": 0})
+    for name, call in calls.items():
+        torch.backends.cuda.matmul.allow_tf32 = name.endswith("TF32")
+        error = call_error(call, u=2.0**-10 if name.endswith("TF32") and setting.is_cuda else 2.0**-23)
+        if error <= 1.0:
+            found["right"] += 1
+        else:
+            found[name] = {"wrong": f"error {error:.3g} times what is allowed"}
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    return found
+
+
+def call_error(call: dict[str, Any], *, u: float) -> float:
+    """Return the largest error of the first and last rows over `4 u |A| @ |B| + eps |ref|`."""
+    found = gemm(**call, backend="triton")
+    a, b = call["a"], call["b"].double()
+    errors: list[float] = []
+    for part in (slice(0, 64), slice(-64, None)):
+        rows = a[..., part, :].double()
+        expected = rows @ b * call.get("alpha", 1.0)
+        if "c" in call:
+            expected = expected + call["beta"] * call["c"][..., part, :]
+        allowed = 4 * u * (rows.abs() @ b.abs()) + torch.finfo(found.dtype).eps * expected.abs()
+        error = (found[..., part, :].double() - expected).abs() / allowed
+        errors.append(float(error.nan_to_num(math.inf).max()))
+    return max(errors)
 
 
 def run_gemm(problem: Problem) -> Tensor:

@@ -1,6 +1,6 @@
 """Measure parts of models: attention, float8 blocks, offloaded activations, convolutions, long sequences.
 
-    python benchmarks/gpu/models.py attention float8 offload conv long --out results --tokens 32768
+    python benchmarks/gpu/models.py attention float8 offload conv lora long --out results --tokens 32768
 
 A long sequence is a training step of a random model of the size of Llama 3 8B with LoRA.
 """
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -148,27 +149,58 @@ def time_conv(setting: Setting) -> dict[str, Any]:
 
     for layout in (torch.contiguous_format, torch.channels_last):
         convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        model = nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU()).to(setting.device)
+        model: Any = nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU()).to(setting.device)
         model.to(memory_format=layout)
         x = torch.randn(batch, channels, side, side, device=setting.device).to(memory_format=layout)
         calls[str(layout).removeprefix("torch.")] = partial(step, model, x.requires_grad_())
     return in_turns(calls, setting)
 
 
+def time_transformers(setting: Setting) -> dict[str, Any]:
+    """Train GPT-2 small with the defaults of transformers' Trainer, at the sizes of `training.py speed`."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    length, batch_size, steps = setting.size(1024, 16), setting.size(16, 2), setting.size(20, 2)
+    config = GPT2Config(n_positions=length, vocab_size=setting.size(16384, 100), n_layer=setting.size(12, 1))
+    model = GPT2LMHeadModel(config)
+    tokens = torch.randint(100, (steps * batch_size, length))
+    samples: Any = [{"input_ids": each, "labels": each} for each in tokens]
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": batch_size,
+        "report_to": [],
+        "save_strategy": "no",
+    }
+    with TemporaryDirectory() as folder:
+        for num_steps in (2, steps):  # the first call warms up
+            arguments = TrainingArguments(folder, max_steps=num_steps, use_cpu=not setting.is_cuda, **options)
+            metrics = Trainer(model, arguments, train_dataset=samples).train().metrics
+    return {"tokens/s": steps * batch_size * length / metrics["train_runtime"]}
+
+
+def lora(setting: Setting) -> dict[str, Measurement]:
+    """Return LoRA of the large model on two sequences, as in published measurements of an H100."""
+    require("peft")
+    length = setting.size(4096, 64)
+    return {f"2 x {length} tokens": partial(train_lora, length, setting, num_sequences=2, num_steps=3)}
+
+
 def long(setting: Setting) -> dict[str, Measurement]:
     """Return one training step of a long sequence."""
     require("peft")
     length = setting.size(setting.tokens, 64)
-    return {f"{length} tokens": partial(train_long, length, setting)}
+    return {f"{length} tokens": partial(train_lora, length, setting)}
 
 
-def train_long(length: int, setting: Setting) -> dict[str, Any]:
-    """Train a step with recomputed blocks and the tiled loss, and return its time and memory."""
+def train_lora(
+    length: int, setting: Setting, *, num_sequences: int = 1, num_steps: int = 1
+) -> dict[str, Any]:
+    """Train with recomputed blocks and the tiled loss, and return time and memory of a step."""
     model, trained = lora_model(length, setting)
     optimizer, device = torch.optim.AdamW(trained, lr=1e-4), setting.device
 
     def step(num_tokens: int) -> float:
-        tokens = torch.randint(model.head.weight.shape[0], (1, num_tokens + 1), device=device)
+        sizes = (num_sequences, num_tokens + 1)
+        tokens = torch.randint(model.head.weight.shape[0], sizes, device=device)
         x = model.embedding(tokens[:, :-1])
         for block in model.blocks:
             x = block(x)
@@ -178,18 +210,19 @@ def train_long(length: int, setting: Setting) -> dict[str, Any]:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    step(min(length, 1024))  # libraries load their kernels
+    loss = step(min(length, 1024))  # libraries load their kernels
     if setting.is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     sync(device)
     began = time.perf_counter()
-    loss = step(length)
+    for _ in range(num_steps):
+        loss = step(length)
     sync(device)
-    seconds = time.perf_counter() - began
+    seconds = (time.perf_counter() - began) / num_steps
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained": sum(parameter.numel() for parameter in trained),
-        "loss": loss, "seconds": seconds, "tokens/s": length / seconds,
+        "loss": loss, "seconds": seconds, "tokens/s": num_sequences * length / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if setting.is_cuda else None,
     }  # fmt: skip
 
@@ -212,9 +245,11 @@ def lora_model(length: int, setting: Setting) -> tuple[Any, list[nn.Parameter]]:
 if __name__ == "__main__":
     parts = {
         "attention": attention,
+        "trainer": one_case("GPT-2 small", time_transformers, "transformers", "accelerate"),
         "float8": one_case("block", time_float8, "torchao"),
         "offload": one_case("6 blocks, 16,384 tokens", time_offload),
         "conv": one_case("3x3, 256 channels", time_conv),
+        "lora": lora,
         "long": long,
     }
     main(__doc__, parts)

@@ -18,16 +18,10 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.utils.checkpoint import (
-    _CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
-    _CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
-)
 from typing_extensions import override
 
 from lightning_eff.core.model_surgery import MODULE_HOOKS
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.kernels.matmul import is_traced
 
@@ -84,8 +78,10 @@ def _keeps_results() -> bool:
     """Return whether selective checkpointing, or a compiler, keeps results, which must not change then."""
     if is_traced():
         return True
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
+    modes = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "LoRA")()
+    caching = torch_private("torch.utils.checkpoint:_CachingTorchDispatchMode", "LoRA")
+    cached = torch_private("torch.utils.checkpoint:_CachedTorchDispatchMode", "LoRA")
+    return any(isinstance(mode, (caching, cached)) for mode in modes)
 
 
 def add_in_place(model: nn.Module) -> int:

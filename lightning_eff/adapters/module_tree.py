@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import ConfigError, suggest_name
 
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 """Layers that on some devices reject weights of another dtype than their input's; they have few weights."""
 
 

@@ -258,12 +258,16 @@ def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
         device: Of its weights.
         dtype: In which it computes.
     """
+    from torch.nn.attention import varlen
+
     if device.type != "cuda" or torch.version.hip:
         return f"the device is {device.type}, and kernels of variable length need CUDA"
     if torch.cuda.get_device_capability(device)[0] * 10 < MIN_CAPABILITY:
         return "kernels of variable length need compute capability 8.0"
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"{dtype} is not half precision"
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
+        return f"the kernel of torch {torch.__version__} has no grouped heads"
     implementation = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
     if implementation != "sdpa":
         return f"the model's attention is {implementation}, and only sdpa is replaced"

@@ -32,7 +32,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
@@ -48,6 +47,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.remedies import WITH_TORCH_COMPILE, WITHOUT_TORCH_COMPILE, Remedy
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import Observed, Suggestion
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
@@ -96,13 +96,16 @@ def keep_outputs(
             if argument.is_write
         ]
         memories = [t.untyped_storage() for t in tree_leaves(written) if isinstance(t, Tensor)]
-        for outputs in storage.values() if memories else ():
-            for index, output in outputs.items():
+        for outputs in list[Any](storage.values()) if memories else ():
+            # By index in torch 2.13, in a list before
+            for index, output in [*(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))]:
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
                 if any(mine is memory for mine in held for memory in memories):
-                    # torch 2.13's mark of an output that is recomputed; looked up here, since 2.11 lacks it
-                    outputs[index] = checkpoint._RECOMPUTE  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+                    # torch 2.13's mark of an output that is recomputed
+                    outputs[index] = torch_private(
+                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective of what is written to in place"
+                    )
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
@@ -266,9 +269,9 @@ class RecomputedBlock:
 
         # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
         options = (True, lambda: (first(), nullcontext()), "default", False, self._stops_early)
-        # Private, as of torch 2.13: runs up to the forward, and past it when it is resumed.
-        generate: Any = checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
-        return generate(again, *options, *args, **kwargs)
+        # As of torch 2.13: runs up to the forward, and past it when it is resumed.
+        place = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"
+        return torch_private(place, "callbacks/gradient_checkpointing")(again, *options, *args, **kwargs)
 
     def _explanation(self, error: RuntimeError) -> str:
         """Return what an error of torch's means for the block; empty if it is not the checkpoint's."""
@@ -426,7 +429,8 @@ class GradientCheckpointing(Managed):
         self.cleanup.callback(reorder, True)  # noqa: FBT003
         if self.policy == "budget":
             self._is_budget_set = True
-            budget = functorch_config.patch(activation_memory_budget=self.memory_budget)
+            config = torch_private("torch._functorch:config", "policy=budget")
+            budget = config.patch(activation_memory_budget=self.memory_budget)
             self.cleanup.enter_context(budget)
         else:
             self.cleanup.callback(model_surgery.restore, pl_module)

@@ -29,8 +29,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed
 from typing_extensions import override
 
 from lightning_eff.callbacks._torch_compile.compilations import Compilations
@@ -52,6 +50,7 @@ from lightning_eff.core.technique import (
     name_of,
 )
 from lightning_eff.core.text import human_bytes
+from lightning_eff.core.torch_private import torch_private
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 RECOMPILATIONS_PER_PART = 8
@@ -243,7 +242,7 @@ class TorchCompile(Managed):
         # it would continue uncompiled.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
         most = max(256, limit)
-        limits = dynamo_config.patch(
+        limits = torch_private("torch._dynamo:config", "callbacks/torch_compile").patch(
             recompile_limit=limit, accumulated_recompile_limit=most, fail_on_recompile_limit_hit=True
         )
         self.cleanup.enter_context(limits)
@@ -268,7 +267,8 @@ class TorchCompile(Managed):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if self._cache is not None and isinstance(exception, BackendCompilerFailed):  # inductor's is one
+        failed = torch_private("torch._dynamo.exc:BackendCompilerFailed", "callbacks/torch_compile")
+        if self._cache is not None and isinstance(exception, failed):  # inductor's is one
             text = f"graphs and kernels are kept in {self._cache[0]}; if a file there is damaged"
             exception.add_note(f"{text}\n  try: rm -r {self._cache[0]}")
         super().on_exception(trainer, pl_module, exception)

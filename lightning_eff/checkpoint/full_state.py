@@ -13,11 +13,10 @@ host, one tensor after another. A strategy takes them as its own hooks, and retu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
 from lightning_eff.core.errors import CheckpointError
@@ -25,6 +24,13 @@ from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
 """Optimizer state that is one number per parameter, even if the parameter is a scalar too."""
+
+
+class IncompatibleKeys(NamedTuple):
+    """What torch passes to hooks after it has loaded a state dict; they may remove keys."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class ShardedState(Protocol):
@@ -91,7 +97,7 @@ def load_module_state(
     """
     everything = module.state_dict(keep_vars=True)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
-    keys = _IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
+    keys = IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     for hook in vars(module)["_load_state_dict_post_hooks"].values():  # as torch 2.13's load_state_dict does
         hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
     problems = [f"missing {name[:200]!a}" for name in keys.missing_keys] if strict else []

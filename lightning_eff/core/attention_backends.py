@@ -20,10 +20,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    _cur_sdpa_kernel_backends,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.nn.attention import SDPBackend
+
+from lightning_eff.core.torch_private import torch_private
 
 SDP = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -171,7 +170,8 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
 def switched_on() -> list[str]:
     """Return the backends that are switched on now, by `sdpa_kernel` or for good, by priority."""
     names = {backend: name for name, backend in SDP.items()}
-    return [names[each] for each in _cur_sdpa_kernel_backends(with_priority=True) if each in names]
+    current = torch_private("torch.nn.attention:_cur_sdpa_kernel_backends", "callbacks/attention")
+    return [names[each] for each in current(with_priority=True) if each in names]
 
 
 _SHAPES = ("number of heads", "batch sizes", "no tokens", "strided last axis")

@@ -137,7 +137,7 @@ class HostOffload:
 
     def pack(self, tensor: Tensor) -> _OnHost | Tensor:
         """Return a tensor that autograd saves as one on the host."""
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or not tensor.numel():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
         if tensor.device.type in STREAMED:

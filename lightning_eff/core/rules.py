@@ -18,7 +18,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import (
     LEGACY,
@@ -38,6 +37,7 @@ from lightning_eff.core.technique import (
     Verdict,
     name_of,
 )
+from lightning_eff.core.torch_private import batch_norm_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
     # The module itself has no name among its children.
     named = {name or type(child).__name__: child for name, child in children.items()}
     first = next((n for n, child in named.items() if getattr(child, "gradient_checkpointing", False)), "")
-    normed = next((name for name, child in children.items() if isinstance(child, _BatchNorm)), "")
+    normed = next((name for name, child in children.items() if isinstance(child, batch_norm_class())), "")
     is_manual = not module.automatic_optimization
     takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
     return {

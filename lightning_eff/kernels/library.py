@@ -1,25 +1,13 @@
-"""Compute the GEMM by torch's own functions: the alternative to our kernels, and their reference."""
+"""Compute the GEMM by torch's own functions, the alternative to our kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_eff.kernels.operands import Operands
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""Activations that the kernels compute. Not the exact GELU: erf spills registers."""
+from lightning_eff.kernels.operands import ACTIVATIONS, Operands
 
 
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
@@ -70,32 +58,3 @@ def _written_to(operands: Operands, out: Tensor | None) -> Tensor | None:
         return out.view(-1, operands.M, operands.N)
     except RuntimeError:
         return None
-
-
-def reference(
-    a: Float[Tensor, "*batch m k"],
-    b: Float[Tensor, "*batch k n"],
-    c: Float[Tensor, "*batch m n"] | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    bias: Float[Tensor, " n"] | None = None,
-    activation: str | None = None,
-) -> Float[Tensor, "*batch m n"]:
-    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64, the reference of tests.
-
-    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
-    does not reach the result then.
-
-    Example:
-        >>> reference(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))
-        tensor([[6., 7.],
-                [6., 7.]], dtype=torch.float64)
-    """
-    a, b = (a, b) if alpha else (torch.zeros_like(a), torch.zeros_like(b))
-    result = alpha * (a.double() @ b.double())
-    if c is not None and beta:
-        result = result + beta * c.double()
-    if bias is not None:
-        result = result + bias.double()
-    return ACTIVATIONS[activation](result) if activation else result

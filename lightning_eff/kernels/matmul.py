@@ -31,8 +31,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.launch import CannotCompileError, Launch
-from lightning_eff.kernels.library import ACTIVATIONS, by_library
+from lightning_eff.kernels.library import by_library
 from lightning_eff.kernels.operands import (
+    ACTIVATIONS,
     Operands,
     batch_of,
     check_operands,

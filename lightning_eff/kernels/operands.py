@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.kernels import devices
-from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Of operands and results."""
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Activations that the kernels compute. Not the exact GELU: erf spills registers."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -30,7 +38,7 @@ class Operands:
         batch: Batch axes of D.
         alpha: Factor of the product.
         beta: Factor of `c`.
-        activation: One of `library.ACTIVATIONS`, or None.
+        activation: One of `ACTIVATIONS`, or None.
         gate: `[*batch, M, N]`, contiguous: what the activation is applied to in place of the product (the
             epilogues of MLPs: epilogue.py); or None.
         up: `[*batch, M, N]`, contiguous: the factor of a gated activation, in its gradient; or None.

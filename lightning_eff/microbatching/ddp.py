@@ -13,13 +13,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch._utils import (
-    _flatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
-    _take_tensors,  # pyright: ignore[reportPrivateUsage]
-    _unflatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_eff.core.torch_private import torch_private
+
+AUTO = "micro_batch_size=auto on several ranks"
 BUCKET_BYTES = 25 * 2**20
 """As in DDP; a larger gradient is a bucket of its own, and is averaged in place."""
 
@@ -62,11 +60,14 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     for parameter in used:
         if parameter.grad is None:  # another rank has one, and all take part in its all-reduce
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _take_tensors([parameter.grad for parameter in used], BUCKET_BYTES):
-        flat = _flatten_dense_tensors(bucket)
+    take = torch_private("torch._utils:_take_tensors", AUTO)
+    flatten = torch_private("torch._utils:_flatten_dense_tensors", AUTO)
+    unflatten = torch_private("torch._utils:_unflatten_dense_tensors", AUTO)
+    for bucket in take([parameter.grad for parameter in used], BUCKET_BYTES):
+        flat = flatten(bucket)
         # gradient = sum over ranks of gradient / num_ranks, divided first as DDP does
         dist.all_reduce(flat.div_(num_ranks), group=model.process_group)
-        for gradient, values in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        for gradient, values in zip(bucket, unflatten(flat, bucket), strict=True):
             gradient.copy_(values)
     return total
 

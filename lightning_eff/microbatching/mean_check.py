@@ -21,13 +21,12 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core import random_states
 from lightning_eff.core.call_state import CallState, version
 from lightning_eff.core.errors import ConflictError, root_cause_line
 from lightning_eff.core.shards import is_sharded
+from lightning_eff.core.torch_private import batch_norm_class, real_tensors
 from lightning_eff.microbatching.merging import mean
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.splitting import MicroBatchPart
@@ -85,7 +84,8 @@ def check_mean(
     if is_fake(parameters[0]):
         return found
     try:
-        if any(isinstance(child, _BatchNorm) and child.running_mean is None for child in module.modules()):
+        norms: list[Any] = [child for child in module.modules() if isinstance(child, batch_norm_class())]
+        if any(norm.running_mean is None for norm in norms):
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
@@ -94,7 +94,7 @@ def check_mean(
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
         # Uncompiled, and unseen by counters of operations.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), _disable_current_modes():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
             full, again = run_part(few), run_part(few)
             outputs = [[run_part(part) for part in partition] for partition in partitions]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core import allocator
 from lightning_eff.core.errors import ConfigError, is_out_of_memory
+from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, free_memory
 from lightning_eff.microbatching.snapshot import OptimizerSnapshot, StepSnapshot
@@ -143,7 +143,7 @@ class SizeTrials:
         alone = nullcontext() if self._replica is None else ddp.without_collectives(self._replica)
         try:
             # torch's dispatch modes (FLOP counters, LiveBytes); private, as of torch 2.13
-            with _disable_current_modes(), alone:
+            with real_tensors(), alone:
                 yield
         finally:
             for registered, before in zip(hooks, kept, strict=True):

@@ -27,9 +27,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import (
-    _disable_current_modes as disabled_modes,  # pyright: ignore[reportPrivateUsage]
-)
 from typing_extensions import override
 
 from lightning_eff.checkpoint import stored_weights
@@ -41,6 +38,7 @@ from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
 from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.torch_private import real_tensors
 
 
 class GradientCheck(RejectsTransformersTrainer, pl.Callback):
@@ -94,7 +92,7 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
         if self.max_nonfinite_steps is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        with disabled_modes():  # the report does not count what a monitor holds
+        with real_tensors():  # the report does not count what a monitor holds
             if isinstance(loss, Tensor):
                 total = loss.detach().float().sum()
                 self._loss = total if self._loss is None else self._loss + total

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.report.live_bytes import InfraMode
 
 aten: Any = torch.ops.aten
@@ -72,7 +72,7 @@ class FakeValues(InfraMode):
             indices: list[Any] = []
             for index in args[1]:
                 if isinstance(index, Tensor) and index.dtype == torch.bool and index in self.known:
-                    with _disable_current_modes():
+                    with real_tensors():
                         positions = self.known[index].nonzero(as_tuple=True)
                     indices += [torch.empty(len(position), dtype=torch.int64) for position in positions]
                 else:
@@ -111,7 +111,7 @@ class FakeValues(InfraMode):
                 return None
         reals = [self._value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         real_args, real_kwargs = tree_unflatten(reals, spec)
-        with _disable_current_modes():
+        with real_tensors():
             return func(*real_args, **real_kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
@@ -142,7 +142,7 @@ class FakeValues(InfraMode):
         if real is None:
             real = getattr(tensor, "constant", None)  # FakeTensor.constant, torch 2.13
         if real is not None:
-            with _disable_current_modes():
+            with real_tensors():
                 return real.item()
         value = self._assumption.get(tensor, DEFAULT_FLOAT if tensor.is_floating_point() else 1)
         value = bool(value) if tensor.dtype == torch.bool else value

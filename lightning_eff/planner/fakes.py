@@ -23,23 +23,19 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-    _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
-    _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_eff.core.torch_private import real_tensors, torch_private
 from lightning_eff.planner.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
-real_tensors = _disable_current_modes
 """Context manager: make real tensors inside `Fakes`, for example to load data."""
 PLAIN = (Tensor, nn.Parameter)
 """Types whose memory is their storage alone."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
+COMPILED_PLAN = "a prediction of compiled modules"
 
 
 class Fakes(AbstractContextManager["Fakes"]):
@@ -93,12 +89,14 @@ class Fakes(AbstractContextManager["Fakes"]):
 
         @functools.wraps(model)
         def run(*args: Any, **kwargs: Any) -> Any:
-            is_counted = isinstance(_get_current_dispatch_mode(), LiveBytes)
+            mode = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode", COMPILED_PLAN)()
+            is_counted = isinstance(mode, LiveBytes)
             if torch.is_grad_enabled() and COMPILED not in self.assumed:
                 self.assumed.append(COMPILED)
             # Without grad mode it is an optimizer's update, whose temporaries are not counted.
             is_update = is_counted and not torch.is_grad_enabled()
-            with _pop_mode_temporarily() if is_update else nullcontext():
+            without_mode = torch_private("torch.utils._python_dispatch:_pop_mode_temporarily", COMPILED_PLAN)
+            with without_mode() if is_update else nullcontext():
                 return model(*args, **kwargs)
 
         return run

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from lightning_eff.core.attention_backends import ASK_FOR_SDPA, HALF
 from lightning_eff.core.text import human_bytes
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.module_tracker import in_backward
 
 FUSED = re.compile(
@@ -127,7 +127,8 @@ class AttentionWatch:
         """Look at an operation that `__torch_dispatch__` got, with its result."""
         self._is_done = self._is_done or in_backward()
         # Under DDP the calls that the compiler makes while it traces come here too.
-        if self._is_done or TracingContext.try_get() is not None:
+        tracing = torch_private("torch._guards:TracingContext", "the report of attention")
+        if self._is_done or tracing.try_get() is not None:
             return
         if getattr(args[0] if args else None, "is_nested", False):  # a nested tensor has no shape
             return

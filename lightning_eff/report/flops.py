@@ -65,7 +65,17 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a call that `__torch_dispatch__` got, with its result; 0 without a formula."""
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(packet) or _MORE.get(packet)
+    if formula is not None and "scaled_dot_product" in str(packet):
+        args = _ungrouped(args)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _ungrouped(args: Any) -> list[Any]:
+    """Return shapes in place of tensors, all with the queries' heads: torch 2.11 counts no grouped ones."""
+    shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
+    with_heads = [shape for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4]
+    num_heads = max((shape[1] for shape in with_heads), default=0)
+    return [torch.Size((each[0], num_heads, *each[2:])) if each in with_heads else each for each in shapes]
 
 
 def masked_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
@@ -85,11 +95,9 @@ _MORE: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (  # noqa: SLF001
-        lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (  # noqa: SLF001
-        lambda grad_out, query, key, value, *_, **__: sdpa_backward_flop_count(
-            grad_out.shape, query.shape, key.shape, value.shape
-        )
+        lambda grad_out, query, key, value, *_, **__: sdpa_backward_flop_count(grad_out, query, key, value)
     ),
 }

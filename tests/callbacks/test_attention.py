@@ -28,6 +28,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.planner.prediction import predict
 from tests.support.attending import Attending
 from tests.support.models import make_trainer
+from tests.support.versions import since_torch_2_13
 
 
 def run(net: pl.LightningModule, callback: Attention) -> Attention:
@@ -382,6 +383,7 @@ def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
             run(net, Attention(packing=packing))
 
 
+@since_torch_2_13
 def test_the_kernel_of_torch_takes_what_we_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """`varlen_attn` runs on CUDA alone; its own checks of arguments run here."""
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *_: (q, None, None))

@@ -19,6 +19,7 @@ from lightning_eff.models.gpt import GPT
 from tests.support.counted import Operators, kept_bytes
 from tests.support.models import Deep, fit
 from tests.support.ranks import is_equal
+from tests.support.versions import since_torch_2_13
 
 NUM_LAYERS = 4
 PRODUCTS_A_BLOCK = 4
@@ -123,6 +124,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+@since_torch_2_13
 @pytest.mark.parametrize(("kind", "packed"), [(nn.LSTM, False), (nn.GRU, True), (nn.GRU, False)])
 def test_selective_gives_recurrent_blocks_their_gradients(kind: type[nn.RNNBase], packed: bool) -> None:
     """They add to products in place, a GRU through views that share no version counter."""
@@ -134,6 +136,7 @@ def test_selective_gives_recurrent_blocks_their_gradients(kind: type[nn.RNNBase]
     torch.testing.assert_close(gradients(model, x), plain, rtol=0.0, atol=0.0)
 
 
+@since_torch_2_13
 def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other() -> None:
     torch.manual_seed(0)
     blocks = [

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_eff.callbacks._triton_gemm.find_mlps import fuse_mlps
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.kernels.launch import Launch, launch
-from lightning_eff.kernels.library import ACTIVATIONS
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import gemm
-from lightning_eff.kernels.operands import check_operands
+from lightning_eff.kernels.operands import ACTIVATIONS, check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 from tests.support.gemm_problem import GRADIENTS, Case, Problem, error_of, run_config
 from tests.support.interpreted import results_of

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_eff.kernels.library import ACTIVATIONS, reference
 from lightning_eff.kernels.matmul import gemm
+from lightning_eff.kernels.operands import ACTIVATIONS
+from tests.support.gemm_problem import reference
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -25,6 +25,7 @@ from lightning_eff.planner.prediction import Prediction, predict, predict_step
 from lightning_eff.precision.auto import AutoPrecision
 from tests.support.counted import Operators
 from tests.support.prediction import GPT_OF, loader_for, trainer_of
+from tests.support.versions import since_torch_2_13
 
 B, H, T, E = 2, 4, 48, 16
 HALF = torch.bfloat16
@@ -183,6 +184,7 @@ def test_flops_are_the_same_and_the_peak_with_dropout_has_no_scores_on_cuda() ->
     assert held - saved > here.attention[0].score_bytes * 2
 
 
+@since_torch_2_13
 def test_autocast_has_the_lists_of_the_torch_that_is_installed() -> None:
     header = Path(str(torch.__file__)).with_name("include") / "ATen" / "autocast_mode.h"
     lists: dict[str, set[str]] = {}
@@ -243,6 +245,7 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 }
 
 
+@since_torch_2_13
 @pytest.mark.parametrize("name", KEPT)
 def test_autocast_of_cuda_keeps_float32_where_a_cpu_does_not(name: str) -> None:
     forward, expected = KEPT[name]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.planner.prediction import predict_step
 from lightning_eff.report.flops import FlopCount
+from tests.support.versions import since_torch_2_13
 
 
 def count(module: nn.Module, *inputs: Tensor) -> tuple[int, int]:
@@ -64,6 +65,7 @@ def test_products_that_are_added_in_place_count() -> None:
     assert counted.flops == (1 + 2) * 2 * 4 * 5 * 6
 
 
+@since_torch_2_13
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_higher_order_operator_runs_inside() -> None:
     from torch.nn.attention.flex_attention import flex_attention

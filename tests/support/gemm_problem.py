@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.launch import launch
-from lightning_eff.kernels.library import ACTIVATIONS, reference
-from lightning_eff.kernels.operands import Operands, check_operands, float32_precision
+from lightning_eff.kernels.operands import ACTIVATIONS, Operands, check_operands, float32_precision
 from lightning_eff.kernels.tile_configs import Shape, TileConfig
 
 MAX_COPIES = 4096
@@ -102,6 +101,35 @@ def mlp_cases(kind: Kind, layers: Iterable[Layer], dtype: torch.dtype) -> list[C
             Case(M=M, N=N, K=K, layout="nn", dtype=dtype, kind=GRADIENTS[kind]),
         )
     ]
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64; axes as those of `gemm`.
+
+    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
+    does not reach the result then.
+
+    Example:
+        >>> reference(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))
+        tensor([[6., 7.],
+                [6., 7.]], dtype=torch.float64)
+    """
+    a, b = (a, b) if alpha else (torch.zeros_like(a), torch.zeros_like(b))
+    result = alpha * (a.double() @ b.double())
+    if c is not None and beta:
+        result = result + beta * c.double()
+    if bias is not None:
+        result = result + bias.double()
+    return ACTIVATIONS[activation](result) if activation else result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_eff.kernels.launch import launch
-from lightning_eff.kernels.library import ACTIVATIONS, reference
 from lightning_eff.kernels.matmul import gemm
-from lightning_eff.kernels.operands import check_operands
+from lightning_eff.kernels.operands import ACTIVATIONS, check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
+from tests.support.gemm_problem import reference
 
 U32 = 2.0**-23
 SIZES = [1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 47, 64, 65, 97, 127, 128, 130]

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_eff.callbacks._tiled_mlp.side_effects import hooked, side_effect, state_of
@@ -29,6 +26,7 @@ from lightning_eff.callbacks._tiled_mlp.stand_in import input_features, stand_in
 from lightning_eff.callbacks._tiled_mlp.tiles import join, split
 from lightning_eff.core.model_surgery import ADAPTER
 from lightning_eff.core.shards import full_shape
+from lightning_eff.core.torch_private import real_tensors
 
 SHAPES = ((33,), (3, 11), (3, 2, 11))
 """Samples and tokens of the inputs on trial: odd lengths, no axis of one."""
@@ -95,7 +93,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
     if name := hooked(module):
         return TokenWise(f"hooks of {name} would run for every tile")
     with (
-        _disable_current_modes(),
+        real_tensors(),
         torch.device("cpu"),
         isolate_rng(),
         torch.no_grad(),

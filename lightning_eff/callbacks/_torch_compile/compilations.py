@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.utils import counters
+from lightning_eff.core.torch_private import torch_private
 
 
 @dataclass
@@ -30,30 +30,32 @@ class Compilations:
     @contextmanager
     def counting(self) -> Generator[None]:
         """Count what is compiled inside."""
+        counters = self._counters = torch_private("torch._dynamo.utils:counters", "callbacks/torch_compile")
+        callbacks = torch_private("torch._dynamo.callback:callback_handler", "callbacks/torch_compile")
         found = Counter(counters["aot_autograd"])
         self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), found
-        callback_handler.register_start_callback(self._on_start)
-        callback_handler.register_end_callback(self._on_end)
+        callbacks.register_start_callback(self._on_start)
+        callbacks.register_end_callback(self._on_end)
         try:
             yield
         finally:
             self._count()
             with suppress(ValueError):  # `torch.compiler.reset()` has removed them
-                callback_handler.remove_start_callback(self._on_start)
-                callback_handler.remove_end_callback(self._on_end)
+                callbacks.remove_start_callback(self._on_start)
+                callbacks.remove_end_callback(self._on_end)
 
-    def _on_start(self, args: CallbackArgs) -> None:
+    def _on_start(self, args: Any) -> None:
         self._began_s = time.perf_counter()
         _, _, attempt = args.compile_id.rpartition("/")  # "frame/attempt"; attempt 0 is the first compilation
         is_again = attempt.isdecimal() and int(attempt) > 0
         self.recompilations += args.callback_trigger.name == "DYNAMO" and is_again
 
-    def _on_end(self, _: CallbackArgs) -> None:
+    def _on_end(self, _: object) -> None:
         self.elapsed_s += time.perf_counter() - self._began_s
         self._count()
 
     def _count(self) -> None:
-        graphs, breaks, found = self._before
+        counters, (graphs, breaks, found) = self._counters, self._before
         new = Counter(counters["aot_autograd"])
         new.subtract(found)
         self.cached = new["autograd_cache_hit"]

@@ -14,12 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from torch._inductor.utils import clear_caches
-
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.torch_private import torch_private
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def default_cache_dir() -> str:
+    """Return the folder that torch uses by itself."""
+    return torch_private("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "cache_dir")()
+
+
+def forget_cache() -> None:
+    """Let this process forget what it knows of files in a folder that it used before."""
+    torch_private("torch._inductor.utils:clear_caches", "cache_dir")()
 
 
 @contextmanager
@@ -59,7 +67,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed) from error
     os.environ[INDUCTOR] = str(path)
     os.environ[TRITON] = before[TRITON] or str(path / "triton")
-    clear_caches()  # of this process, which know files in the folder before
+    forget_cache()
     try:
         yield path
     finally:
@@ -68,7 +76,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        clear_caches()
+        forget_cache()
 
 
 def folder_bytes(folder: Path) -> int:

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from typing_extensions import override
 
 from lightning_eff.callbacks._triton_gemm.mlp import FusedMLP, Layers
 from lightning_eff.core import model_surgery
 from lightning_eff.core.model_surgery import BlockSelector
+from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.kernels.linear import Accumulation
 
 _ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
@@ -78,7 +78,7 @@ def layers_of(module: nn.Module) -> Layers | None:
         return None
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
-    with unset_fake_temporarily(), isolate_rng():  # random numbers are real in a prediction too
+    with real_tensors(), isolate_rng():  # random numbers are real in a prediction too
         numbers = (torch.get_rng_state(), random.getstate())
         try:
             found = _match(traced, _Tracer().trace(traced))

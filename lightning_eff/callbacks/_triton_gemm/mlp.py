@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from lightning_eff.core.model_surgery import MODULE_HOOKS
 from lightning_eff.core.shards import is_sharded
-from lightning_eff.kernels import dispatch, library, matmul
+from lightning_eff.kernels import dispatch, matmul
 from lightning_eff.kernels.linear import Accumulation, bias_gradient, low_copy, product, weight_gradient
+from lightning_eff.kernels.operands import ACTIVATIONS as IN_EPILOGUES
 from lightning_eff.kernels.operands import DTYPES, Operands
 
 aten: Any = torch.ops.aten
@@ -34,7 +35,6 @@ ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Te
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
 }
 """Functions, and from the gradient of a result and the input the gradient of the input."""
-IN_EPILOGUES = tuple(library.ACTIVATIONS)
 SIMPLE = (bool, int, float, str, type(None))
 
 

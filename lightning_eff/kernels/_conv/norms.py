@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
 
+from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.kernels._conv.local_layer import LocalLayer, Place
 
 PLAIN = (bool, int, float, str, tuple)
@@ -88,7 +86,7 @@ def _channel_norm_ranks(
     vars(twin).update(attributes)
     twin.training = training
     (channels,), ranks = twin.normalized_shape, list[int]()
-    with _disable_current_modes(), torch.no_grad():
+    with real_tensors(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.remedies import (
@@ -26,6 +25,7 @@ from lightning_eff.core.remedies import (
     Remedy,
 )
 from lightning_eff.core.technique import Rule
+from lightning_eff.core.torch_private import batch_norm_class
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
@@ -163,7 +163,7 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
         stage_2 = Remedy("strategy.stage=2", "DeepSpeedZero(stage=2)")
         raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")
     # Batch norm needs weights and running statistics of one dtype; DeepSpeed casts only the weights.
-    norms = (name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm))
+    norms = (name for name, submodule in module.named_modules() if isinstance(submodule, batch_norm_class()))
     found = "" if precision == "32-true" else next(norms, "")
     if found and "buffer_dtype" not in config.get("data_types", {}):
         problem = (

@@ -1,6 +1,6 @@
 """Run recipes: predicted memory next to `max_memory_allocated`, and the speed of training.
 
-    python benchmarks/gpu/recipes.py planner speed --out results
+    python benchmarks/gpu/training.py planner speed --out results
 
 Nothing else should be timed while `planner` runs: its processes share the GPU.
 """
@@ -39,6 +39,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "8-bit AdamW": ("optimizer=adamw_8bit",),
     "in backward": ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
     "compile": ("+callbacks=torch_compile",),
+    "float32": ("precision=fp32",),
+    "tiled loss": ("+callbacks=tiled_loss",),
+    "tiled MLP": ("+callbacks=tiled_mlp",),
+    "LoRA, checkpointing": ("+callbacks=[peft_adapter,gradient_checkpointing]",),
 }
 """What is measured next to its prediction, by the overrides of the recipe."""
 TRAIN = (
@@ -48,6 +52,8 @@ TRAIN = (
 RUNS_AT_ONCE = 4
 """Trainings that share the GPU in `planner`: each counts its own bytes."""
 LIMIT_S = 150
+PREDICTED = Path(__file__).with_name("predicted.json")
+"""Written by predict.py."""
 SPEED = ("tokens_per_s", "mfu", "batch_time_s", "data_wait_share", "peak_bytes")
 
 
@@ -75,10 +81,11 @@ def planner(setting: Setting) -> dict[str, Measurement]:
 def check_prediction(name: str, setting: Setting) -> dict[str, Any]:
     """Train some steps, and return the peak that was predicted and the one that was measured."""
     words = [*(("baseline", *TINY) if setting.smoke else GPT_170M), *SETTINGS[name]]
-    verbs = (["train", *words, *TRAIN, "trainer.max_steps=4"], ["plan", *words])
-    with ThreadPoolExecutor() as pool:  # each waits for its process
-        trained, planned = pool.map(run_command, verbs)
-    measured, predicted = trained["measured"], planned["peak"]
+    if setting.smoke:
+        predicted = run_command(["plan", *words])["peak"]
+    else:
+        predicted = json.loads(PREDICTED.read_text(encoding="utf-8"))[name]
+    measured = run_command(["train", *words, *TRAIN, "trainer.max_steps=4"])["measured"]
     found = {"predicted": predicted["peak_bytes"], "measured": measured["peak_bytes"]}
     if not found["predicted"]:
         return found | {"error": f"not predicted: {predicted['reason']}"}

@@ -1,0 +1,41 @@
+"""Private names of torch, looked up where they are used and never at import.
+
+Another version of torch then loses the feature whose name is gone, and not the package. Not looked up here
+are `torch.utils._pytree`, `TorchDispatchMode` and fake tensors, which other libraries build on too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_eff.core.errors import EnvironmentLacksError
+
+
+@cache
+def torch_private(place: str, feature: str) -> Any:
+    """Look up a private name of torch, `module:name`, for a feature.
+
+    Raises:
+        EnvironmentLacksError: This torch has no such name, so the feature cannot work.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        text = f"torch {torch.__version__} has no {module}.{name}, without which {feature} cannot work"
+        raise EnvironmentLacksError(f"{text}\n  try: pip install torch==2.13.0") from error
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Compute with real tensors inside: without fakes, recorders and other dispatch modes."""
+    return torch_private("torch.utils._python_dispatch:_disable_current_modes", "computing inside a mode")()
+
+
+def batch_norm_class() -> Any:
+    """Return the base of all batch norms, other libraries' included."""
+    return torch_private("torch.nn.modules.batchnorm:_BatchNorm", "the search for batch norms")
