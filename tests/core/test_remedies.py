@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
@@ -108,7 +109,7 @@ def stated_remedies() -> list[tuple[str, str]]:
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Remedy":
-                values = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                values: list[Any] = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
                 found += [(values[0], values[1])] if len(values) == 2 else []
     return found
 
@@ -117,7 +118,9 @@ def test_both_forms_set_the_same_parameter_of_the_same_class() -> None:
     stated = stated_remedies()
     assert len(stated) > 40
     for override, python in stated:
-        group, *path = SETTING.search(override)[1].split(".")
+        setting = SETTING.search(override)
+        assert setting is not None, override
+        group, *path = setting[1].split(".")
         if group == "trainer":
             assert "Trainer(" in python, override
         elif override.lstrip().startswith("~"):
