@@ -304,7 +304,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_refused(
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
     findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
-    if any(finding.rule.verdict == Verdict.REFUSED for finding in findings):
+    if any(finding.rule.verdict == Verdict.REJECTED for finding in findings):
         model = deep()
         with pytest.raises(ConflictError, match="try: "):
             trainer.fit(model, make_loader())
@@ -344,7 +344,7 @@ def test_few_pairs_are_refused() -> None:
     for one, other in PAIRS:
         objects = [CASES[one].make(), CASES[other].make()]
         found = rules.check_rules(objects, {"machine/compiler": "c++"})
-        if any(finding.rule.verdict == Verdict.REFUSED for finding in found):
+        if any(finding.rule.verdict == Verdict.REJECTED for finding in found):
             refused.append((one, other))
     compiled, selective = "torch_compile", "gradient_checkpointing selective"
     assert refused == [

@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from _suite import Measurement, Setting, in_turns, main, one_case, require, sync
+from lightning_eff.callbacks.gradient_checkpointing import RecomputedBlock
 from lightning_eff.core.attention_backends import AttentionCall, choose
 from lightning_eff.core.host_offload import HostOffload
-from lightning_eff.core.recompute import RecomputedBlock
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 from lightning_eff.models.gpt import GPT, TransformerBlock

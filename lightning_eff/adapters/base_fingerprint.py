@@ -24,6 +24,7 @@ from lightning_eff.adapters.inject import wrapped_layers
 from lightning_eff.adapters.module_tree import plain_name
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape, full_tensor, is_sharded
 
 NUM_THREADS = 8
@@ -117,11 +118,11 @@ class Fingerprint:
                 return
         if others:
             differ = f"{format_names(others)} of {len(names)} frozen tensors differ"
-            text = (
-                f"it holds an adapter for another base: {differ}\n"
-                "  try: callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed"
+            base = Remedy(
+                "callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed",
+                "PeftAdapter(base_checkpoint=PATH of its base), or the model's own name and seed",
             )
-            raise CheckpointError(text)
+            raise CheckpointError(f"it holds an adapter for another base: {differ}\n  try: {base}")
 
     def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> dict[str, str]:
         """Return each frozen tensor's `dtype[shape]` and start of its digest, by plain name.

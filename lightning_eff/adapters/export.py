@@ -32,9 +32,8 @@ from lightning_eff.adapters.inject import (
 from lightning_eff.adapters.methods import name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import outermost, plain_name, untie
 from lightning_eff.adapters.quantized import is_quantized
-from lightning_eff.adapters.targets import exact_targets
+from lightning_eff.adapters.targets import CONVOLUTIONS, exact_targets
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.reach import CONVOLUTIONS
 
 IN_PEFT_MODEL = "base_model.model."
 """Prefix of a model's names in PEFT's wrapper, and so in its files."""

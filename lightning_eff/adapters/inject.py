@@ -29,6 +29,7 @@ from lightning_eff.adapters.methods import FOR_QUANTIZED, method_error, name_of_
 from lightning_eff.adapters.module_tree import outermost
 from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
 from lightning_eff.adapters.targets import resolve_targets
+from lightning_eff.core.remedies import Remedy
 
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
@@ -87,7 +88,8 @@ def inject_adapters(
     quantized = next((name for name, layer in targets.items() if is_quantized(layer)), None)
     if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
         allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
-        raise method_error(config, allowed, "precision=frozen_bf16")
+        frozen = Remedy("precision=frozen_bf16", 'QuantizedBase(quant_type="bf16")')
+        raise method_error(config, allowed, frozen)
     try:
         with plain_module(model):
             tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]

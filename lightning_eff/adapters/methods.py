@@ -17,6 +17,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from lightning_eff.core.arguments import check_value
 from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.remedies import Remedy
 
 ALL_LINEAR = "all-linear"
 Targets = str | Collection[str] | None
@@ -80,7 +81,7 @@ def settings_of(config: PeftConfig | None) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))  # enums and keys become strings
 
 
-def method_error(config: PeftConfig, allowed: str, *remedies: str) -> ConfigError:
+def method_error(config: PeftConfig, allowed: str, *remedies: Remedy) -> ConfigError:
     """Return the error of a method that cannot be used with a model."""
     return ConfigError(key="method", value=name_of_method(config), allowed=allowed, remedies=remedies)
 

@@ -24,8 +24,11 @@ from transformers.pytorch_utils import Conv1D
 from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import check_module_names, outermost, tied_parameters
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.reach import CONVOLUTIONS, MAX_NAMES, ends_of_names
+from lightning_eff.core.remedies import Remedy, list_remedy
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MAX_NAMES = 12
+"""Names of layers in a remedy."""
 ADAPTED_CONVOLUTIONS: dict[str, tuple[type[nn.Module], ...]] = {
     "lora": CONVOLUTIONS,
     "hira": CONVOLUTIONS,
@@ -119,10 +122,10 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> set[str]:
         reason = (
             f"{method} is not for linear layers" if names else f"{type(model).__name__} has no linear layer"
         )
-        allowed, remedies = f"names of layers: {reason}", list[str]()
+        allowed, remedies = f"names of layers: {reason}", list[Remedy]()
         convolutions = [name for name, layer in model.named_modules() if isinstance(layer, CONVOLUTIONS)]
         if method in ADAPTED_CONVOLUTIONS and 0 < len(ends := ends_of_names(convolutions)) <= MAX_NAMES:
-            remedies = [f"callbacks.peft_adapter.target_modules=[{','.join(ends)}]"]
+            remedies = [list_remedy("callbacks.peft_adapter", "PeftAdapter", "target_modules", ends)]
         raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed, remedies=remedies)
     return names
 
@@ -178,9 +181,12 @@ def _reject_tied_copies(model: nn.Module, config: Any, layers: Mapping[str, nn.M
                 allowed = (
                     f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
                 )
-                remedies = [f"{name} in target_modules: an adapter leaves the tied weight unchanged"]
-                remedies = remedies if setting != "target_modules" else []
-                remedies += ["model.tie_word_embeddings=false, or two weights in a model of your own"]
+                adapted = f"{name} in target_modules: an adapter leaves the tied weight unchanged"
+                untied = Remedy(
+                    "model.tie_word_embeddings=false, or two weights in a model of your own",
+                    "tie_word_embeddings=False of the model, or two weights in a model of your own",
+                )
+                remedies = [untied] if setting == "target_modules" else [adapted, untied]
                 raise ConfigError(key=setting, value=name, allowed=allowed, remedies=remedies)
 
 
@@ -233,9 +239,29 @@ def _reject_frozen_copies(model: nn.Module, layers: Mapping[str, nn.Module]) -> 
         pattern = "|".join(f"{name}.*" for name in copies)
         network = next(iter(copies.values()))
         remedies = [
-            f"callbacks.peft_adapter.options.exclude_modules={pattern}",
+            Remedy(
+                f"callbacks.peft_adapter.options.exclude_modules={pattern}",
+                f"PeftAdapter(options={{'exclude_modules': {pattern!r}}})",
+            ),
             f"adapt({network}) before it is copied, if adapters are averaged too",
             "requires_grad_(True) on the copy, to train its adapters",
         ]
         allowed = f"layers that are trained; {found}"
         raise ConfigError(key="target_modules", value=[*copies], allowed=allowed, remedies=remedies)
+
+
+def ends_of_names(names: Iterable[str]) -> list[str]:
+    """Return the shortest ends of module names that say what a module is: from the last word on.
+
+    Example:
+        >>> ends_of_names(["layer1.0.conv1", "layer1.1.conv1", "layer1.0.down.0"])
+        ['conv1', 'down.0']
+    """
+    ends: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        start = len(parts) - 1
+        while start > 0 and parts[start].isdigit():
+            start -= 1
+        ends[".".join(parts[start:])] = None
+    return list(ends)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import Remedy
 
 METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
@@ -255,7 +256,10 @@ def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's f
         allowed="a loss by torch's functions, in the step of its logits",
         remedies=(
             "loss = linear_cross_entropy(hidden, head.weight, targets)",
-            "~callbacks.tiled_loss, or restore() of what tile_loss returned",
+            Remedy(
+                "~callbacks.tiled_loss, or restore() of what tile_loss returned",
+                "remove TiledLoss, or restore() of what tile_loss returned",
+            ),
         ),
     )
 

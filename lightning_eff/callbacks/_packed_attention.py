@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.remedies import Remedy
 
 NAME = "lightning_eff_varlen"
 """Of the attention function, as transformers knows it."""
@@ -244,7 +245,8 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
     text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
-    tries = [f"\n  try: {each}" for each in (*remedies, "callbacks.attention.packing=dense")]
+    dense = Remedy("callbacks.attention.packing=dense", 'Attention(packing="dense")')
+    tries = [f"\n  try: {each}" for each in (*remedies, dense)]
     return ConflictError(text + "".join(tries))
 
 

@@ -56,13 +56,14 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.core.managed import Managed
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels import devices
 from lightning_eff.report.advice import Observed, Suggestion
 
 Packing = Literal["auto", "varlen", "flex", "dense"]
-NO_BACKEND = "callbacks.attention.backend=null"
+NO_BACKEND = Remedy("callbacks.attention.backend=null", "Attention(backend=None)")
 ON_CPU = ("flash", "math")
 NO_KERNEL = "No available kernel"
 """torch's words for a call that no backend accepts: of a later batch, or compiled."""
@@ -98,7 +99,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         enabled = [name for name in switched_on() if name in (names or BACKENDS)]
         choice = choose(call, capability, enabled=enabled)
         if names and choice.backend not in names:
-            reasons = "; ".join(f"{name} rejects it ({why})" for name, why in choice.refused.items())
+            reasons = "; ".join(f"{name} rejects it ({why})" for name, why in choice.rejected.items())
             msg = f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}"
             raise ConflictError(f"{msg}\n  try: a call without what is rejected, or {NO_BACKEND}")
         calls[choice.backend] += 1

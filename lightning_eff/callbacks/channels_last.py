@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.managed import Managed
+from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -62,7 +63,8 @@ class ChannelsLast(Managed):
 
     def facts(self) -> Facts:
         """State which optimizers read weights in the order of memory."""
-        reason, remedies = "it needs contiguous weights", ("optimizer=adamw", "~callbacks.channels_last")
+        reason = "it needs contiguous weights"
+        remedies = (TO_ADAMW, Remedy("~callbacks.channels_last", "remove ChannelsLast"))
         names = ("bitsandbytes/Optimizer8bit", "torch/LBFGS")
         return Facts(excludes=tuple(Rule(name=name, reason=reason, remedies=remedies) for name in names))
 

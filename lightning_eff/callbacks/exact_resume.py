@@ -40,6 +40,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import Outcome, name_of
 
 POSITIONS, FLAGS = "positions", "flags"
@@ -210,8 +211,10 @@ class ExactResume(Managed):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
             save_nothing_on_exception(trainer)  # as nothing was trained
-            remedies = ["callbacks.exact_resume.changed_data=continue"]
-            raise ConfigError("ckpt_path", str(trainer.ckpt_path), allowed=run.refusal, remedies=remedies)
+            remedy = Remedy(
+                "callbacks.exact_resume.changed_data=continue", 'ExactResume(changed_data="continue")'
+            )
+            raise ConfigError("ckpt_path", str(trainer.ckpt_path), allowed=run.refusal, remedies=[remedy])
         _begin_next_epoch(loop)
         is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
         if is_reloaded and run.pending is not None and run.pending.is_over:

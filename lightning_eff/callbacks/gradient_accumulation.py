@@ -39,6 +39,7 @@ from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
+from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP, WITHOUT_ACCUMULATION
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.microbatching import lightning_loop
 
@@ -104,7 +105,7 @@ class GradientAccumulation(Managed):
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
             "run/manual_optimization": "the module decides itself when it steps",
         }
-        remedies = ("~callbacks.gradient_accumulation",)
+        remedies = (WITHOUT_ACCUMULATION,)
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         return Facts(excludes=tuple(rules))
 
@@ -118,7 +119,7 @@ class GradientAccumulation(Managed):
                 key="trainer.accumulate_grad_batches",
                 value=trainer.accumulate_grad_batches,
                 allowed="1 with GradientAccumulation, which sets it from global_batch_size or num_batches",
-                remedies=["trainer.accumulate_grad_batches=1"],
+                remedies=[TO_ONE_BATCH_A_STEP],
             )
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)

@@ -43,15 +43,14 @@ from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
+from lightning_eff.core.remedies import WITHOUT_MICRO_BATCH, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict, name_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.mean_check import check_mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
+from lightning_eff.microbatching.micro_batch_size import FIXED_SIZE, MicroBatchSize, kept_names
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
-
-FIXED_SIZE = "callbacks.micro_batch.micro_batch_size=8"
 
 
 class MicroBatch(Managed):
@@ -101,8 +100,10 @@ class MicroBatch(Managed):
         self._keep = kept_names(keep, splitter)
         if micro_batch_size != "auto" and find:
             allowed = f"false with micro_batch_size={micro_batch_size}, which is fixed"
-            remedies = ["callbacks.micro_batch.micro_batch_size=auto"]
-            raise ConfigError(key="find", value=find, allowed=allowed, remedies=remedies)
+            auto = Remedy(
+                "callbacks.micro_batch.micro_batch_size=auto", 'MicroBatch(micro_batch_size="auto")'
+            )
+            raise ConfigError(key="find", value=find, allowed=allowed, remedies=[auto])
         self.is_auto = micro_batch_size == "auto"  # the size changes when memory runs out
         self._initial_size: int | None = None
         self._size: MicroBatchSize | None = None
@@ -121,7 +122,7 @@ class MicroBatch(Managed):
             "run/manual_optimization": "the module runs its backward passes itself",
             "run/dataloader_iter": "the module fetches its batches itself",
         }
-        remedies = ("~callbacks.micro_batch",)
+        remedies = (WITHOUT_MICRO_BATCH,)
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         batch_norm = "their statistics are those of a micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))

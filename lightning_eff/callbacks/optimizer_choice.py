@@ -32,9 +32,14 @@ from typing_extensions import override
 from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.optimization.build import SchedulerFactory, configure
+from lightning_eff.core.optimization.build import (
+    SchedulerFactory,
+    configure,
+    factory_keywords,
+    optimizer_classes,
+)
 from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
-from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
+from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
 from lightning_eff.core.text import human_bytes
@@ -79,8 +84,7 @@ class OptimizerChoice(Managed):
         scheduler: SchedulerFactory | Literal["none"] | None = None,
     ) -> None:
         if optimizer is None:
-            remedies = ["optimizer=adamw"]
-            raise ConfigError(key="optimizer", value=None, allowed="an optimizer", remedies=remedies)
+            raise ConfigError(key="optimizer", value=None, allowed="an optimizer", remedies=[TO_ADAMW])
         if isinstance(optimizer, Optimizer):
             allowed = "a class, or functools.partial(AdamW, lr=1e-3): it is called with groups later"
             raise ConfigError(key="optimizer", value=type(optimizer).__name__, allowed=allowed)
@@ -116,8 +120,9 @@ class OptimizerChoice(Managed):
             return
         if not module.automatic_optimization:
             fault = f"{type(module).__name__} uses manual optimization, so its optimizer cannot be replaced"
-            allowed, remedies = "a module with automatic_optimization=True", ["optimizer=module"]
-            raise ConfigError(key="", value=fault, allowed=allowed, remedies=remedies)
+            allowed = "a module with automatic_optimization=True"
+            remedy = Remedy("optimizer=module", "leave out OptimizerChoice")
+            raise ConfigError(key="", value=fault, allowed=allowed, remedies=[remedy])
         is_kept = keep_own and is_overridden("configure_optimizers", module)
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True

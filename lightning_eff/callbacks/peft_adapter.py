@@ -37,6 +37,7 @@ from lightning_eff.adapters.inject import adapted_layers, inject_adapters
 from lightning_eff.adapters.methods import ALL_LINEAR, Targets, make_config
 from lightning_eff.adapters.module_tree import is_in_module
 from lightning_eff.adapters.quantized import num_weights
+from lightning_eff.adapters.targets import CONVOLUTIONS, MAX_NAMES, ends_of_names
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
@@ -44,7 +45,7 @@ from lightning_eff.core.errors import ConfigError, LittleReachedWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
-from lightning_eff.core.reach import CONVOLUTIONS, MAX_NAMES, Reach, ends_of_names, weight_matrices
+from lightning_eff.core.remedies import Remedy, list_remedy
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,
@@ -159,7 +160,10 @@ class PeftAdapter(Managed):
         self.unused = unused
         self.save_base = save_base
         self.base_checkpoint = base_checkpoint
-        remedy = "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]"
+        remedy = Remedy(
+            "leave those layers out, or name them: callbacks.peft_adapter.unused=[PATTERN]",
+            "leave those layers out, or name them: PeftAdapter(unused=[PATTERN])",
+        )
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
         self._adapted: dict[str, nn.Module] = {}
         self._num_trained = self._num_parameters = self._trained_bytes = 0
@@ -203,7 +207,7 @@ class PeftAdapter(Managed):
         return stored_weights.load_base(model, Path(self.base_checkpoint or ""), key=key)
 
     def _apply(self, model: nn.Module) -> int:
-        weights = {name: num_weights(weight) for name, weight in weight_matrices(model).items()}
+        weights = _weight_matrices(model)
         modules = [name for name, _ in model.named_modules() if name]
         in_full = [name for name in modules if is_in_module(name, self._saved())]
         try:
@@ -215,7 +219,7 @@ class PeftAdapter(Managed):
             raise error.under(name_of(self).replace("/", ".")) from error
         self._adapted = adapted_layers(model)
         if new and self.target_modules == ALL_LINEAR:
-            self._warn_if_little(Reach.of(weights, [*new, *in_full]), model)
+            _warn_if_little(model, weights, [*new, *in_full])
         trained = [p for p in model.parameters() if p.requires_grad]
         self._num_trained = sum(p.numel() for p in trained)
         self._num_parameters = sum(num_weights(p) for p in model.parameters())
@@ -233,24 +237,6 @@ class PeftAdapter(Managed):
     def _saved(self) -> Sequence[str]:
         saved = self.modules_to_save or ()
         return [saved] if isinstance(saved, str) else saved
-
-    def _warn_if_little(self, reach: Reach, model: nn.Module) -> None:
-        """Warn if `all-linear` has missed most of the model, with the layers to name."""
-        if not reach.is_little:
-            return
-        missed = dict.fromkeys(name.rpartition(".")[0] for name in reach.missed)
-        convolutions = [name for name in missed if isinstance(model.get_submodule(name), CONVOLUTIONS)]
-        text = f"PeftAdapter adapts only {reach}; all others are frozen"
-        text += f", among them {len(convolutions)} convolutions" if len(convolutions) > 1 else ""
-        heads = [name.rpartition(".")[0] for name in reach.reached]
-        ends = ends_of_names([*convolutions, *heads])
-        if convolutions and len(ends) <= MAX_NAMES:
-            text += f"\n  try: callbacks.peft_adapter.target_modules=[{','.join(ends)}]"
-        elif len(missed) <= MAX_NAMES:
-            text += f"\n  try: callbacks.peft_adapter.modules_to_save=[{','.join(ends_of_names(missed))}]"
-        else:
-            text += "\n  try: callbacks.peft_adapter.target_modules=[NAME,...] with layers to adapt"
-        warnings.warn(LittleReachedWarning(text), stacklevel=2)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -275,3 +261,49 @@ class PeftAdapter(Managed):
         did += f"; saved {'once' if saved == 1 else f'{saved} times'}, without the base" if saved else ""
         numbers = {"layers": list(self._adapted), "trained": trained, "parameters": total}
         return Outcome(did=did, effective=bool(self._adapted), numbers=numbers)
+
+
+def _weight_matrices(model: nn.Module) -> dict[str, int]:
+    """Return the number of weights in each parameter that layers multiply or convolve with, by name.
+
+    Embeddings are left out: `all-linear` leaves them on purpose, and a large vocabulary would outweigh all
+    layers.
+    """
+    tables = {
+        id(parameter)
+        for layer in model.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in layer.parameters()
+    }
+    named = model.named_parameters()
+    return {name: num_weights(p) for name, p in named if p.dim() >= 2 and id(p) not in tables}
+
+
+def _warn_if_little(model: nn.Module, weights: Mapping[str, int], layers: Sequence[str]) -> None:
+    """Warn if the trained layers miss most of the model, with the layers to name.
+
+    That is fewer than a quarter of the matrices, or fewer than half and these only behind all others, as the
+    head of a network is. Transformers are far from both: all of a block's matrices but those of
+    `nn.MultiheadAttention` are in linear layers.
+    """
+    is_trained = {name: name.startswith(tuple(f"{layer}." for layer in layers)) for name in weights}
+    reached = [name.rpartition(".")[0] for name in weights if is_trained[name]]
+    missed = [name.rpartition(".")[0] for name in weights if not is_trained[name]]
+    is_head = list(is_trained.values()) == sorted(is_trained.values())  # all missed ones come first
+    if len(reached) >= (0.5 if is_head else 0.25) * len(weights):
+        return
+    fraction = sum(size for name, size in weights.items() if is_trained[name]) / max(1, sum(weights.values()))
+    shown = ", ".join(reached[:3]) + (", ..." if len(reached) > 3 else "")
+    text = (
+        f"PeftAdapter adapts only {len(reached)} of {len(weights)} weight matrices ({shown}; {fraction:.1%} "
+    )
+    text += "of their weights); all others are frozen"
+    convolutions = [name for name in missed if isinstance(model.get_submodule(name), CONVOLUTIONS)]
+    text += f", among them {len(convolutions)} convolutions" if len(convolutions) > 1 else ""
+    parameter, names = "target_modules", ["NAME_OF_A_LAYER_TO_ADAPT"]
+    if convolutions and len(ends := ends_of_names([*convolutions, *reached])) <= MAX_NAMES:
+        names = ends
+    elif len(set(missed)) <= MAX_NAMES:
+        parameter, names = "modules_to_save", ends_of_names(missed)
+    remedy = list_remedy("callbacks.peft_adapter", "PeftAdapter", parameter, names)
+    warnings.warn(LittleReachedWarning(f"{text}\n  try: {remedy}"), stacklevel=3)

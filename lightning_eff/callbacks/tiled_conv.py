@@ -46,6 +46,7 @@ from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, Remedy
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import (
@@ -184,7 +185,7 @@ class TiledConv(Managed):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
-            remedies=("~callbacks.tiled_conv", "~callbacks.torch_compile"),
+            remedies=(Remedy("~callbacks.tiled_conv", "remove TiledConv"), WITHOUT_TORCH_COMPILE),
         )
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 

@@ -36,6 +36,7 @@ from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.remedies import TO_FSDP2, Remedy
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.cross_entropy import tile_rows_of
@@ -127,7 +128,7 @@ class TiledLoss(Managed):
             Rule(
                 name=name,
                 reason="it waits for the gradient of the model's logits, which there is not",
-                remedies=("strategy=fsdp2", "~callbacks.tiled_loss"),
+                remedies=(TO_FSDP2, Remedy("~callbacks.tiled_loss", "remove TiledLoss")),
             )
             for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy")
         )

@@ -43,7 +43,7 @@ from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, LittleReachedWarning, NoEffectWarning, suggest_name
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.reach import largest_part
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import (
     MEMORY_BUDGET,
     RECOMPUTE,
@@ -196,16 +196,20 @@ class TorchCompile(Managed):
         if self.backend == "inductor":
             install = "apt-get install g++ (or your system's C++ compiler)"
             reason = "torch.compile's inductor builds its kernels with one"
-            other = "callbacks.torch_compile.backend=aot_eager (traces without compiling)"
+            other = Remedy(
+                "callbacks.torch_compile.backend=aot_eager (traces without compiling)",
+                'TorchCompile(backend="aot_eager") (traces without compiling)',
+            )
             needs.append(Rule(name="machine/compiler", reason=reason, remedies=(install, other)))
         excludes: list[Rule] = []
         if self.target != "blocks" and "blocks" not in self.target:
             reason = "a recomputed block must be compiled itself, not as a part of something larger"
-            remedy = "callbacks.torch_compile.target=blocks"
+            remedy = Remedy("callbacks.torch_compile.target=blocks", 'TorchCompile(target="blocks")')
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
         if self.mode in GRAPH_REPLAY_MODES:
             reason = f"mode={self.mode} replays CUDA graphs, which cannot hold what a recomputation allocates"
-            remedy = "callbacks.torch_compile.mode=max-autotune-no-cudagraphs"
+            mode = "max-autotune-no-cudagraphs"
+            remedy = Remedy(f"callbacks.torch_compile.mode={mode}", f'TorchCompile(mode="{mode}")')
             excludes.append(Rule(name=RECOMPUTE, reason=reason, remedies=(remedy,)))
         provides = (TRANSFORM, MEMORY_BUDGET) if self.backend in BUDGET_BACKENDS else (TRANSFORM,)
         return Facts(provides=provides, needs=tuple(needs), excludes=tuple(excludes))
@@ -249,8 +253,9 @@ class TorchCompile(Managed):
         if not self._num_parts:
             text = "TorchCompile found no repeated blocks, and compiles nothing: name them with blocks=, or "
             text += "compile another part"
-            part = largest_part(model)
-            text += f"\n  try: callbacks.torch_compile.target={part}" if part else ""
+            if part := _largest_part(model):
+                remedy = Remedy(f"callbacks.torch_compile.target={part}", f'TorchCompile(target="{part}")')
+                text += f"\n  try: {remedy}"
             warnings.warn(LittleReachedWarning(text), stacklevel=2)
         return len(compiled)
 
@@ -418,3 +423,12 @@ def folder_bytes(folder: Path) -> int:
             except OSError:
                 continue
     return total
+
+
+def _largest_part(model: nn.Module) -> str:
+    """Return `forward` if the model's class has its own, else the name of the largest child, if any."""
+    defines = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
+    if defines is not nn.Module and not defines.__module__.startswith("lightning."):
+        return "forward"
+    sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
+    return max(sizes, key=lambda name: sizes[name], default="")

@@ -33,10 +33,11 @@ from typing_extensions import override
 from lightning_eff.callbacks._fused_mlp import FusedMLP, fuse_mlps
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, check_arguments
-from lightning_eff.core.dtypes import layer_matmul_dtype, matmul_dtype
+from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, WITHOUT_TRITON_GEMM, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
 from lightning_eff.kernels import dispatch
@@ -159,15 +160,18 @@ class TritonGemm(Managed):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the layers of what it compiles",
-            remedies=("~callbacks.triton_gemm", "~callbacks.torch_compile"),
+            remedies=(WITHOUT_TRITON_GEMM, WITHOUT_TORCH_COMPILE),
             verdict=Verdict.WARNED,
         )
         no_gpu = Rule(
             name="run/cpu",
             reason="backend=triton requires a CUDA GPU",
-            remedies=("callbacks.triton_gemm.backend=auto",),
+            remedies=(Remedy("callbacks.triton_gemm.backend=auto", 'TritonGemm(backend="auto")'),),
         )
-        either = ("callbacks.triton_gemm.fuse_mlps=false", "~callbacks.tiled_mlp")
+        either = (
+            Remedy("callbacks.triton_gemm.fuse_mlps=false", "TritonGemm(fuse_mlps=False)"),
+            Remedy("~callbacks.tiled_mlp", "remove TiledMLP"),
+        )
         tiled = Rule(name="callbacks/tiled_mlp", reason="both replace the forward of an MLP", remedies=either)
         excludes = [compiled, *([tiled] if self.fuse_mlps else [])]
         excludes += [no_gpu] if self.backend == "triton" and not INTERPRETED else []
@@ -248,7 +252,8 @@ class TritonGemm(Managed):
     def _shapes(self, name: str) -> dict[str, Shape]:
         """Return the products of a layer that has run, by name."""
         weight = self._swapped[name].weight
-        dtype = layer_matmul_dtype(weight.dtype, self._dtype)
+        # In full precision the run casts nothing, and the layer computes in the dtype of its weight.
+        dtype = weight.dtype if self._dtype == torch.float32 else self._dtype
         outputs, inputs = full_shape(weight)
         shapes = dispatch.layer_shapes(max(self._rows[name], 1), outputs, inputs, dtype, weight.dtype)
         del shapes["weight gradient" if self._accumulation.num_added else "weight gradient, added"]

@@ -32,6 +32,7 @@ from lightning_eff.core.checkpoint_stamp import nested_dict
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.optimization.first_gradients import parameters_have
+from lightning_eff.core.remedies import Remedy
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,8 @@ class AtomicFiles(CheckpointIO):
         def load(file: IO[bytes]) -> Any:
             has_digest = digest.verify(file) is not None
             if not has_digest and self.require_digest:
-                text = "it has no SHA-256, and require_digest=True\n  try: checkpoint_io.require_digest=false"
+                remedy = Remedy("checkpoint_io.require_digest=false", "Durable(require_digest=False)")
+                text = f"it has no SHA-256, and require_digest=True\n  try: {remedy}"
                 raise CheckpointError(text)
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if has_digest:
@@ -240,7 +242,8 @@ class AtomicFiles(CheckpointIO):
 
 def _local(path: str | Path) -> Path:
     if "://" in str(path):
-        text = f"checkpoint {path}: checkpoints are written to local disks only\n  try: checkpoint_io=torch"
+        remedy = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
+        text = f"checkpoint {path}: checkpoints are written to local disks only\n  try: {remedy}"
         raise CheckpointError(text)
     return Path(path).expanduser()
 

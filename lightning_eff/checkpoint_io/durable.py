@@ -33,6 +33,7 @@ from dataclasses import asdict
 
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.core import rules
+from lightning_eff.core.remedies import TO_FULL_CHECKPOINTS, Remedy
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
@@ -76,7 +77,8 @@ class Durable(AtomicFiles):
         excludes = [Rule(name=name, reason=reason, verdict=Verdict.WARNED) for name in names]
         if self.asynchronous:
             late = "ranks write their shards at the call: asynchronous=True has no effect on these saves"
-            fixes = ("checkpoint_io.asynchronous=false", "strategy.checkpoints=full")
+            blocking = Remedy("checkpoint_io.asynchronous=false", "Durable(asynchronous=False)")
+            fixes = (blocking, TO_FULL_CHECKPOINTS)
             warned = Verdict.WARNED
             excludes.append(Rule(name=SHARDED_CHECKPOINTS, reason=late, remedies=fixes, verdict=warned))
         return Facts(excludes=tuple(excludes))

@@ -44,7 +44,7 @@ ANY_OTHER = "device.memory=40GiB"
 """How the memory of a GPU that is in no table is given."""
 OF_THIS_MACHINE = ("machine/", "run/cpu", "run/cuda", "run/one_device", "run/many_devices")
 """Facts in rules that another machine may not have."""
-VERDICTS = ("on", "fine", "adjusted", "warned", "REFUSED")
+VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
 """From harmless to worst."""
 
 
@@ -261,10 +261,10 @@ def _judge(
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value
-        verdict = "REFUSED" if verdict == "refused" else verdict
+        verdict = "REJECTED" if verdict == "rejected" else verdict
         row.will_be = max(row.will_be, verdict, key=VERDICTS.index)
         row.why.append(str(finding).splitlines()[0].partition(" ")[2])
-        row.remedies += finding.rule.remedies[:3]
+        row.remedies += map(str, finding.rule.remedies[:3])
     return list(rows.values()), findings
 
 

@@ -26,7 +26,7 @@ from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_OUT_OF_MEMORY,
-    EXIT_REFUSED,
+    EXIT_REJECTED,
     exit_code,
     root_cause_line,
 )
@@ -114,8 +114,8 @@ def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
             reason = "killed from outside, as by a system that runs out of memory"
         elif code < 0:
             reason = f"killed by signal {-code}: {reason}"
-        is_refused = code in (EXIT_REFUSED, EXIT_ENVIRONMENT, EXIT_CONFIG)
-        return TrialResult(NOT_RUN if is_refused else FAILED, reason)
+        is_rejected = code in (EXIT_REJECTED, EXIT_ENVIRONMENT, EXIT_CONFIG)
+        return TrialResult(NOT_RUN if is_rejected else FAILED, reason)
     try:
         report: dict[str, Any] = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

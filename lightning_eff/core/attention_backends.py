@@ -1,6 +1,6 @@
 """torch's rules of which kernel computes `F.scaled_dot_product_attention`, as a table.
 
-torch tries backends by priority and takes the first one that refuses nothing; math, which holds every score,
+torch tries backends by priority and takes the first one that rejects nothing; math, which holds every score,
 is left at the end. `torch._fused_sdp_choice` returns that choice for tensors; this table does for shapes, on
 a device that need not be present, with the reasons.
 
@@ -9,7 +9,7 @@ sdp_utils_cpp.cpp and cuda/sdp_utils.cpp as of summer 2026 (001f694), without wh
 (memory-efficient attention with grouped heads, pytorch#191085). cuDNN comes first on compute capability 9 and
 10 with cuDNN 9.15.1 or later, which torch 2.11 and later for CUDA 13 brings; elsewhere it comes after math.
 Head sizes of 129 to 256 there are unsure: here flash has them, which saves the same tensors. Left out:
-nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuDNN refuses it).
+nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuDNN rejects it).
 """
 
 from __future__ import annotations
@@ -103,40 +103,40 @@ class Choice:
     """The backend of a call, and why none of higher priority was taken."""
 
     backend: str
-    refused: dict[str, str]
+    rejected: dict[str, str]
     """Reasons by backend, separated by `; `: keys of `RULES`, `not 4-D` and `switched off`."""
 
 
-def _is_mask_shape_refused(call: AttentionCall, _: int) -> bool:
+def _is_mask_shape_rejected(call: AttentionCall, _: int) -> bool:
     """Return whether a mask is neither `[T, S]` nor `[B, H, T, S]`, each with 1 in any place."""
     shape, scores = call.mask_shape or (), (*call.query[:-1], call.key[2])
     fits = all(a in {b, 1} for a, b in zip(reversed(shape), reversed(scores), strict=False))
     return len(shape) not in {0, 2, 4} or not fits
 
 
-def _are_heads_refused(call: AttentionCall, _: int) -> bool:
+def _are_heads_rejected(call: AttentionCall, _: int) -> bool:
     query, key, value = call.query[1], call.key[1], call.value[1]
     return key != value or (query % key != 0 if call.enable_gqa else query != key)
 
 
-def _is_size_refused_by_cudnn(call: AttentionCall, _: int) -> bool:
+def _is_size_rejected_by_cudnn(call: AttentionCall, _: int) -> bool:
     sizes = (call.query[3], call.value[3])
     return any(size % 8 for size in sizes) or (max(sizes) > 128 and sizes != (192, 128))
 
 
-def _is_alignment_refused(call: AttentionCall, capability: int) -> bool:
+def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
     """Return whether a head does not end at a multiple of 16 bytes, as CUTLASS's products need it."""
     alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
     return any(size % alignment for size in (call.query[3], call.value[3]))
 
 
-def _is_backward_refused(call: AttentionCall, capability: int) -> bool:
+def _is_backward_rejected(call: AttentionCall, capability: int) -> bool:
     """Return whether flash has no backward pass for these heads on a GPU with little shared memory."""
     limit = 192 if call.dropout > 0 or call.query[3] <= 224 else 256
     return (86 <= capability <= 89 or capability >= 120) and call.requires_grad and call.query[3] > limit
 
 
-def _is_dtype_refused(call: AttentionCall, capability: int) -> bool:
+def _is_dtype_rejected(call: AttentionCall, capability: int) -> bool:
     more = {0: (torch.bfloat16, torch.float64)}.get(capability, HALF if capability >= 80 else ())
     return call.dtype not in (torch.float16, torch.float32, *more)
 
@@ -147,24 +147,24 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "dropout of one query": lambda c, _: c.dropout > 0 and c.query[2] == 1,
     "dropout is no multiple of 1/16": lambda c, _: c.dropout * 16 % 1 != 0,
     "not half precision": lambda c, _: c.dtype not in HALF,
-    "dtype": _is_dtype_refused,
-    "shape of the mask": _is_mask_shape_refused,
+    "dtype": _is_dtype_rejected,
+    "shape of the mask": _is_mask_shape_rejected,
     "mask requires grad": lambda c, _: c.mask_requires_grad,
     "mask": lambda c, _: c.mask in {"bool", "float"},
     "causal, T != S": lambda c, _: c.mask == "causal" and c.query[2] != c.key[2],
     "head sizes differ": lambda c, _: c.query[3] != c.value[3],
-    "number of heads": _are_heads_refused,
+    "number of heads": _are_heads_rejected,
     "grouped heads": lambda c, _: len({c.query[1], c.key[1], c.value[1]}) > 1,
     "batch sizes": lambda c, _: len({c.query[0], c.key[0], c.value[0]}) > 1,
     "no tokens": lambda c, _: 0 in (c.query[2], c.key[2]),
     "one key": lambda c, _: c.key[2] == 1,
-    "head size not aligned": _is_alignment_refused,
-    "head size of cuDNN": _is_size_refused_by_cudnn,
+    "head size not aligned": _is_alignment_rejected,
+    "head size of cuDNN": _is_size_rejected_by_cudnn,
     "head size > 256": lambda c, _: c.query[3] > 256,
-    "backward of large heads": _is_backward_refused,
+    "backward of large heads": _is_backward_rejected,
     "GPU older than Ampere": lambda _, capability: capability < 80,
 }
-"""What is refused, by reason. Axes of shapes are `[B, H, T, E]`."""
+"""What is rejected, by reason. Axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
@@ -189,7 +189,7 @@ _CUDA = {
     ),
     "efficient": ("grouped heads", "head size not aligned", "dtype", *_SHAPES),
 }  # fmt: skip
-"""What each backend refuses, the backends by priority."""
+"""What each backend rejects, the backends by priority."""
 
 
 def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BACKENDS) -> Choice:
@@ -206,9 +206,9 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         >>> shape = (2, 4, 512, 64)
         >>> call = AttentionCall(query=shape, key=shape, value=shape, dtype=torch.bfloat16, dropout=0.1)
         >>> choose(call, 0)
-        Choice(backend='math', refused={'flash': 'dropout'})
+        Choice(backend='math', rejected={'flash': 'dropout'})
         >>> choose(call, 90)
-        Choice(backend='flash', refused={'cudnn': 'dropout is no multiple of 1/16'})
+        Choice(backend='flash', rejected={'cudnn': 'dropout is no multiple of 1/16'})
     """
     query, key, value = (((1,) * 4 + shape)[-4:] for shape in (call.query, call.key, call.value))
     in_4d = replace(call, query=query, key=key, value=value)
@@ -218,13 +218,13 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
     order: Sequence[str] = [backend for backend in rules if has_cudnn or backend != "cudnn"]
     if capability and list(enabled) != [name for name in BACKENDS if name in enabled]:
         order = enabled
-    refused: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for backend in order:
         if backend == "math":
             break
         reasons = general + [name for name in rules[backend] if RULES[name](in_4d, capability)]
         reasons += ["switched off"] if backend not in enabled else []
         if not reasons:
-            return Choice(backend, refused)
-        refused[backend] = "; ".join(reasons)
-    return Choice("math", refused)
+            return Choice(backend, rejected)
+        rejected[backend] = "; ".join(reasons)
+    return Choice("math", rejected)

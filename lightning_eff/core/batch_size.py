@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import Remedy
 
 PREFIX = "callbacks.gradient_accumulation"
 GLOBAL_BATCH_SIZE = f"{PREFIX}.global_batch_size"
@@ -40,13 +41,16 @@ def batches_per_step(
     multiples = [multiple * unit for multiple in (count, count + 1) if multiple]
     ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
     allowed = f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(map(str, multiples))}"
-    remedies: list[str] = []
+    remedies: list[Remedy] = []
     if key.endswith("global_batch_size"):
         on_rank, rest = divmod(global_batch_size, num_ranks)
         if on_rank and not rest:  # the same training: the largest batch that divides a rank's share
             fits = next(size for size in range(min(batch_size, on_rank), 0, -1) if on_rank % size == 0)
-            remedies.append(f"data.batch_size={fits}")
-        remedies += [f"{GLOBAL_BATCH_SIZE}={multiple}" for multiple in multiples]
+            remedies.append(Remedy(f"data.batch_size={fits}", f"batch_size={fits}"))
+        remedies += [
+            Remedy(f"{GLOBAL_BATCH_SIZE}={size}", f"GradientAccumulation(global_batch_size={size})")
+            for size in multiples
+        ]
     raise ConfigError(key=key, value=global_batch_size, allowed=allowed, remedies=remedies)
 
 

@@ -12,7 +12,6 @@ write to them (batch statistics, counters). Other tensors have to be unchanged, 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 import random
@@ -28,19 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_eff.core.errors import EXIT_FAILED, HasRemedies
+from lightning_eff.core.errors import EXIT_FAILED
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that batch normalization changes without increasing their version."""
-MT19937_BYTES = 625 * 4
-"""Of the state of NumPy's global generator: 624 numbers and a position."""
 _BASE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _HELD = ("_parameters", "_buffers", "_modules", *(name for name in _BASE if name.startswith("_forward_")))
 """Those whose contents a forward depends on."""
 
 
-class RecomputationError(HasRemedies, RuntimeError):
+class RecomputationError(RuntimeError):
     """A block cannot be recomputed as it was computed; names the block and what differs."""
 
     exit_code = EXIT_FAILED
@@ -65,7 +62,7 @@ class CallState:
         self._known: set[int] = set()
         self._states: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
             (random.getstate, random.setstate, random.getstate()),
-            (_numpy_state, _set_numpy_state, _numpy_state()),
+            (_numpy_state, np.random.set_state, _numpy_state()),
             (torch.get_default_dtype, torch.set_default_dtype, torch.get_default_dtype()),
         ]
         for part in self._parts:
@@ -264,25 +261,4 @@ def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> An
 
 
 def _numpy_state() -> dict[str, Any]:
-    """Return the state of NumPy's global generator: the same object as before where nothing was drawn.
-
-    Reading it takes 50 us, and comparing its memory one. A draw leaves that as it was only if a normally
-    distributed number was in store.
-    """
-    bits = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
-    if not isinstance(bits, np.random.MT19937):
-        return dict(np.random.get_state(legacy=False))
-    memory = ctypes.string_at(bits.ctypes.state_address, MT19937_BYTES)
-    if _read_numpy_state(memory)["has_gauss"]:
-        _read_numpy_state.cache_clear()
-    return _read_numpy_state(memory)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_numpy_state(_memory: bytes) -> dict[str, Any]:
     return dict(np.random.get_state(legacy=False))
-
-
-def _set_numpy_state(state: dict[str, Any]) -> None:
-    if _numpy_state() is not state:
-        np.random.set_state(state)

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.finite import nonfinite
-from lightning_eff.core.optimization.factories import SCHEDULE_KEYS, state_layout
 from lightning_eff.core.optimization.first_gradients import parameters_have
 from lightning_eff.core.technique import name_of
 
@@ -44,6 +43,8 @@ TYPES: dict[str, type] = {
     LIGHTNING_VERSION: str,
 }
 STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor, "flags": Mapping}
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Keys that schedulers write into parameter groups and read back."""
 MAX_CHARACTERS = 60
 MAX_SHOWN = 6
 
@@ -58,6 +59,16 @@ def save_stamp(
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
         stamp.setdefault("states", {})[name_of(self)] = state
+
+
+def state_layout(optimizer: Any) -> str:
+    """Return the name of the class whose layout the state of an optimizer, or of an optimizer's class, has.
+
+    A wrapper has the layout of the optimizer inside, whose class is its attribute `kind_behind`.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    kind = getattr(optimizer, "kind_behind", None) or kind
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 def check_types(checkpoint: Mapping[str, Any], path: object) -> None:

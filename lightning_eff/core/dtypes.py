@@ -73,11 +73,6 @@ def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
     return _MATMUL_DTYPES.get(str(resolved).partition("-")[0], torch.float32)
 
 
-def layer_matmul_dtype(weight: torch.dtype, computed: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's matrix products: the run's, or the weight's if the run casts nothing."""
-    return weight if computed == torch.float32 else computed
-
-
 def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a module's real floating-point tensors in place.
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.remedies import Remedy
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_ENVIRONMENT = 3
 EXIT_OUT_OF_MEMORY = 4
-EXIT_REFUSED = 5
+EXIT_REJECTED = 5
 EXIT_INTERRUPTED = 130
 EXIT_SIGUSR1 = 138
 """SLURM sends this signal some time before it ends a job."""
@@ -40,24 +40,7 @@ MAX_VALUE_CHARACTERS = 300
 """Longest value in a message."""
 
 
-class HasRemedies:
-    """Mixin of errors whose remedies, lines that begin with `try:`, can be pasted in recipe and Python."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(format_remedies(text))  # pyright: ignore[reportCallIssue] - a mixin in front of an exception
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it, as launchers do, with the text that it has and not by its constructor's arguments."""
-        return _restored, (type(self), self.args, self.__dict__)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    error: Any = kind.__new__(kind, *args)
-    vars(error).update(attributes)
-    return error
-
-
-class ConfigError(HasRemedies, ValueError):
+class ConfigError(ValueError):
     """A setting that cannot be used, detected before anything ran.
 
     Args:
@@ -69,7 +52,9 @@ class ConfigError(HasRemedies, ValueError):
 
     exit_code = EXIT_CONFIG
 
-    def __init__(self, key: str, value: object, *, allowed: str, remedies: Iterable[str] = ()) -> None:
+    def __init__(
+        self, key: str, value: object, *, allowed: str, remedies: Iterable[str | Remedy] = ()
+    ) -> None:
         self.key = key
         self.value = value
         self.allowed = allowed
@@ -80,25 +65,36 @@ class ConfigError(HasRemedies, ValueError):
         tries = [f"  try: {remedy}" for remedy in self.remedies[:3]]
         super().__init__("\n".join([f"{setting}: expected {allowed}", *tries]))
 
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it, as launchers do, with the text that it has and not by its constructor's arguments."""
+        return _restored, (type(self), self.args, self.__dict__)
+
     def under(self, path: str) -> ConfigError:
         """Return the same error with `path` in front of its key."""
         key = f"{path}.{self.key}".rstrip(".")
         return ConfigError(key, self.value, allowed=self.allowed, remedies=self.remedies)
 
 
-class UsageError(HasRemedies, Exception):
+def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    error: Any = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
+
+
+class UsageError(Exception):
     """The command line names something that does not exist; the text lists what does."""
 
     exit_code = EXIT_CONFIG
 
 
-class ConflictError(HasRemedies, Exception):
+class ConflictError(Exception):
     """Two settings that cannot be combined; the text names the one to change."""
 
-    exit_code = EXIT_REFUSED
+    exit_code = EXIT_REJECTED
 
 
-class EnvironmentLacksError(HasRemedies, Exception):
+class EnvironmentLacksError(Exception):
     """Something is not installed; the text has the command that installs it."""
 
     exit_code = EXIT_ENVIRONMENT
@@ -148,13 +144,13 @@ class RunOutOfMemoryError(Exception):
         self.found = found or {}
 
 
-class CheckpointError(HasRemedies, Exception):
+class CheckpointError(Exception):
     """A checkpoint cannot be written or must not be loaded; the text names file, cause and remedy."""
 
     exit_code = EXIT_FAILED
 
 
-class CheckpointWarning(HasRemedies, UserWarning):
+class CheckpointWarning(UserWarning):
     """A checkpoint is damaged or was not moved or deleted, and the run continues."""
 
 
@@ -162,11 +158,11 @@ class NoEffectWarning(UserWarning):
     """A technique was requested and changed nothing."""
 
 
-class LittleReachedWarning(HasRemedies, NoEffectWarning):
+class LittleReachedWarning(NoEffectWarning):
     """A technique reaches none of the model, or very little; said before the run, and by `plan`."""
 
 
-class ConflictWarning(HasRemedies, UserWarning):
+class ConflictWarning(UserWarning):
     """Two settings can be combined, but do not work as one would expect."""
 
 

@@ -5,6 +5,7 @@ A key is a package and a class, and holds for its subclasses too; or it is a nam
 
 from __future__ import annotations
 
+from lightning_eff.core.remedies import TO_ADAMW, TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32, TO_FSDP2, Remedy
 from lightning_eff.core.technique import (
     NEEDS_MATRICES,
     NEW_PARAMETERS,
@@ -19,45 +20,51 @@ from lightning_eff.core.technique import (
 _LATE_CONVERSION = Rule(
     name=TRANSFORM,
     reason="it replaces layers after the checkpoint was restored, so earlier changes of them are lost",
-    remedies=("precision=auto",),
+    remedies=(TO_AUTO_PRECISION,),
 )
 _SEARCH = Rule(
     name=SUITE,
     reason="its trials switch all callbacks off, so it may return a size that was never tried with them",
-    remedies=("remove it and add: +callbacks=micro_batch",),
+    remedies=(Remedy("remove it and add: +callbacks=micro_batch", "remove it and add: MicroBatch()"),),
 )
 _COPIES = Rule(
     name=NEW_PARAMETERS,
     reason="it copies the model before its parameters are replaced, and averages the wrong ones",
     remedies=("remove it",),
 )
+_ADAMW_8BIT = Remedy(
+    "optimizer=adamw_8bit", "OptimizerChoice(optimizer=partial(torchao.optim.AdamW8bit, lr=...))"
+)
+_ADAMW_8BIT_BNB = Remedy(
+    "optimizer=adamw_8bit_bnb", "OptimizerChoice(optimizer=partial(bitsandbytes.optim.AdamW8bit, lr=...))"
+)
 _COMPILER = Rule(
     name="machine/compiler",
     reason="it quantizes its state in code that torch.compile builds",
-    remedies=("apt-get install g++", "optimizer=adamw_8bit_bnb"),
+    remedies=("apt-get install g++", _ADAMW_8BIT_BNB),
 )
 _SHARDED_8BIT = tuple(
     Rule(
         name=name,
         reason="its state cannot be restored from a sharded checkpoint",
-        remedies=("optimizer=adamw_8bit",),
+        remedies=(_ADAMW_8BIT,),
     )
     for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
 )
 _LATE_UNSCALING = Rule(
     name="run/clipping_by_lightnings_mixed",
     reason="a fused optimizer unscales gradients itself, so Lightning's own plugin cannot clip them",
-    remedies=("precision=auto", "optimizer.fused=false"),
+    remedies=(TO_AUTO_PRECISION, Remedy("optimizer.fused=false", "fused=False")),
 )
 _NO_SCALER = Rule(
     name="run/scaler",
     reason="it evaluates the loss several times a step, but a scaler unscales gradients only once",
-    remedies=("precision=bf16_mixed", "precision=fp32"),
+    remedies=(TO_BF16_MIXED, TO_FP32),
 )
 _SECOND_SCHEDULE = Rule(
     name=SCHEDULE,
     reason="it averages the weights instead of decaying the rate; doing both trains worse",
-    remedies=("scheduler=none",),
+    remedies=(Remedy("scheduler=none", "no scheduler"),),
     verdict=Verdict.WARNED,
 )
 _SECOND_AVERAGE = tuple(
@@ -71,13 +78,13 @@ _SECOND_AVERAGE = tuple(
 _OLD_STATISTICS = Rule(
     name="run/batch_norm",
     reason="their statistics belong to the training weights, but evaluation uses the averaged weights",
-    remedies=("optimizer=adamw",),
+    remedies=(TO_ADAMW,),
     verdict=Verdict.WARNED,
 )
 _NO_PAGES = Rule(
     name="run/cpu",
     reason="its pages move between a GPU and the host, so on a CPU it works like the optimizer without pages",
-    remedies=("optimizer=adamw_8bit_bnb",),
+    remedies=(_ADAMW_8BIT_BNB,),
     verdict=Verdict.WARNED,
 )
 _OTHER_RATE = Rule(
@@ -88,7 +95,7 @@ _OTHER_RATE = Rule(
 _NO_SWITCH = Rule(
     name="strategy/deepspeed_zero",
     reason="DeepSpeed trains a copy of the weights, so the averaged weights would not be evaluated",
-    remedies=("strategy=fsdp2", "optimizer=adamw"),
+    remedies=(TO_FSDP2, TO_ADAMW),
 )
 _SCHEDULE_FREE = Facts(excludes=(_SECOND_SCHEDULE, *_SECOND_AVERAGE, _OLD_STATISTICS, _NO_SWITCH))
 

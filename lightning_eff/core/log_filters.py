@@ -1,7 +1,7 @@
-"""What a user of the command line sees of the log: the report apart, and nothing that cannot be helped.
+"""What a user of the command line sees of the log.
 
-A library's message is matched by its logger and its beginning, a warning by its beginning; all others are
-kept. Messages go to the standard error; the report of a run is a message too, and its result.
+Reports go to the standard output, other messages to the standard error. Messages of libraries that the user
+cannot act on are dropped: a message is matched by its logger and its beginning, a warning by its beginning.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import cast
 
-IS_REPORT = "is_report"
-"""Attribute of the log record that is a run's report; its arguments are the text and the page's path."""
-
+REPORTS = logging.getLogger("lightning.pytorch.report")
+"""Logs the report of each run, with its text and its page's path as arguments, among Lightning's messages."""
 IGNORED_MESSAGES = {
     # torchao 0.18.0: binaries for GPUs and Python versions other than these, which no option of ours calls
     "torchao": r"Failed to load .+\.so: ",
@@ -58,42 +58,27 @@ def _is_kept(record: logging.LogRecord) -> bool:
 @contextmanager
 def report_on_stdout() -> Generator[None]:
     """Write the report of each run to the standard output, and not to where other messages go."""
-
-    def is_report(record: logging.LogRecord) -> bool:
-        return hasattr(record, IS_REPORT)
-
-    def is_message(record: logging.LogRecord) -> bool:
-        return not is_report(record)
-
-    root = logging.getLogger()
-    others, printing = list(root.handlers), logging.StreamHandler(sys.stdout)
-    printing.addFilter(is_report)
-    root.addHandler(printing)
-    for handler in others:
-        handler.addFilter(is_message)
+    printing = logging.StreamHandler(sys.stdout)
+    REPORTS.addHandler(printing)
+    REPORTS.propagate = False
     try:
         yield
     finally:
-        root.removeHandler(printing)
-        for handler in others:
-            handler.removeFilter(is_message)
+        REPORTS.propagate = True
+        REPORTS.removeHandler(printing)
 
 
 @contextmanager
 def reports_in_brief() -> Generator[None]:
-    """Log of each report its first line and the path of its page, as long as this lasts."""
+    """Log only the first line of each report and the path of its page."""
 
     def shorten(record: logging.LogRecord) -> bool:
-        if hasattr(record, IS_REPORT) and isinstance(record.args, tuple):
-            text, page = record.args
-            record.msg, record.args = "%s\n report: %s", (str(text).partition("\n")[0], page)
-        return True  # a second handler's filter changes nothing more
+        text, page = cast("tuple[str, str]", record.args)
+        record.msg, record.args = "%s\n report: %s", (text.partition("\n")[0], page)
+        return True
 
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        handler.addFilter(shorten)
+    REPORTS.addFilter(shorten)
     try:
         yield
     finally:
-        for handler in handlers:
-            handler.removeFilter(shorten)
+        REPORTS.removeFilter(shorten)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 RandomStates = dict[str, Tensor]
 """A tensor of bytes for each generator: `torch`, `device`, `python`, `numpy`, and others by name."""
@@ -19,6 +19,12 @@ KINDS = (torch.Generator, np.random.Generator)
 Generators = Mapping[str, torch.Generator | np.random.Generator]
 """Generators of a user's own, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
+
+
+def held_by(module: nn.Module) -> dict[str, Any]:
+    """Return the generators that a module and the modules inside it keep as attributes."""
+    held = [value for part in module.modules() for value in vars(part).values()]
+    return {str(id(value)): value for value in held if isinstance(value, KINDS)}
 
 
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:

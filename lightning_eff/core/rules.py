@@ -28,7 +28,6 @@ from lightning_eff.core.errors import (
 )
 from lightning_eff.core.library_rules import LIBRARY_RULES
 from lightning_eff.core.machine import machine_facts
-from lightning_eff.core.remedies import format_remedies
 from lightning_eff.core.technique import (
     PACKAGE,
     SUITE,
@@ -53,10 +52,8 @@ class RuleFinding:
         """Return one sentence and up to three remedies, a line each."""
         found = f"{self.rule.name} ({self.found})" if " " in self.rule.name else self.found
         met = f"with {found}" if self.found else f"without {self.rule.name}"
-        lines = [f"{self.technique} {met}: {self.rule.reason}"]
-        return format_remedies(
-            "\n".join([*lines, *(f"  try: {remedy}" for remedy in self.rule.remedies[:3])])
-        )
+        tries = (f"  try: {remedy}" for remedy in self.rule.remedies[:3])
+        return "\n".join([f"{self.technique} {met}: {self.rule.reason}", *tries])
 
 
 def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
@@ -171,19 +168,19 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
 
 
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:
-    """Raise one error that lists every refused finding.
+    """Raise one error that lists every rejected finding.
 
     Raises:
         EnvironmentLacksError: The machine lacks something.
         ConflictError: Anything else.
     """
-    refused = [finding for finding in findings if finding.rule.verdict == Verdict.REFUSED]
-    if refused:
-        lacks = all(finding.rule.name.startswith("machine/") for finding in refused)
+    rejected = [finding for finding in findings if finding.rule.verdict == Verdict.REJECTED]
+    if rejected:
+        lacks = all(finding.rule.name.startswith("machine/") for finding in rejected)
         error = EnvironmentLacksError if lacks else ConflictError
         # Of one finding all remedies, of several the first of each, so that each is seen.
-        shown = None if len(refused) == 1 else 2
-        raise error("\n".join(line for each in refused for line in str(each).splitlines()[:shown]))
+        shown = None if len(rejected) == 1 else 2
+        raise error("\n".join(line for each in rejected for line in str(each).splitlines()[:shown]))
 
 
 def reject_legacy_trainer(
@@ -214,7 +211,7 @@ def enforce(
     """Check a Trainer's techniques; every technique does so in `setup` and again in `on_fit_start`.
 
     Raises:
-        ConflictError: A combination is refused, or the Trainer comes from `pytorch_lightning`.
+        ConflictError: A combination is rejected, or the Trainer comes from `pytorch_lightning`.
         EnvironmentLacksError: The machine lacks something that is needed.
 
     Warns:

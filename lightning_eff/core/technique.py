@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.secret_values import HIDDEN, is_secret
 
 PACKAGE = __name__.partition(".")[0]
@@ -126,7 +127,7 @@ class Verdict(StrEnum):
     FINE = "fine"
     ADJUSTED = "adjusted"
     WARNED = "warned"
-    REFUSED = "refused"
+    REJECTED = "rejected"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +138,14 @@ class Rule:
         name: A technique (`callbacks/torch_compile`), a name that a technique provides (`recompute`), a class
             of Lightning (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
         reason: What would happen.
-        remedies: Up to three overrides or commands that help, each sufficient; remedies.py turns overrides
-            into Python where no recipe runs.
+        remedies: Up to three changes or commands that help, each sufficient.
         verdict: The consequence.
     """
 
     name: str
     reason: str
-    remedies: tuple[str, ...] = ()
-    verdict: Verdict = Verdict.REFUSED
+    remedies: tuple[str | Remedy, ...] = ()
+    verdict: Verdict = Verdict.REJECTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +178,13 @@ NEEDS_MATRICES = tuple(
     Rule(
         name=name,
         reason="the strategy flattens matrices into vectors, and this optimizer needs full matrices",
-        remedies=("optimizer=adamw",),
+        remedies=(TO_ADAMW,),
     )
     for name in _DEEPSPEED
 )
 """Rules of optimizers whose update needs the full matrix of a weight."""
 PLACES_STATE = tuple(
-    Rule(name=name, reason="the strategy itself places the optimizer state", remedies=("optimizer=adamw",))
+    Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
     for name in (*_DEEPSPEED, *_FSDP)
 )
 """Rules of optimizers that choose the device of their state."""

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import Remedy
 
 
 def check_language_model(
-    model: Any, data: Any, *, user: str, remedies: Sequence[str] = (), is_set_up: bool = True
+    model: Any, data: Any, *, user: str, remedies: Sequence[Remedy] = (), is_set_up: bool = True
 ) -> None:
     """Check that a model generates text and its data module, if it `is_set_up`, has a tokenizer.
 

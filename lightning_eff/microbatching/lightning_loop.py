@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
-from lightning_eff.core.reach import MAX_NAMES
+from lightning_eff.core.remedies import TO_DDP, WITHOUT_ACCUMULATION, WITHOUT_MICRO_BATCH, Remedy
 from lightning_eff.core.technique import name_of
 from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.mean_check import MeanCheck, check_mean
@@ -61,6 +61,7 @@ from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.window import Window, weight_of
 
+MAX_NAMES = 12
 MAX_FLAT_CHECKS = 8
 """Batches in which a check of the loss is repeated, where all parts of a batch have the same loss."""
 
@@ -196,7 +197,7 @@ class ExactStep(_AutomaticOptimization):
             key="strategy",
             value=type(strategy).__name__,
             allowed=f"one device or ddp, with several batches a step and {what}",
-            remedies=["strategy=ddp", "~callbacks.gradient_accumulation"],
+            remedies=[TO_DDP, WITHOUT_ACCUMULATION],
         )
 
     @property
@@ -323,13 +324,14 @@ class ExactStep(_AutomaticOptimization):
         if is_on_all_ranks and self._reduce(bool(difference), "max"):
             difference = difference or "none on another rank"
         if difference:
+            other = Remedy("+callbacks=gradient_checkpointing", "GradientCheckpointing()")
             memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
             text = (
                 f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
                 '  try: return {"loss": loss, "loss_weight": n}, for a mean over n tokens or other targets\n'
                 "  try: return loss / len(batch), for a sum\n"
-                "  try: +callbacks=gradient_checkpointing in its place, for a loss that compares samples\n"
-                f"  try: ~callbacks.{name}"
+                f"  try: {other} in its place, for a loss that compares samples\n"
+                f"  try: {WITHOUT_ACCUMULATION if self.micro_batch_size is None else WITHOUT_MICRO_BATCH}"
             )
             raise ConflictError(text)
 
@@ -369,7 +371,7 @@ class ExactStep(_AutomaticOptimization):
                     value=type(self.trainer.optimizers[0]).__name__,
                     allowed="one that evaluates its closure once: in a step of several batches another "
                     "evaluation would have the gradient of the last batch alone",
-                    remedies=["~callbacks.gradient_accumulation", "a larger batch, split by MicroBatch"],
+                    remedies=[WITHOUT_ACCUMULATION, "a larger batch, split by MicroBatch"],
                 )
             loss = train_step_and_backward_closure()
             if self._runner is not None:

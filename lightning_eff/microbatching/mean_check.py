@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from lightning_eff.core import random_states
 from lightning_eff.core.call_state import CallState, version
 from lightning_eff.core.errors import ConflictError, root_cause_line
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.torch_private import batch_norm_class, real_tensors
 from lightning_eff.microbatching.merging import mean
 from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
-from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart
 from lightning_eff.microbatching.window import weight_of
 
@@ -176,9 +176,8 @@ class _Untraced:
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
         self._run, self._module, self._moved = run, module, moved
-        self._snapshot = StepSnapshot(module, device)
-        self._snapshot.keep()
         self._state = CallState(module, [vars(part) for part in module.modules()])
+        self._device, self._generators = device, random_states.held_by(module)
         self._parameters = {name: each for name, each in module.named_parameters() if not is_sharded(each)}
         named = self._parameters.values()
         num_frozen = sum(each.nbytes for each in named if not each.requires_grad)
@@ -193,6 +192,7 @@ class _Untraced:
     def __call__(self, part: MicroBatchPart) -> _Output:
         module, parameters = self._module, self._parameters
         before = {name: (each.data_ptr(), version(each)) for name, each in parameters.items()}
+        random_before = random_states.capture(self._device, self._generators)
         try:
             again = self._state.again("the check of the loss")
             with again, _unlogged(module.trainer), redirect_stdout(io.StringIO()):
@@ -203,7 +203,7 @@ class _Untraced:
                 # The step may change its batch in place.
                 own = apply_to_collection(part.batch, Tensor, Tensor.clone)
                 output = self._run(MicroBatchPart(own, part.num_samples))
-                has_drawn = self._snapshot.has_drawn()
+                random_after = random_states.capture(self._device, self._generators)
                 for name, buffer in module.named_buffers():
                     if name in buffers and (
                         buffer is not buffers[name][0] or version(buffer) != buffers[name][1]
@@ -217,9 +217,9 @@ class _Untraced:
                     changed.add(name)
                     parameters[name].data = data.copy_(values)
             self._moved |= changed
-            with suppress(RuntimeError):  # frozen parameters have changed
-                self._snapshot.restore()
+            random_states.restore(random_before, self._device, self._generators)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or changed - self._copies.keys():
             _stop("training_step returned no loss, or changes parameters that are not copied")
+        has_drawn = bool(random_states.differing(random_before, random_after))
         return _Output(loss.detach(), weight_of(output), has_drawn)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_eff.core.arguments import accepts
 from lightning_eff.core.errors import ConflictError
+from lightning_eff.microbatching.micro_batch_size import FIXED_SIZE
 from lightning_eff.microbatching.splitting import MicroBatchPart
 
 
@@ -165,6 +166,6 @@ def reject_step_sync(results: Any) -> None:
             text = (
                 f"callbacks/micro_batch with self.log({metric.meta.name!r}, on_step=True, sync_dist=True) on "
                 "several ranks: a rank that runs out of memory logs more often than the others\n"
-                "  try: on_step=False, on_epoch=True\n  try: callbacks.micro_batch.micro_batch_size=8"
+                f"  try: on_step=False, on_epoch=True\n  try: {FIXED_SIZE}"
             )
             raise ConflictError(text)

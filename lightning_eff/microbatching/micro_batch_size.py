@@ -11,8 +11,11 @@ import torch
 
 from lightning_eff.core import allocator
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
+
+FIXED_SIZE = Remedy("callbacks.micro_batch.micro_batch_size=8", "MicroBatch(micro_batch_size=8)")
 
 
 @dataclass(frozen=True)

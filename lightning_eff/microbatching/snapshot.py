@@ -65,20 +65,9 @@ class StepSnapshot:
                     self._others.append((f"{name} of {type(owner).__name__}", tensor, version(tensor)))
         frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         self._frozen = [(parameter, version(parameter)) for parameter in frozen]
-        held = [value for module in modules for value in vars(module).values()]
-        self._generators = {str(id(value)): value for value in held if isinstance(value, random_states.KINDS)}
+        self._generators = random_states.held_by(self._module)
         self._random = random_states.capture(self._device, self._generators)
         self.keep_visible()
-
-    def has_drawn(self) -> bool:
-        """Return whether random numbers were drawn since `keep` or `restore`."""
-        return bool(
-            random_states.differing(self._random, random_states.capture(self._device, self._generators))
-        )
-
-    def has_changed_frozen(self) -> bool:
-        """Return whether a frozen parameter was changed in place since `keep`."""
-        return any(version(parameter) != before for parameter, before in self._frozen)
 
     def keep_visible(self) -> None:
         """Keep what was logged, counted and collected as it is now; the rest stays as it was kept."""
@@ -112,7 +101,7 @@ class StepSnapshot:
             if version(buffer) != before:
                 text = f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
                 raise RuntimeError(text)
-        if self.has_changed_frozen():
+        if any(version(parameter) != before for parameter, before in self._frozen):
             text = "out of memory, and training_step changes frozen parameters: change them after the step"
             raise RuntimeError(text)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import list_override
+from lightning_eff.core.remedies import list_remedy
 
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
@@ -112,8 +112,8 @@ def split(
         return [MicroBatchPart(_cut(batch, is_cut, first, last, total), last - first) for first, last in ends]
     except AmbiguousBatchError as error:
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
-        remedies = [list_override("callbacks.micro_batch.keep", error.odd)] if error.odd else []
-        remedies.append("MicroBatch(splitter=lambda batch, size: [...])")
+        keep_them = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", error.odd)
+        remedies = [*([keep_them] if error.odd else []), "MicroBatch(splitter=lambda batch, size: [...])"]
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=remedies) from None
 
 

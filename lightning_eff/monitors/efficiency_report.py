@@ -34,7 +34,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -44,11 +44,11 @@ from lightning_eff.core.arguments import CountOrZero, StrPath, check_arguments
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_memory, suggest_name
-from lightning_eff.core.log_filters import IS_REPORT
+from lightning_eff.core.log_filters import REPORTS
+from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.text import json_safe, printable
-from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.mean_check import MAX_SAMPLES
 from lightning_eff.report import display, files
@@ -278,7 +278,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
 
     def _print(self) -> None:
         text, page = display.report_text(self.report), str(self._folder / files.PAGE_FILE)
-        rank_zero_info("\n%s\n report: %s", printable(text), printable(page), extra={IS_REPORT: True})
+        rank_zero_only(REPORTS.info)("\n%s\n report: %s", printable(text), printable(page))
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Update the ledger, one row a technique, and write both files."""

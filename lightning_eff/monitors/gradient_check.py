@@ -35,9 +35,10 @@ from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.finite import nonfinite
+from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.torch_private import real_tensors
-from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 
 
 class GradientCheck(RejectsTransformersTrainer, pl.Callback):
@@ -64,7 +65,10 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
     ) -> None:
         self.unused = unused
         self.max_nonfinite_steps = max_nonfinite_steps
-        remedy = "freeze them, or name them: monitors.gradient_check.unused=[PATTERN]"
+        remedy = Remedy(
+            "freeze them, or name them: monitors.gradient_check.unused=[PATTERN]",
+            "freeze them, or name them: GradientCheck(unused=[PATTERN])",
+        )
         self._first = FirstGradients(remedy=remedy, unused=unused or ())
 
     @override
@@ -109,7 +113,10 @@ class GradientCheck(RejectsTransformersTrainer, pl.Callback):
             text = f"the loss was not finite in {num_in_row} steps in a row, up to step {step}; "
             text += f"the last finite checkpoint is {good}" if good else "no finite checkpoint was saved"
             text += "\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
-            text += "\n  try: monitors.gradient_check.max_nonfinite_steps=null"
+            off = Remedy(
+                "monitors.gradient_check.max_nonfinite_steps=null", "GradientCheck(max_nonfinite_steps=None)"
+            )
+            text += f"\n  try: {off}"
             raise GradientError(text)
 
     @override

@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from lightning_eff.core import allocator, rules
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.text import human_bytes
-from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.meter import samples_and_tokens
 

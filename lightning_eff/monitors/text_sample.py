@@ -21,8 +21,9 @@ from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
+from lightning_eff.core.managed import RejectsTransformersTrainer
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
-from lightning_eff.core.transformers_trainer import RejectsTransformersTrainer
 
 TEMPERATURE = 0.8
 
@@ -63,7 +64,7 @@ class TextSample(RejectsTransformersTrainer, pl.Callback):
         Raises:
             ConfigError: It is one of these.
         """
-        remedies = ["~monitors.text_sample"]
+        remedies = [Remedy("~monitors.text_sample", "remove TextSample")]
         user = "monitors.text_sample"
         check_language_model(module, data, user=user, remedies=remedies, is_set_up=is_set_up)
 

@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from lightning_eff.core.arguments import BelowOne, CountOrZero, NotNegative, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import TO_ADAMW, TO_FP32, Remedy
 from lightning_eff.core.technique import Outcome
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import STATE
@@ -181,7 +182,7 @@ class AdamWBf16(Optimizer):
             found = [name for name in NOT_COMPUTED if group.get(name)]
             if found:
                 value, allowed = f"{found[0]}={group[found[0]]} in the loaded state", "AdamW without it"
-                raise ConfigError(key="", value=value, allowed=allowed, remedies=["optimizer=adamw"])
+                raise ConfigError(key="", value=value, allowed=allowed, remedies=[TO_ADAMW])
             group.setdefault("seed", self.defaults["seed"])
         self.restore_state_dtype()
 
@@ -207,7 +208,11 @@ def _check_dtype(parameter: Tensor) -> None:
         key="",
         value=f"AdamWBf16 got a parameter in {dtype}",
         allowed="float32 or bfloat16",
-        remedies=["precision=bf16_true", "precision=fp32", "optimizer=adamw"],
+        remedies=[
+            Remedy("precision=bf16_true", 'AutoPrecision(precision="bf16-true")'),
+            TO_FP32,
+            TO_ADAMW,
+        ],
     )
 
 

@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
+from lightning_eff.core.remedies import TO_ADAMW
 from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 
@@ -93,7 +94,7 @@ class CpuOffload(PerParameter):
     @staticmethod
     def facts() -> Facts:
         """Return where it has no effect, and the strategies that move state themselves."""
-        reason, remedies = "the optimizer's state is on the CPU already", ("optimizer=adamw",)
+        reason, remedies = "the optimizer's state is on the CPU already", (TO_ADAMW,)
         no_effect = Rule(name="run/cpu", reason=reason, remedies=remedies, verdict=Verdict.WARNED)
         return Facts(excludes=(no_effect, *PLACES_STATE))
 

@@ -29,26 +29,39 @@ from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
+from lightning_eff.core.remedies import (
+    TO_ADAMW,
+    TO_ONE_BATCH_A_STEP,
+    WITHOUT_ACCUMULATION,
+    WITHOUT_MICRO_BATCH,
+    Remedy,
+)
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
 
 PER_MICRO_BATCH = "it would step on every micro-batch"
-REASONS = {
+REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
     "run/clipping": (
         "it frees gradients in the backward pass: no gradients left to clip",
-        "optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null",
+        Remedy(
+            "optimizer.max_parameter_norm=1.0 trainer.gradient_clip_val=null",
+            "partial(InBackward, max_parameter_norm=1.0) and Trainer(gradient_clip_val=None)",
+        ),
     ),
-    "run/accumulation": (PER_MICRO_BATCH, "trainer.accumulate_grad_batches=1"),
+    "run/accumulation": (PER_MICRO_BATCH, TO_ONE_BATCH_A_STEP),
     "lightning/GradientAccumulationScheduler": (PER_MICRO_BATCH,),
-    "callbacks/gradient_accumulation": (PER_MICRO_BATCH, "~callbacks.gradient_accumulation"),
-    "callbacks/micro_batch": (PER_MICRO_BATCH, "~callbacks.micro_batch"),
+    "callbacks/gradient_accumulation": (PER_MICRO_BATCH, WITHOUT_ACCUMULATION),
+    "callbacks/micro_batch": (PER_MICRO_BATCH, WITHOUT_MICRO_BATCH),
     "run/scaler": ("it would step on scaled gradients, before the scaler can check for overflow",),
     "run/many_devices": ("each replica would step on its own gradients, before they are averaged",),
     "run/clipping_by_module": (
         "it frees gradients in the backward pass: no gradients left to clip",
-        "optimizer.max_parameter_norm=1.0 in place of that method",
+        Remedy(
+            "optimizer.max_parameter_norm=1.0 in place of that method",
+            "partial(InBackward, max_parameter_norm=1.0) in place of that method",
+        ),
     ),
 }
 """Of what needs the gradients after the backward pass: why it fails, and its own remedy if it has one."""
@@ -106,7 +119,7 @@ class InBackward(PerParameter):
     def facts() -> Facts:
         """Return what needs the gradients after the backward pass."""
         excludes = [
-            Rule(name=name, reason=reason, remedies=(*own, "optimizer=adamw"))
+            Rule(name=name, reason=reason, remedies=(*own, TO_ADAMW))
             for name, (reason, *own) in REASONS.items()
         ]
         # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_eff.core import dataloaders
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.managed import Managed
+from lightning_eff.core.remedies import TO_ADAMW, TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
@@ -36,12 +37,12 @@ _NO_CLIPPING = Rule(
     name="run/manual_clipping",
     reason="Lightning clips no gradients for a module that steps its optimizers itself; it may call"
     " self.clip_gradients",
-    remedies=("trainer.gradient_clip_val=null",),
+    remedies=(Remedy("trainer.gradient_clip_val=null", "Trainer(gradient_clip_val=None)"),),
 )
 _NO_ACCUMULATION = Rule(
     name="run/manual_accumulation",
     reason="Lightning accumulates nothing for a module that steps its optimizers itself",
-    remedies=("trainer.accumulate_grad_batches=1",),
+    remedies=(TO_ONE_BATCH_A_STEP,),
 )
 
 
@@ -76,7 +77,7 @@ class ModuleOptimizer(Managed):
         """
         if not is_overridden("configure_optimizers", module):
             fault = f"{type(module).__name__} has no configure_optimizers, which optimizer=module keeps"
-            remedies = ["optimizer=adamw", "write one that returns an optimizer of self.parameters()"]
+            remedies = [TO_ADAMW, "write one that returns an optimizer of self.parameters()"]
             raise ConfigError(key="", value=fault, allowed="a module with one", remedies=remedies)
 
     @override

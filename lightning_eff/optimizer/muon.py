@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import ConfigError, LittleReachedWarning
 from lightning_eff.core.optimization.composite import WrapperOptimizer
-from lightning_eff.core.optimization.parameter_groups import split_hidden
+from lightning_eff.core.remedies import TO_ADAMW
 from lightning_eff.core.technique import NEEDS_MATRICES, Facts, Outcome
 
 
@@ -83,7 +83,7 @@ class Muon(WrapperOptimizer):
         self.rest = rest
         if not hidden:
             allowed = "a model with hidden matrices"
-            raise ConfigError(key="", value="Muon", allowed=allowed, remedies=["optimizer=adamw"])
+            raise ConfigError(key="", value="Muon", allowed=allowed, remedies=[TO_ADAMW])
         _warn_if_little(hidden, others)
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         # match_rms_adamw: the update is scaled by 0.2 * sqrt(max(rows, columns)), the usual size of AdamW's.
@@ -163,4 +163,28 @@ def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str,
             f"Muon steps only {matrices} with {num_taken / (num_taken + num_left):.1%} of the weights of "
             f"layers: AdamW steps {tensors} of three or more axes, such as convolutions"
         )
-        warnings.warn(LittleReachedWarning(f"{text}\n  try: optimizer=adamw"), stacklevel=3)
+        warnings.warn(LittleReachedWarning(f"{text}\n  try: {TO_ADAMW}"), stacklevel=3)
+
+
+def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Split what an optimizer is given, named parameters or groups too, into hidden matrices and the rest.
+
+    A group's key `hidden` decides; without it every matrix is hidden.
+    """
+    entries = list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    hidden: list[dict[str, Any]] = []
+    rest: list[dict[str, Any]] = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
+        listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        parameters: list[Tensor] = [item[1] if isinstance(item, tuple) else item for item in listed]
+        may_be_hidden = group.get("hidden") is not False
+        matrices = [p for p in parameters if may_be_hidden and p.dim() == 2 and not p.is_complex()]
+        present = set(matrices)
+        others = [p for p in parameters if p not in present]
+        if matrices:
+            hidden.append({"params": matrices, **options})
+        if others:
+            rest.append({"params": others, **options})
+    return hidden, rest

@@ -90,7 +90,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
         enabled = switched_on()
         choice = choose(call, self._capability, enabled=enabled)
         if choice.backend not in enabled:
-            reasons = ", ".join(f"{name}: {why}" for name, why in choice.refused.items())
+            reasons = ", ".join(f"{name}: {why}" for name, why in choice.rejected.items())
             msg = f"math is switched off, and no other backend takes attention ({reasons})"
             raise RuntimeError(msg)
         return _BY_BACKEND[choice.backend](*operands, scale=scale, **options)

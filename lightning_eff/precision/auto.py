@@ -40,6 +40,7 @@ from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision, cast_floats, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.remedies import TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.precision._tf32 import set_tf32
@@ -143,7 +144,7 @@ class AutoPrecision(Precision):
             dtype, reason = torch.bfloat16, "auto chooses 32-true, which is faster there"
             verdict = Verdict.ADJUSTED
         name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
-        rule = Rule(name=name, reason=reason, remedies=("precision=auto",), verdict=verdict)
+        rule = Rule(name=name, reason=reason, remedies=(TO_AUTO_PRECISION,), verdict=verdict)
         return Facts(excludes=(rule,))
 
     @override
@@ -242,7 +243,7 @@ class AutoPrecision(Precision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
             allowed = "another format with LBFGS, which evaluates the loss several times per step"
-            remedies = ["precision=bf16_mixed", "precision=fp32"]
+            remedies = [TO_BF16_MIXED, TO_FP32]
             raise ConfigError(key="precision", value=self.precision, allowed=allowed, remedies=remedies)
         result = closure()
         is_skipped = result is None and model.automatic_optimization  # training_step returned None

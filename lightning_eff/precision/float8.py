@@ -41,7 +41,13 @@ from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffe
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
 from lightning_eff.core.model_surgery import ADAPTER, Stage, repeated_blocks
-from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.remedies import (
+    TO_BF16_MIXED,
+    TO_FSDP2,
+    WITH_TORCH_COMPILE,
+    WITHOUT_TRITON_GEMM,
+    Remedy,
+)
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
@@ -53,8 +59,8 @@ Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
 FIRST_STEPS = 10
 """Optimizer steps whose gradients are checked for NaN and infinity."""
 NOT_CALLED = "it was not called: what reads its weight computes in bfloat16"
-EMULATED = "precision.emulate=true"
-PLAIN = "precision=bf16_mixed"
+EMULATED = Remedy("precision.emulate=true", "Float8(emulate=True)")
+NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
 
 
 @check_arguments
@@ -160,27 +166,27 @@ class Float8(AutoPrecision):
         triton = Rule(
             name="callbacks/triton_gemm",
             reason="both compute linear layers",
-            remedies=("~callbacks.triton_gemm", PLAIN),
+            remedies=(WITHOUT_TRITON_GEMM, TO_BF16_MIXED),
         )
         needs: list[Rule] = []
         if not self.emulate:
             slow = "each cast is then several kernels, slower than what the products save"
-            remedies = ("+callbacks=torch_compile",)
+            remedies = (WITH_TORCH_COMPILE,)
             needs.append(
                 Rule(name="callbacks/torch_compile", reason=slow, remedies=remedies, verdict=Verdict.WARNED)
             )
-            reason, remedies = f"float8 products need {NEEDS}", (PLAIN, EMULATED)
+            reason, remedies = f"float8 products need {NEEDS}", (TO_BF16_MIXED, EMULATED)
             needs.append(
                 Rule(name="machine/float8", reason=reason, remedies=remedies, verdict=Verdict.WARNED)
             )
         if self.all_gather:
-            reason, remedies = "only FSDP2 gathers weights in float8", ("precision.all_gather=false",)
-            needs.append(Rule(name="strategy/fsdp2", reason=reason, remedies=(*remedies, "strategy=fsdp2")))
-        reason, remedies = "gloo, which connects CPUs, cannot send float8", ("precision.all_gather=false",)
+            reason, remedies = "only FSDP2 gathers weights in float8", (NO_ALL_GATHER, TO_FSDP2)
+            needs.append(Rule(name="strategy/fsdp2", reason=reason, remedies=remedies))
+        reason, remedies = "gloo, which connects CPUs, cannot send float8", (NO_ALL_GATHER,)
         gathers = [Rule(name="run/cpu", reason=reason, remedies=remedies)] if self.all_gather else []
         reason = "DeepSpeed casts and gathers weights itself"
         shards = [
-            Rule(name=rule.name, reason=reason, remedies=("strategy=fsdp2", PLAIN)) for rule in NEEDS_MATRICES
+            Rule(name=rule.name, reason=reason, remedies=(TO_FSDP2, TO_BF16_MIXED)) for rule in NEEDS_MATRICES
         ]
         return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
 
@@ -219,14 +225,13 @@ class Float8(AutoPrecision):
             most = next((why for why, _ in whys.most_common()), "the model has no linear layer")
             text = f"precision/float8 has no effect: {most}"
             remedy = "" if self.emulate else f"\n  try: {EMULATED} (rounds as float8 does, slower)"
-            warnings.warn(text + format_remedies(remedy), NoEffectWarning, stacklevel=2)
+            warnings.warn(text + remedy, NoEffectWarning, stacklevel=2)
         self._has_compiled = any(map(_is_compiled, module.modules()))
         if whys[""] and not self.emulate and not self._has_compiled:
             text = (
                 "precision/float8 is slower than bfloat16 without compiled blocks: a cast is several kernels"
             )
-            remedy = format_remedies("  try: +callbacks=torch_compile")
-            warnings.warn(f"{text}\n{remedy}", SlowPathWarning, stacklevel=2)
+            warnings.warn(f"{text}\n  try: {WITH_TORCH_COMPILE}", SlowPathWarning, stacklevel=2)
         return super().convert_module(module)
 
     @override
@@ -243,8 +248,8 @@ class Float8(AutoPrecision):
         self._checked += bool(gradients)  # an optimizer in the backward pass has freed them
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
-            remedies = "  try: precision.recipe=rowwise_with_gw_hp\n  try: a lower learning rate"
-            text = f"{text}, first {found[0]}\n{format_remedies(remedies)}"
+            recipe = Remedy("precision.recipe=rowwise_with_gw_hp", 'Float8(recipe="rowwise_with_gw_hp")')
+            text = f"{text}, first {found[0]}\n  try: {recipe}\n  try: a lower learning rate"
             warnings.warn(text, SlowPathWarning, stacklevel=2)
         self._overflows.update(found)
 

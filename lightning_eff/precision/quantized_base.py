@@ -41,6 +41,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.remedies import TO_DDP, WITHOUT_TRITON_GEMM, Remedy
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,
@@ -60,7 +61,11 @@ PRECISIONS: dict[str, Format] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32
 """Lightning's precision for each `compute_dtype`."""
 MAX_ERROR = 0.5
 """Fraction of a weight's norm: several times what a format loses of any trained weights."""
-ADAPTERS = ("+callbacks=peft_adapter",)
+ADAPTERS = (Remedy("+callbacks=peft_adapter", "PeftAdapter()"),)
+
+
+def _without(name: str) -> Remedy:
+    return Remedy(f"precision.skip_modules=[{name}]", f"QuantizedBase(skip_modules=[{name!r}])")
 
 
 class QuantizedBase(AutoPrecision):
@@ -133,7 +138,7 @@ class QuantizedBase(AutoPrecision):
     def facts(self) -> Facts:
         """Return what cannot be combined with quantized weights."""
         reason = "it shards parameters of one dtype, and quantized ones have scales too"
-        sharded = [replace(rule, reason=reason, remedies=("strategy=ddp",)) for rule in PLACES_STATE]
+        sharded = [replace(rule, reason=reason, remedies=(TO_DDP,)) for rule in PLACES_STATE]
         finetuning = Rule(
             name="lightning/BaseFinetuning",
             reason="it unfreezes weights that have too few bits to be trained",
@@ -144,7 +149,7 @@ class QuantizedBase(AutoPrecision):
         kernels = Rule(
             name="callbacks/triton_gemm",
             reason="it replaces only the layers that are not quantized",
-            remedies=("~callbacks.triton_gemm",),
+            remedies=(WITHOUT_TRITON_GEMM,),
             verdict=Verdict.WARNED,
         )
         provides = (TRANSFORM, NEW_PARAMETERS, QUANTIZED_WEIGHTS)
@@ -180,7 +185,7 @@ class QuantizedBase(AutoPrecision):
             error = quantize(layer, self.quant_type, compute_dtype=dtype, **options)
             if not error < MAX_ERROR:  # true for NaN too
                 allowed = f"a format that can hold {name}: {error:.0%} of its norm would be lost"
-                raise self._quant_type_error(allowed, (f"precision.skip_modules=[{name}]",))
+                raise self._quant_type_error(allowed, (_without(name),))
             self._errors[name] = error
             self._bytes[name] = (before, storage_bytes(layer.parameters()))
         for name, layer in present.items():
@@ -200,10 +205,11 @@ class QuantizedBase(AutoPrecision):
             if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
                 plain = plain_name(name)
                 allowed = f"[{plain}], or a frozen bias: {plain} is quantized, and its bias is trained"
-                remedies = ("callbacks.peft_adapter.options.bias=none", f"precision.skip_modules=[{plain}]")
-                raise ConfigError(
-                    key="precision.skip_modules", value=None, allowed=allowed, remedies=remedies
+                no_bias = Remedy(
+                    "callbacks.peft_adapter.options.bias=none", "PeftAdapter(options={'bias': 'none'})"
                 )
+                key, remedies = "precision.skip_modules", (no_bias, _without(plain))
+                raise ConfigError(key=key, value=None, allowed=allowed, remedies=remedies)
         low = [p for p in trained if p.is_floating_point() and p.dtype != torch.float32]
         for parameter in low:
             parameter.data = parameter.data.to(torch.float32)
@@ -236,7 +242,7 @@ class QuantizedBase(AutoPrecision):
         if self.precision == "auto":
             self.precision, self._reason = auto_precision(device_type)
 
-    def _quant_type_error(self, allowed: str, remedies: Sequence[str] = ADAPTERS) -> ConfigError:
+    def _quant_type_error(self, allowed: str, remedies: Sequence[Remedy] = ADAPTERS) -> ConfigError:
         return ConfigError(
             key="precision.quant_type", value=self.quant_type, allowed=allowed, remedies=remedies
         )

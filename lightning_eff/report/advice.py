@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 from lightning_eff.core import catalog, rules
 from lightning_eff.core.errors import root_cause_line
-from lightning_eff.core.remedies import format_remedies
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import SUITE, Verdict, name_of, non_default_config
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.module_tracker import BACKWARD, STEP
@@ -55,9 +55,13 @@ class Suggestion:
             return self.change
         group, _, name = name_of(self.technique).partition("/")
         added = f"{'+' * (group in catalog.MULTI_CHOICE_GROUPS)}{group}={name}"
-        options = {} if isinstance(self.technique, type) else non_default_config(self.technique)
+        if isinstance(self.technique, type):
+            python = f"OptimizerChoice(optimizer=partial({self.technique.__name__}, lr=...))"
+            return str(Remedy(added, python))
+        options = non_default_config(self.technique)
         words = [added, *(f"{group}.{name}.{key}={value}" for key, value in options.items())]
-        return format_remedies(f"  try: {' '.join(words)}").removeprefix("  try: ")
+        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        return str(Remedy(" ".join(words), f"{type(self.technique).__name__}({arguments})"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +214,7 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         added = () if each.technique is None else (each.technique,)
         findings = rules.check_rules([*components, *added], facts)
         new = [finding for finding in findings if str(finding) not in before]
-        is_rejected = any(finding.rule.verdict == Verdict.REFUSED for finding in new)
+        is_rejected = any(finding.rule.verdict == Verdict.REJECTED for finding in new)
         if is_rejected or any(name_of(technique) in used for technique in added):
             continue
         notes = [f"{finding.found}: {finding.rule.reason}" for finding in new]

@@ -44,6 +44,7 @@ from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
@@ -101,7 +102,7 @@ class DeepSpeedZero(DeepSpeedStrategy):
                 key="offload_parameters",
                 value=offload_parameters,
                 allowed=allowed,
-                remedies=["strategy.stage=3"],
+                remedies=[Remedy("strategy.stage=3", "DeepSpeedZero(stage=3)")],
             )
         zero_config.check(config or {})
         checks.import_deepspeed()

@@ -51,6 +51,14 @@ from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
+from lightning_eff.core.remedies import (
+    TO_AUTO_STRATEGY,
+    TO_DDP,
+    TO_FULL_CHECKPOINTS,
+    TO_TWO_DEVICES,
+    TO_ZERO,
+    Remedy,
+)
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.report.model_weights import ModelWeights, Weight
@@ -64,14 +72,18 @@ _AVERAGES = tuple(
     Rule(
         name=f"lightning/{name}",
         reason="it would copy a sharded model, or load full averages into shards",
-        remedies=("strategy=ddp", "strategy=deepspeed_zero", "remove it"),
+        remedies=(TO_DDP, TO_ZERO, "remove it"),
     )
     for name in ("WeightAveraging", "StochasticWeightAveraging")
 )
 _ONE_DEVICE = Rule(
     name="run/one_device",
     reason="with one device nothing is sharded",
-    remedies=("trainer.devices=2", "strategy=auto", "strategy.cpu_offload=true"),
+    remedies=(
+        TO_TWO_DEVICES,
+        TO_AUTO_STRATEGY,
+        Remedy("strategy.cpu_offload=true", "FSDP2(cpu_offload=True)"),
+    ),
 )
 
 
@@ -226,7 +238,7 @@ class FSDP2(ModelParallelStrategy):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None or "://" in str(filepath):
-            text = f"checkpoint {filepath}: folders need a local disk\n  try: strategy.checkpoints=full"
+            text = f"checkpoint {filepath}: folders need a local disk\n  try: {TO_FULL_CHECKPOINTS}"
             raise CheckpointError(text)
         ranks = Ranks(self.root_device)
         save_folder(checkpoint, Path(filepath).expanduser(), ranks, self.checkpoint_io)

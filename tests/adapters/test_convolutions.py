@@ -90,5 +90,5 @@ def test_names_and_all_linear_together_adapt_all_layers_of_a_cnn() -> None:
 
     assert list(adapt(cnn(), target_modules=["all-linear", "0"])) == ["0", "2"]
     assert list(adapt(cnn())) == ["2"], "no convolution that is not asked for"
-    with pytest.raises(ConfigError, match=r"no linear layer\n  try: .*target_modules=\[0\]"):
+    with pytest.raises(ConfigError, match=r"no linear layer\n  try: .*target_modules=\['0'\]"):
         adapt(cnn()[:1])

@@ -1,4 +1,4 @@
-"""`plan`: what will be on, who set it, what is refused, with exit code and remedy."""
+"""`plan`: what will be on, who set it, what is rejected, with exit code and remedy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BUDGET = ["+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing
 def test_a_rejection_has_its_code_and_a_remedy_that_works(command: Command, tmp_path: Path) -> None:
     """`train` rejects the same before data or model are built."""
     _, out, err = command("plan", "lm", *BUDGET, code=5)
-    assert "REFUSED" in out
+    assert "REJECTED" in out
     assert "try: +callbacks=torch_compile" in err
     compiled = "+callbacks=[gradient_checkpointing,torch_compile]"
     assert command("plan", "lm", compiled, BUDGET[1])[0] == 0

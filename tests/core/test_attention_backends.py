@@ -125,5 +125,5 @@ def test_rows_of_the_choice_on_cuda(changes: dict[str, Any], backends: str, why_
     call = replace(CALL, **changes)
     choices = [choose(call, capability) for capability in (80, 89, 90)]
     assert " ".join(choice.backend for choice in choices) == backends
-    assert choices[0].refused.get("flash", "") == why_not_flash
+    assert choices[0].rejected.get("flash", "") == why_not_flash
     assert choose(call, 100).backend == choices[2].backend

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_eff.callbacks.gradient_checkpointing import RecomputedBlock
 from lightning_eff.core.call_state import RecomputationError
-from lightning_eff.core.recompute import RecomputedBlock
 
 WIDTH = 4
 Net = nn.ModuleList

@@ -42,10 +42,10 @@ PAGED = bitsandbytes.optim.PagedAdamW8bit
 @pytest.mark.parametrize(
     ("optimizers", "others", "run", "verdict"),
     [
-        ([torch.optim.Adafactor, torch.optim.Muon, Muon], [DeepSpeedStrategy], {}, Verdict.REFUSED),
-        ([PAGED, CpuOffload], [FSDPStrategy, ModelParallelStrategy], {}, Verdict.REFUSED),
+        ([torch.optim.Adafactor, torch.optim.Muon, Muon], [DeepSpeedStrategy], {}, Verdict.REJECTED),
+        ([PAGED, CpuOffload], [FSDPStrategy, ModelParallelStrategy], {}, Verdict.REJECTED),
         ([PAGED, CpuOffload], [None], {"run/cpu": "device cpu"}, Verdict.WARNED),
-        ([FREE], [WeightAveraging, StochasticWeightAveraging], {}, Verdict.REFUSED),
+        ([FREE], [WeightAveraging, StochasticWeightAveraging], {}, Verdict.REJECTED),
     ],
 )
 def test_an_optimizer_is_judged_beside_what_it_cannot_be_with(

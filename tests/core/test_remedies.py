@@ -6,15 +6,18 @@ import ast
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.config import composition
 from lightning_eff.core import rules
-from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, PACKAGE
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.library_rules import LIBRARY_RULES
-from lightning_eff.core.remedies import format_remedies, keep_overrides, override_as_python
+from lightning_eff.core.remedies import Remedy, for_fabric, keep_overrides, list_remedy
 from lightning_eff.core.rules import RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
@@ -23,10 +26,13 @@ from tests.support.models import Net, make_loader, make_trainer
 OVERRIDE = re.compile(
     r"(?<![\w(])[~+]?(callbacks|monitors|optimizer|precision|scheduler|strategy|trainer)[.=]"
 )
+SETTING = re.compile(
+    r"[~+]?((?:callbacks|monitors|optimizer|precision|scheduler|strategy|trainer|checkpoint_io|model)[\w.]*)"
+)
 COMPILED = "callbacks=[gradient_checkpointing,torch_compile]"
 POLICY = "callbacks.gradient_checkpointing.policy"
 SIZE = "callbacks.gradient_accumulation.global_batch_size"
-REFUSED = [
+REJECTED = [
     "optimizer=in_backward",
     "optimizer=in_backward trainer.accumulate_grad_batches=2",
     f"optimizer=in_backward +callbacks=gradient_accumulation {SIZE}=32",
@@ -48,6 +54,11 @@ REFUSED = [
 """Overrides of `baseline` that meet a rule."""
 
 
+def class_of(group: str, name: str) -> str:
+    """Return the class of an option."""
+    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text())["_target_"].rpartition(".")[2]
+
+
 @functools.cache
 def findings(overrides: str) -> list[RuleFinding]:
     """Judge a recipe as `plan` does."""
@@ -60,7 +71,7 @@ def findings(overrides: str) -> list[RuleFinding]:
     "case",
     [
         pytest.param(case, marks=[] if index % 4 == 0 else [pytest.mark.slow])
-        for index, case in enumerate(REFUSED)
+        for index, case in enumerate(REJECTED)
     ],
 )
 def test_each_remedy_removes_what_it_is_for(case: str) -> None:
@@ -69,56 +80,66 @@ def test_each_remedy_removes_what_it_is_for(case: str) -> None:
     tried, before = 0, {(each.technique, each.rule.name) for each in found}
     for finding in found:
         for remedy in finding.rule.remedies[:3]:
-            if not OVERRIDE.match(remedy):
+            if not isinstance(remedy, Remedy):
                 continue  # a command for the machine
-            left = findings(f"{case} {remedy}")
+            left = findings(f"{case} {remedy.override}")
             names = {(each.technique, each.rule.name) for each in left}
             assert (finding.technique, finding.rule.name) not in names, remedy
-            refusing = [each for each in left if each.rule.verdict is Verdict.REFUSED]
+            refusing = [each for each in left if each.rule.verdict is Verdict.REJECTED]
             rejected = {(each.technique, each.rule.name) for each in refusing}
             assert rejected <= before, f"{remedy} is rejected in turn"
             tried += 1
     assert tried
 
 
-@pytest.mark.parametrize("cases", [[], pytest.param(REFUSED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [[], pytest.param(REJECTED, marks=pytest.mark.slow)])
 def test_no_override_is_left_in_a_plain_trainer(cases: list[str]) -> None:
     """Of rules about classes of others, and of those that the cases meet."""
     found = [finding.rule for case in cases for finding in findings(case)]
     found += [rule for facts in LIBRARY_RULES.values() for rule in (*facts.needs, *facts.excludes)]
     for remedy in {remedy for rule in found for remedy in rule.remedies}:
-        python = override_as_python(remedy)
-        assert not OVERRIDE.search(python), python
-        if OVERRIDE.match(remedy) and not python.startswith(("remove ", "no ", "leave out ")):
-            ast.parse(python.replace("in place of that method", ""))
+        assert not OVERRIDE.search(str(remedy)), remedy
+        if isinstance(remedy, Remedy) and not remedy.python.startswith(("remove ", "no ", "leave out ")):
+            ast.parse(remedy.python.replace("in place of that method", ""))
 
 
-@pytest.mark.parametrize(
-    ("remedy", "python"),
-    [
-        (
-            "optimizer.max_parameter_norm=1.0 in place of that method",
-            "partial(InBackward, max_parameter_norm=1.0) in place of that method",
-        ),
-        (
-            "callbacks.peft_adapter.method=lora callbacks.peft_adapter.options={use_dora: true}",
-            "PeftAdapter(method=\"lora\", options={'use_dora': True})",
-        ),
-        ("~callbacks.gradient_accumulation", "remove GradientAccumulation"),
-        ("strategy.checkpoints=full", 'FSDP2(checkpoints="full")'),
-        ("optimizer=adamw", "OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=...))"),
-        ("precision=tf32", 'AutoPrecision(precision="32-true", tf32=True)'),
-        ("callbacks.peft_adapter.base_checkpoint={a:x", 'PeftAdapter(base_checkpoint="{a:x")'),
-        ('callbacks.peft_adapter.r="\\x1b[31m"', 'PeftAdapter(r="\\u001b[31m")'),  # from a checkpoint, say
-        ("pip install 'lightning-eff[qlora]'", "pip install 'lightning-eff[qlora]'"),
-    ],
-)
-def test_an_override_in_python(remedy: str, python: str) -> None:
-    assert override_as_python(remedy) == python
-    assert override_as_python(python) == python
-    assert format_remedies(f"no\n  try: {remedy}") == f"no\n  try: {python}"
+def stated_remedies() -> list[tuple[str, str]]:
+    """Return both forms of each `Remedy(...)` in the package that states them as text."""
+    found: list[tuple[str, str]] = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Remedy":
+                values: list[Any] = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                found += [(values[0], values[1])] if len(values) == 2 else []
+    return found
+
+
+def test_both_forms_set_the_same_parameter_of_the_same_class() -> None:
+    stated = stated_remedies()
+    assert len(stated) > 40
+    for override, python in stated:
+        setting = SETTING.search(override)
+        assert setting is not None, override
+        group, *path = setting[1].split(".")
+        if group == "trainer":
+            assert "Trainer(" in python, override
+        elif override.lstrip().startswith("~"):
+            assert class_of(group, path[0]) in python, override
+        elif group in MULTI_CHOICE_GROUPS and path:  # a parameter
+            assert f"{class_of(group, path[0])}({path[1]}=" in python, override
+        elif path:
+            assert f"{path[0]}=" in python, override
+
+
+def test_a_reader_gets_the_form_for_the_place() -> None:
+    remedy = Remedy("strategy=ddp", 'Trainer(strategy="ddp")')
+    assert f"try: {remedy}" == 'try: Trainer(strategy="ddp")'
     with keep_overrides():
-        assert format_remedies(f"no\n  try: {remedy}") == f"no\n  try: {remedy}"
+        assert f"try: {remedy}" == "try: strategy=ddp"
+    with for_fabric():
+        assert f"try: {remedy}" == 'try: Fabric(strategy="ddp")'
+    ints = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["1", "x"])
+    assert (ints.override, ints.python) == ("callbacks.micro_batch.keep=[1,x]", "MicroBatch(keep=['1', 'x'])")
 
 
 def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
@@ -128,4 +149,3 @@ def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
     model.automatic_optimization = False
     with pytest.raises(ConflictError, match=r"(?m)^  try: remove MicroBatch$"):
         make_trainer(callbacks=[MicroBatch()]).fit(model, make_loader())
-    assert "try: Trainer(devices=2)" in str(ConflictWarning("no\n  try: trainer.devices=2"))

@@ -38,7 +38,7 @@ def stating(**facts: Any) -> Stating:
     return Stating(facts=Facts(**facts))
 
 
-def rule(name: str, verdict: Verdict = Verdict.REFUSED) -> Rule:
+def rule(name: str, verdict: Verdict = Verdict.REJECTED) -> Rule:
     return Rule(name=name, reason="it breaks", remedies=("a=1", "b=2", "c=3", "d=4"), verdict=verdict)
 
 
@@ -83,14 +83,14 @@ def bare(kind: type[Any]) -> Any:
 @pytest.mark.parametrize("technique", [EmptyCache, TorchCompile])
 def test_a_batch_size_finder_is_refused_with_any_technique(make: Any, technique: Any) -> None:
     findings = rules.check_rules([make(), technique()], {"machine/compiler": "c++"})
-    assert [(f.technique, f.rule.verdict) for f in findings] == [(make.__name__, Verdict.REFUSED)]
+    assert [(f.technique, f.rule.verdict) for f in findings] == [(make.__name__, Verdict.REJECTED)]
     assert rules.check_rules([make(), Progress(), EfficiencyReport()], {}) == [], "what only watches may stay"
 
 
 @pytest.mark.parametrize("plugin", [BitsandbytesPrecision, TransformerEnginePrecision])
 def test_plugins_that_replace_layers_late_are_refused_with_surgery_alone(plugin: Any) -> None:
     findings = rules.check_rules([bare(plugin), GradientCheckpointing()], {})
-    assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
+    assert [f.rule.verdict for f in findings] == [Verdict.REJECTED]
     assert rules.check_rules([bare(plugin), EmptyCache()], {}) == []
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.build import build
-from lightning_eff.core.optimization.parameter_groups import hidden_matrices, split_hidden
+from lightning_eff.core.optimization.parameter_groups import hidden_matrices
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.optimizer.muon import Muon
+from lightning_eff.optimizer.muon import Muon, split_hidden
 
 
 class Language(nn.Module):

@@ -330,7 +330,7 @@ def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
     for other in (FSDPStrategy(), BackboneFinetuning()):
         for quant_type in ("nf4", "bf16"):
             findings = rules.check_rules([QuantizedBase(quant_type=quant_type), other], {})
-            assert [f.rule.verdict for f in findings] == [Verdict.REFUSED]
+            assert [f.rule.verdict for f in findings] == [Verdict.REJECTED]
 
 
 @pytest.mark.parametrize("method", sorted({*method_names()} - {*NOT_LINEAR}))

@@ -16,6 +16,7 @@ import yaml
 
 from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.technique import HasFacts, Rule
 from tests.support import benchmarks, migration_pages
 from tests.support.markdown import quoted, table
@@ -147,7 +148,9 @@ def rules(name: str) -> Iterator[tuple[str, str, str]]:
     facts = technique.facts()
     for word, stated in (("without ", facts.needs), ("", facts.excludes)):
         for rule in stated:
-            key = (f"{rule.verdict}", rule.reason, "; ".join(f"`{remedy}`" for remedy in rule.remedies))
+            with keep_overrides():
+                remedies = "; ".join(f"`{remedy}`" for remedy in rule.remedies)
+            key = (f"{rule.verdict}", rule.reason, remedies)
             by_reason.setdefault(key, []).append(word + described(rule))
     for (verdict, reason, remedies), found in by_reason.items():
         yield ", ".join(found), f"{verdict}: {reason}", remedies or "-"

@@ -14,6 +14,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.random_states import RandomStates, differing
+from lightning_eff.core.remedies import Remedy
 
 
 @dataclass
@@ -111,7 +112,8 @@ def unpack(packed: Tensor) -> RankPosition:
     try:
         return _unpack(packed)
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        text = "the checkpoint's position in the data is damaged\n  try: ~callbacks.exact_resume"
+        off = Remedy("~callbacks.exact_resume", "remove ExactResume")
+        text = f"the checkpoint's position in the data is damaged\n  try: {off}"
         raise CheckpointError(text) from error
 
 

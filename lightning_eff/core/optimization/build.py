@@ -8,6 +8,7 @@ bound to its optimizer, and holds lists by group and other schedulers inside its
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,10 +24,27 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.composite import OptimizerFactory
-from lightning_eff.core.optimization.factories import factory_keywords, optimizer_classes
 from lightning_eff.core.optimization.parameter_groups import hidden_matrices, parameter_groups
 
 SchedulerFactory = Callable[..., LRScheduler]
+
+
+def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keywords of a `functools.partial`, including those of partials among them."""
+    keywords: dict[str, Any] = dict(getattr(factory, "keywords", {}))
+    for inner in [value for value in keywords.values() if isinstance(value, functools.partial)]:
+        keywords = factory_keywords(inner) | keywords
+    return keywords
+
+
+def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
+    """Return the classes that a factory makes, the outermost first; none of a plain function."""
+    kind: Any = getattr(factory, "func", factory)
+    found: list[type] = [kind] if isinstance(kind, type) else []
+    for value in getattr(factory, "keywords", {}).values():
+        if isinstance(value, (functools.partial, type)):
+            found += optimizer_classes(value)
+    return found
 
 
 def build(

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.core.errors import EXIT_FAILED, ConfigError, HasRemedies, suggest_name
+from lightning_eff.core.errors import EXIT_FAILED, ConfigError, suggest_name
 from lightning_eff.core.optimization.composite import FreesGradients
+from lightning_eff.core.remedies import Remedy
 
 MAX_NAMES = 5
 
 
-class GradientError(HasRemedies, RuntimeError):
+class GradientError(RuntimeError):
     """The first gradients show that some parameters would not be trained; names them."""
 
     exit_code = EXIT_FAILED
@@ -36,7 +37,7 @@ class FirstGradients:
         unused: Patterns of parameter names that need no gradient.
     """
 
-    def __init__(self, *, remedy: str, unused: str | Sequence[str] = ()) -> None:
+    def __init__(self, *, remedy: Remedy, unused: str | Sequence[str] = ()) -> None:
         self.remedy = remedy
         self.unused = [unused] if isinstance(unused, str) else unused
         self._handles: list[RemovableHandle] = []
@@ -44,7 +45,7 @@ class FirstGradients:
         self._unchecked: list[str] = []  # parameters of the steps so far, none of which had a gradient
 
     def check_patterns(self, module: nn.Module) -> None:
-        """Refuse a pattern in `unused` that matches no parameter.
+        """Reject a pattern in `unused` that matches no parameter.
 
         Raises:
             ConfigError: A pattern matches nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -92,27 +92,3 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
         and parameter not in excluded
         and not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-
-
-def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split what an optimizer is given, named parameters or groups too, into hidden matrices and the rest.
-
-    A group's key `hidden` decides; without it every matrix is hidden.
-    """
-    entries = list(params)
-    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-    hidden: list[dict[str, Any]] = []
-    rest: list[dict[str, Any]] = []
-    for group in groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
-        listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        parameters: list[Tensor] = [item[1] if isinstance(item, tuple) else item for item in listed]
-        may_be_hidden = group.get("hidden") is not False
-        matrices = [p for p in parameters if may_be_hidden and p.dim() == 2 and not p.is_complex()]
-        present = set(matrices)
-        others = [p for p in parameters if p not in present]
-        if matrices:
-            hidden.append({"params": matrices, **options})
-        if others:
-            rest.append({"params": others, **options})
-    return hidden, rest

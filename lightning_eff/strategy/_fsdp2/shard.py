@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_eff.core.model_surgery import BlockSelector, select_blocks
+from lightning_eff.core.remedies import TO_ZERO
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.collectives import broadcast_from_rank0
 
@@ -131,7 +132,7 @@ def explained_step(name: str) -> Any:
                 "beginning of a step to its first backward; weights of a block only in its forward",
                 "one backward per step, of the sum of the losses",
                 "call the layer instead of reading its weight",
-                "strategy=deepspeed_zero",
+                TO_ZERO,
             ) from error
 
     return step

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.remedies import TO_DDP, TO_FSDP2, TO_ZERO, Remedy
 from lightning_eff.core.shards import full_shape
 
 FSDP2 = "strategy/fsdp2"
@@ -23,7 +24,7 @@ _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex12
 """Dtypes that lose digits or the imaginary part in DeepSpeed's float32 partitions."""
 
 
-def conflict(strategy: str, problem: str, *remedies: str) -> ConflictError:
+def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictError:
     """Return an error of a strategy, with its remedies."""
     return ConflictError("\n".join([f"{strategy}: {problem}", *(f"  try: {remedy}" for remedy in remedies)]))
 
@@ -35,16 +36,16 @@ def check_parameters(strategy: str, model: nn.Module) -> None:
         if 0 in shape:
             size = " x ".join(map(str, shape))
             problem = f"{name} is {size}; a parameter without elements cannot be sharded"
-            raise conflict(strategy, problem, "remove it, or make it a buffer", "strategy=ddp")
+            raise conflict(strategy, problem, "remove it, or make it a buffer", TO_DDP)
         if not shape:
             problem = f"{name} is a scalar and has no dimension to shard"
             remedy = "make it a vector of one element: torch.tensor([1.0])"
-            raise conflict(strategy, problem, remedy, "strategy=ddp")
+            raise conflict(strategy, problem, remedy, TO_DDP)
         if strategy == ZERO and parameter.dtype in _NOT_FLOAT32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             problem = f"{name} is {dtype}, but DeepSpeed trains in float32"
             remedies = [] if parameter.is_complex() else ["make the model float32: model.float()"]
-            raise conflict(ZERO, problem, "strategy=fsdp2", "strategy=ddp", *remedies)
+            raise conflict(ZERO, problem, TO_FSDP2, TO_DDP, *remedies)
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -55,8 +56,8 @@ def check_hooks(model: nn.Module) -> None:
             raise conflict(
                 FSDP2,
                 f"{name} has a hook on its gradient, which would never run: FSDP2 replaces parameters",
-                "strategy=deepspeed_zero",
-                "strategy=ddp",
+                TO_ZERO,
+                TO_DDP,
                 "a hook of the module: on_before_optimizer_step",
             )
 
@@ -83,7 +84,7 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             first_group, first_name = first_use.setdefault(id(parameter), (group, name))
             if first_group != group:
                 problem = f"{first_name} and {name} are one weight, but each block is gathered separately"
-                raise conflict(FSDP2, problem, "strategy=deepspeed_zero", "strategy=ddp")
+                raise conflict(FSDP2, problem, TO_ZERO, TO_DDP)
 
 
 def check_optimizer(
@@ -102,5 +103,5 @@ def check_optimizer(
                     f"position {position}) that is no parameter of the sharded model: it was taken before "
                     "sharding and would not be trained",
                     remedy,
-                    "strategy=ddp",
+                    TO_DDP,
                 )

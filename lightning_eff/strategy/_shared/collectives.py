@@ -26,6 +26,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import LEAF, is_sharded
 from lightning_eff.strategy._shared.checks import conflict
 
@@ -100,8 +101,10 @@ class RankDivergenceCheck:
                 self._strategy,
                 "the ranks run different modules, or in another order: gradients of different layers were "
                 "added",
-                "strategy=ddp strategy.find_unused_parameters=true",
-                "DDPStrategy(find_unused_parameters=True)",
+                Remedy(
+                    "strategy=ddp strategy.find_unused_parameters=true",
+                    'Trainer(strategy="ddp_find_unused_parameters_true")',
+                ),
                 "run every module on every rank",
             )
 

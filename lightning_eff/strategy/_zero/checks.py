@@ -15,6 +15,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.core.remedies import (
+    TO_AUTO_STRATEGY,
+    TO_DDP,
+    TO_FP32,
+    TO_FSDP2,
+    TO_TWO_DEVICES,
+    WITHOUT_TORCH_COMPILE,
+    Remedy,
+)
 from lightning_eff.core.technique import Rule
 from lightning_eff.core.torch_private import batch_norm_class
 from lightning_eff.strategy._shared import checks
@@ -24,33 +33,43 @@ ALWAYS: tuple[Rule, ...] = (
     Rule(
         name="callbacks/torch_compile",
         reason="DeepSpeed's hooks on weights would be compiled too",
-        remedies=("~callbacks.torch_compile", "strategy=fsdp2"),
+        remedies=(WITHOUT_TORCH_COMPILE, TO_FSDP2),
     ),
     Rule(
         name="lightning/StochasticWeightAveraging",
         reason="it loads averages into weights, which DeepSpeed's copies overwrite",
-        remedies=("strategy=ddp", "remove it"),
+        remedies=(TO_DDP, "remove it"),
     ),
     Rule(
         name="lightning/LearningRateFinder",
         reason="it wraps the optimizer in a schedule, but DeepSpeed steps its own optimizer",
-        remedies=("remove it", "strategy=fsdp2"),
+        remedies=("remove it", TO_FSDP2),
     ),
     Rule(
         name="lightning/BaseFinetuning",
         reason="it unfreezes parameters later, but DeepSpeed trains the parameters it started with",
-        remedies=("strategy=fsdp2", "strategy=ddp"),
+        remedies=(TO_FSDP2, TO_DDP),
     ),
 )
 AVERAGES = Rule(
     name="lightning/WeightAveraging",
     reason="it would average 16-bit weights, or the shards of stage 3",
-    remedies=("strategy.stage=2 precision=fp32", "strategy=ddp"),
+    remedies=(
+        Remedy(
+            "strategy.stage=2 precision=fp32",
+            'DeepSpeedZero(stage=2) and AutoPrecision(precision="32-true")',
+        ),
+        TO_DDP,
+    ),
 )
 ONE_DEVICE = Rule(
     name="run/one_device",
     reason="with one device nothing is sharded",
-    remedies=("trainer.devices=2", "strategy=auto", "strategy.offload_optimizer=cpu"),
+    remedies=(
+        TO_TWO_DEVICES,
+        TO_AUTO_STRATEGY,
+        Remedy("strategy.offload_optimizer=cpu", 'DeepSpeedZero(offload_optimizer="cpu")'),
+    ),
 )
 
 
@@ -110,15 +129,16 @@ def check_run(trainer: pl.Trainer) -> None:
     algorithm = trainer.gradient_clip_algorithm
     if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
         allowed = "norm: under ZeRO no rank has all values of a gradient"
-        remedies = ["trainer.gradient_clip_algorithm=norm", "strategy=fsdp2"]
         key = "trainer.gradient_clip_algorithm"
-        raise ConfigError(key=key, value="value", allowed=allowed, remedies=remedies)
+        by_norm = Remedy(f"{key}=norm", 'Trainer(gradient_clip_algorithm="norm")')
+        raise ConfigError(key=key, value="value", allowed=allowed, remedies=[by_norm, TO_FSDP2])
     hook = f"{type(module).__name__}."
     if is_overridden("configure_gradient_clipping", module):
         problem = f"{hook}configure_gradient_clipping would not be called"
-        raise conflict(ZERO, problem, "trainer.gradient_clip_val=1.0 and no method of that name")
+        clipping = Remedy("trainer.gradient_clip_val=1.0", "Trainer(gradient_clip_val=1.0)")
+        raise conflict(ZERO, problem, f"{clipping} and no method of that name")
     if is_overridden("backward", module):
-        raise conflict(ZERO, f"{hook}backward would not be called: DeepSpeed's is", "strategy=auto")
+        raise conflict(ZERO, f"{hook}backward would not be called: DeepSpeed's is", TO_AUTO_STRATEGY)
 
 
 def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
@@ -136,11 +156,12 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     checks.check_parameters(ZERO, module)
     if is_trained and not any(p.requires_grad for p in module.parameters()):
         problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
-        raise conflict(ZERO, problem, "strategy=auto", "requires_grad_(True) on the parameters to train")
+        raise conflict(ZERO, problem, TO_AUTO_STRATEGY, "requires_grad_(True) on the parameters to train")
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
     if config["zero_optimization"]["stage"] == 3 and compiled is not None:
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
-        raise conflict(ZERO, problem, "strategy.stage=2", "strategy=fsdp2", "do not compile it")
+        stage_2 = Remedy("strategy.stage=2", "DeepSpeedZero(stage=2)")
+        raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")
     # Batch norm needs weights and running statistics of one dtype; DeepSpeed casts only the weights.
     norms = (name for name, submodule in module.named_modules() if isinstance(submodule, batch_norm_class()))
     found = "" if precision == "32-true" else next(norms, "")
@@ -149,8 +170,11 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
             f"under {precision} DeepSpeed casts the weights of {found}, but keeps its running statistics "
         )
         problem += "in float32, which batch norm cannot compute with"
-        buffer_dtype = "strategy.config.data_types.buffer_dtype=bf16"
-        raise conflict(ZERO, problem, "precision=fp32", "strategy=fsdp2", buffer_dtype)
+        buffer_dtype = Remedy(
+            "strategy.config.data_types.buffer_dtype=bf16",
+            "DeepSpeedZero(config={'data_types': {'buffer_dtype': 'bf16'}})",
+        )
+        raise conflict(ZERO, problem, TO_FP32, TO_FSDP2, buffer_dtype)
 
 
 def check_step(closure: object, *, has_gradients: bool) -> None:

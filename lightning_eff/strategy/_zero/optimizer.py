@@ -18,6 +18,7 @@ from lightning.pytorch.core.optimizer import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff.core.remedies import TO_ADAMW, TO_DDP, TO_FSDP2
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
 ELEMENTWISE = {
@@ -42,11 +43,11 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
     name = f"{type(module).__name__}.configure_optimizers"
     if not optimizers:
         problem = f"{name} returned no optimizer, but DeepSpeed needs one"
-        raise conflict(ZERO, problem, "return one", "strategy=ddp")
+        raise conflict(ZERO, problem, "return one", TO_DDP)
     if len(optimizers) > 1 or len(schedules) > 1:
         counts = f"optimizers: {len(optimizers)}, schedules: {len(schedules)}"
         problem = f"{name} returned several ({counts}), but DeepSpeed steps one of each"
-        raise conflict(ZERO, problem, "parameter groups of one optimizer", "strategy=fsdp2", "strategy=ddp")
+        raise conflict(ZERO, problem, "parameter groups of one optimizer", TO_FSDP2, TO_DDP)
     check_elementwise(optimizers[0])
     return optimizers[0], schedules[0] if schedules else None
 
@@ -62,7 +63,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if kind.__name__ not in ELEMENTWISE.get(package, ()) and not getattr(optimizer, "elementwise", False):
         problem = f"{kind.__name__} is not known to be elementwise, but ZeRO flattens and cuts tensors"
         own = f"{kind.__name__}.elementwise = True, if it updates each element by itself"
-        raise conflict(ZERO, problem, "optimizer=adamw", "strategy=ddp", own)
+        raise conflict(ZERO, problem, TO_ADAMW, TO_DDP, own)
 
 
 def scale_gradients(zero: Any, factor: float) -> None:

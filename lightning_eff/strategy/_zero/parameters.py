@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff.core.errors import ConflictWarning
+from lightning_eff.core.remedies import TO_DDP, TO_FSDP2
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
@@ -43,7 +44,7 @@ class ParameterGuard:
         if hook is not None:
             text = (
                 f"{ZERO}: {type(module).__name__}.{hook} finds no gradients: under DeepSpeed every `.grad` "
-                "is None\n  try: strategy=fsdp2"
+                f"is None\n  try: {TO_FSDP2}"
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
         self._parameters = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
@@ -70,14 +71,14 @@ class ParameterGuard:
                 raise conflict(
                     ZERO,
                     f"{name} was {change} during the run, but DeepSpeed trains those it started with",
-                    "strategy=fsdp2",
-                    "strategy=ddp",
+                    TO_FSDP2,
+                    TO_DDP,
                     "a learning rate of 0 in a parameter group of its own",
                 )
         for name, parameter, version in self._versions:
             if parameter._version != version:  # noqa: SLF001
                 problem = f"{name} was changed in place, but each step overwrites it with DeepSpeed's copy"
-                raise conflict(ZERO, problem, "strategy=fsdp2", "strategy=ddp")
+                raise conflict(ZERO, problem, TO_FSDP2, TO_DDP)
 
 
 @contextmanager

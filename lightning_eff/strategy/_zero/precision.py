@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff.core.dtypes import auto_precision, cast_floats
 from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.remedies import TO_DDP, TO_FP32
 
 
 class ZeroPrecision(DeepSpeedPrecision):
@@ -35,8 +36,9 @@ class ZeroPrecision(DeepSpeedPrecision):
             super().__init__(chosen)
         except ValueError as error:
             allowed = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
-            remedies = ["precision=fp32", "strategy=ddp"]
-            raise ConfigError(key="precision", value=requested, allowed=allowed, remedies=remedies) from error
+            raise ConfigError(
+                key="precision", value=requested, allowed=allowed, remedies=[TO_FP32, TO_DDP]
+            ) from error
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

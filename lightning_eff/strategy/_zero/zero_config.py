@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.strategy._zero.memory_arithmetic import DEFAULT_BUCKET, ZeroMemory
 
@@ -86,7 +87,7 @@ def check(config: Mapping[str, Any], path: str = "", owned: Mapping[str, str] = 
                 key=f"config.{full}",
                 value=value,
                 allowed=f"no such key, since it is set by {owned[full]}",
-                remedies=[f"~strategy.config.{full}"],
+                remedies=[Remedy(f"~strategy.config.{full}", f"leave out {key}")],
             )
         if not path and key not in FREE:
             raise ConfigError(

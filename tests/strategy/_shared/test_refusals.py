@@ -76,6 +76,6 @@ def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
 )
 def test_incompatible_techniques_are_rejected(strategy: Any, other: Any, refused: bool) -> None:
     findings = rules.check_rules([strategy, other], MACHINE)
-    remedies = [each.rule.remedies for each in findings if each.rule.verdict.value == "refused"]
+    remedies = [each.rule.remedies for each in findings if each.rule.verdict.value == "rejected"]
     assert len(remedies) == refused
     assert all(remedies)

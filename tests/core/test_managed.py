@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _validate_ca
 
 import lightning_eff
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.transformers_trainer import DOCS, RejectsTransformersTrainer
+from lightning_eff.core.managed import RejectsTransformersTrainer
 
 ROOT = Path(__file__).parents[2]
 CALLBACKS = sorted(
@@ -51,8 +51,9 @@ def test_the_trainer_of_transformers_is_answered_in_one_sentence(tmp_path: Path,
     with pytest.raises(ConflictError, match=name) as caught:
         huggingface_trainer(tmp_path, given)
     assert len(str(caught.value).splitlines()) == 1
-    assert DOCS in str(caught.value)
-    assert (ROOT / DOCS).is_file()
+    page = "docs/migration/transformers.md"
+    assert page in str(caught.value)
+    assert (ROOT / page).is_file()
 
 
 @pytest.mark.parametrize("verb", ["train", "evaluate"])

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_eff.callbacks.gradient_checkpointing import RecomputedBlock
 from lightning_eff.core.host_offload import HostOffload
-from lightning_eff.core.recompute import RecomputedBlock
 from tests.support.ranks import is_equal
 
 WIDTH = 8
