@@ -133,14 +133,13 @@ class _Job:
         words = [self.recipe, *overrides, *self.path.options()]
         if values.get("launch"):
             from lightning_eff import run
+            from lightning_eff.launch import ray_driver
 
             ray = run.make("launch", values["launch"])
             typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
-            values = {**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")}
-            ray.check(values)
-            words += [f"trainer.{key}=auto" for key in recipes_own]
-            return ray.run(train_in_worker, words, folder)
+            ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})
+            return ray_driver.run(ray, train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
         is_read = self.as_json or self.is_sweep  # the standard output, for JSON or the table
         return run_ranks(words, folder, values["trainer"], as_json=is_read)
