@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_eff.commands import _parser, _sweep
-from lightning_eff.commands._rank import configure_logging, starts_ranks, told_to_parent
+from lightning_eff.commands._logging import configure_logging
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath, read_chain
@@ -43,14 +43,15 @@ from lightning_eff.launch.job import (
     make_folder,
     num_ranks,
     shared_run_dir,
+    starts_ranks,
 )
-from lightning_eff.launch.ranks import STOPPED, error_log, run_ranks
+from lightning_eff.launch.ranks import STOPPED, error_log, reported_to_parent, run_ranks
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     launch = Launch.of()
-    with told_to_parent(launch):
+    with reported_to_parent(launch):
         return _train(options, launch)
 
 

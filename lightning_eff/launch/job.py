@@ -20,7 +20,7 @@ from lightning_eff.launch import torchrun
 RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
 """Environment variable with the run's folder, for ranks that the command has started."""
 RAY = "LIGHTNING_EFF_RAY"
-"""Environment variable with the accelerator of a worker of Ray, which is otherwise like a rank of torchrun."""
+"""Environment variable with the accelerator of a worker of Ray, otherwise like a rank of torchrun."""
 WAIT_S = 300.0
 """Time that ranks wait for each other to agree on the run's folder: importing torch may take a minute."""
 
@@ -228,6 +228,15 @@ def check_not_started(launch: Launch) -> None:
         allowed = f"none: {'Kubeflow' if of_pods else launch.by} has started the ranks already"
         remedies = ["launch=none", "lightning-eff train ... launch=ray  # once"]
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
+
+
+def starts_ranks(values: Mapping[str, Any]) -> bool:
+    """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
+    launch = Launch.of()
+    if values.get("launch") and launch.by != "ray":
+        check_not_started(launch)
+        return True
+    return not launch.by and num_ranks(values["trainer"]) > 1
 
 
 def check_sweep(launch: Launch, recipe: str) -> None:
