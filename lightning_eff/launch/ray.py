@@ -85,8 +85,8 @@ class Ray:
         """Reject settings of the run that contradict these, before Ray is started.
 
         Raises:
-            ConfigError: The number of devices, the accelerator or the folder of checkpoints is another one; a
-                Ray of its own on this machine has too few cores; or the global batch does not fit.
+            ConfigError: The number of devices, the accelerator or the folder of checkpoints is another one, or
+                the global batch does not fit.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))
@@ -108,28 +108,7 @@ class Ray:
             key = "monitors.model_checkpoint.dirpath"
             allowed = f"{folder}, where a restarted run looks for them"
             raise ConfigError(key=key, value=saver["dirpath"], allowed=allowed)
-        if self.cluster == "local":
-            most = min(most, self._check_cores())
         check_global_batch(values, least, most)
-
-    def _check_cores(self) -> int:
-        """Reject more workers than a Ray of this machine alone will ever have cores for; return how many."""
-        from lightning_eff.core.machine import num_cores  # imports torch
-
-        cores, (least, most) = num_cores(), self.bounds
-        room = cores // self.cpus
-        if least <= room:
-            return room
-        elsewhere = "launch.address=auto  # a running cluster"
-        if not room:
-            allowed = f"at most {cores}: this machine has {cores} cores"
-            remedies = ["launch.cpus=1", elsewhere]
-            raise ConfigError(key="launch.cpus", value=self.cpus, allowed=allowed, remedies=remedies)
-        is_fixed = isinstance(self.workers, int)
-        each = f", and a worker gets {self.cpus} (launch.cpus)" if self.cpus > 1 else ""
-        allowed = f"at most {room}{'' if is_fixed else ' as the least'}: this machine has {cores} cores{each}"
-        remedies = [f"launch.workers={room if is_fixed else f'[{room},{most}]'}", elsewhere]
-        raise ConfigError(key="launch.workers", value=self.workers, allowed=allowed, remedies=remedies)
 
 
 def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,16 +145,18 @@ def _init(cluster: str) -> None:
         raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
 
 
-def _check_room(options: Ray, resources: dict[str, float]) -> None:
+def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
     """Reject a run that a Ray of our own never has room for; a cluster may grow, so say that it waits."""
-    needed = {"CPU": options.bounds[0] * options.cpus, "GPU": options.bounds[0] * options.gpu}
-    for name, number in needed.items():
+    least, most = options.bounds
+    for name, each, remedy in (("CPU", options.cpus, "launch.cpus=1"), ("GPU", options.gpu, "launch.gpu=false")):
         found = int(resources.get(name, 0))
-        if found >= number:
+        if least * each <= found:
             continue
-        text = f"launch.workers={options.workers} needs {number} {name}s, and Ray has {found}"
+        text = f"launch.workers={options.workers} needs {least * each} {name}s, and Ray has {found}"
         if options.cluster == "local":
-            text += f"\n  try: launch.workers={max(found, 1)}\n  try: launch.gpu=false"
+            room = found // each
+            fits = f"launch.workers={room if least == most else f'[{room},{most}]'}" if room else remedy
+            text += f"\n  try: {fits}\n  try: launch.address=auto  # a running cluster"
             raise EnvironmentLacksError(text)
         sys.stderr.write(f"{text}: waits for more\n")
 
