@@ -306,7 +306,9 @@ def build() -> tuple[Parser, dict[str, Parser]]:
     parsers: dict[str, Parser] = {}
     for name, summary in catalog.verbs().items():
         prog = f"lightning-eff {name}"
-        parsers[name] = verb = branches.add_parser(name, prog=prog, help=summary, description=summary, **style)
+        parsers[name] = verb = branches.add_parser(
+            name, prog=prog, help=summary, description=summary, **style
+        )
         VERBS[name](verb)
         verb.usage = " ".join(filter(None, (prog, verb.takes, "[options]")))
         if verb.takes in OF_RECIPES or name in ("ls", "report"):

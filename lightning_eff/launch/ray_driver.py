@@ -148,7 +148,10 @@ def _init(cluster: str) -> None:
 def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
     """Reject a run that a Ray of our own never has room for; a cluster may grow, so say that it waits."""
     least, most = options.bounds
-    for name, each, remedy in (("CPU", options.cpus, "launch.cpus=1"), ("GPU", options.gpu, "launch.gpu=false")):
+    for name, each, remedy in (
+        ("CPU", options.cpus, "launch.cpus=1"),
+        ("GPU", options.gpu, "launch.gpu=false"),
+    ):
         found = int(resources.get(name, 0))
         if least * each <= found:
             continue
