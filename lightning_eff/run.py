@@ -41,7 +41,7 @@ from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
-from lightning_eff.launch import ray
+from lightning_eff.launch import ray_worker
 from lightning_eff.launch.job import as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.text_sample import TextSample
@@ -115,11 +115,11 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
     """
-    restart = ray.reported_checkpoint(run_dir)
+    restart = ray_worker.reported_checkpoint(run_dir)
     ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = build_trainer(values, ray.joined(values))
+    trainer = build_trainer(values)
     for callback in callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
@@ -254,12 +254,11 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
 
 
 @keep_overrides()
-def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -> pl.Trainer:
+def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     """Instantiate the techniques and a Trainer with them, but neither model nor data.
 
     Args:
         values: A checked config.
-        joined: What a worker of Ray adds.
 
     Raises:
         ConfigError: A technique rejects a value.
@@ -277,13 +276,13 @@ def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -
     callbacks = [
         _optimizer_callback(values),
         *(callback for callback in listed if callback is not None),
-        *joined.callbacks,
+        *ray_worker.callbacks(),
     ]
     named = (values.get(loggers.GROUP) or {}).items()
     listed_loggers = [make(f"{loggers.GROUP}.{name}", node) for name, node in named]
     strategy = values.get("strategy") or "auto"
     keywords: dict[str, Any] = {
-        "plugins": [*(plugin for plugin in plugins if plugin is not None), *joined.plugins],
+        "plugins": [plugin for plugin in plugins if plugin is not None],
         "callbacks": callbacks,
         "logger": [loggers.log_no_secrets(each) for each in listed_loggers if each is not None] or False,
         "strategy": strategy if isinstance(strategy, str) else make("strategy", strategy),
@@ -293,7 +292,7 @@ def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        return pl.Trainer(**(keywords | as_started(values["trainer"]) | dict(joined.keywords)))
+        return pl.Trainer(**(keywords | as_started(values["trainer"])))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"

@@ -29,10 +29,10 @@ def test_wheel_holds_configs_types_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"lightning_eff/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")} <= names
     configs = {f"lightning_eff/{file.relative_to(ROOT)}" for file in (ROOT / "conf").rglob("*.yaml")}
-    tables = {f"{file.relative_to(ROOT)}" for file in (ROOT / "lightning_eff").rglob("*.yaml")}
-    assert tables
-    assert configs | tables <= names
-    assert {"lightning_eff/py.typed", "lightning_eff/report/report.html.j2"} <= names
+    data = [file for ending in ("yaml", "j2") for file in (ROOT / "lightning_eff").rglob(f"*.{ending}")]
+    assert {file.suffix for file in data} == {".yaml", ".j2"}
+    assert configs | {f"{file.relative_to(ROOT)}" for file in data} <= names
+    assert "lightning_eff/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "conf/", "recipes/", "benchmarks/")) for name in names)
 

@@ -15,13 +15,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._rank import starts_ranks, told_to_parent
 from lightning_eff.commands._saved_run import SavedRun, find_saved_run
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import EXIT_OK, UsageError
 from lightning_eff.core.text import print_json, printable
-from lightning_eff.launch.job import Launch, check_tasks
-from lightning_eff.launch.ranks import run_ranks
+from lightning_eff.launch.job import Launch, check_tasks, starts_ranks
+from lightning_eff.launch.ranks import reported_to_parent, run_ranks
 
 LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
@@ -29,7 +28,7 @@ LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predic
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     launch = Launch.of()
-    with told_to_parent(launch):
+    with reported_to_parent(launch):
         saved = find_saved_run(options, launch)
         if starts_ranks(saved.values):
             run_ranks(options.arguments, saved.run_dir, saved.values["trainer"], verb=options.verb)

@@ -6,6 +6,8 @@ Nothing here imports torch, Lightning or Hydra, so that `--help` and completion 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,12 +16,11 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from lightning_eff import __version__
-from lightning_eff.commands._argument_types import at_least, size
-from lightning_eff.commands._dashed import as_overrides
-from lightning_eff.commands._examples import EXAMPLES
-from lightning_eff.commands._recipe_file import OF_RUNS, find_recipe
+from lightning_eff.commands._recipe_file import find_recipe
+from lightning_eff.config.habits import proposals
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
+from lightning_eff.core.text import parse_bytes
 
 RECIPE = "RECIPE [overrides]"
 CLUSTERS = ("slurm", "k8s")
@@ -30,118 +31,6 @@ ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
 """
-Add = Callable[..., Any]
-"""`add_argument` of a verb's parser."""
-
-
-def _train(add: Add) -> None:
-    add(
-        "-m", "--multirun", action="store_true", help="one run for each combination of comma-separated values"
-    )
-    add("-c", "--cfg", choices=["job", "hydra", "all"], help="print the composed config and stop")
-    add("-r", "--resolve", action="store_true", help="with --cfg: with interpolations resolved")
-    add("-p", "--package", metavar="PATH", help="with --cfg: this part of it only")
-    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    about = f"print what Hydra knows about the config and stop: {', '.join(topics)}"
-    add("-i", "--info", nargs="?", const="all", choices=topics, metavar="WHAT", help=about)
-
-
-def _plan(add: Add) -> None:
-    about = "try techniques that save memory, and the largest micro-batch that fits (a minute)"
-    add("--advice", action="store_true", help=about)
-
-
-def _compare(add: Add) -> None:
-    add("--steps", type=at_least(6), default=8, metavar="N", help="optimizer steps of a trial (8)")
-    add(
-        "--rounds",
-        type=at_least(1),
-        default=3,
-        metavar="N",
-        help="runs of each trial (3); the fastest counts",
-    )
-    about = "a trial is killed after so many seconds (180), and starts no more steps after a third of them"
-    add("--limit-s", type=at_least(1, float), default=180.0, metavar="N", help=about)
-    add("--only", metavar="NAME,...", help="these rows besides the baseline; * matches anything")
-    about = "a row of your own on top of the baseline; may be repeated"
-    add("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
-
-
-def _tune(add: Add) -> None:
-    add("--minutes", type=at_least(0.1, float), default=8.0, metavar="N", help="start no trial later (8)")
-    add("--steps", type=at_least(6), default=8, metavar="N", help="steps of a trial in the first round (8)")
-    about = "a trial is killed after so many seconds (180)"
-    add("--limit-s", type=at_least(1, float), default=180.0, metavar="N", help=about)
-    about = "what a step may need, as in 8GiB; otherwise what the device has free"
-    add("--memory", type=size, metavar="SIZE", help=about)
-
-
-def _export(add: Add) -> None:
-    add("--merge", action="store_true", help="the merged model instead of the adapter")
-    about = "last (the newest complete one) or a path"
-    add("--checkpoint", default="last", metavar="WHICH", help=about)
-    about = "a new folder under the output root; otherwise RUN/export/adapter or RUN/export/model"
-    add("--out", metavar="DIR", help=about)
-    add("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
-
-
-def _doctor(add: Add) -> None:
-    about = (
-        "what the ranks of a job see; started as the run would be: torchrun ... -m lightning_eff doctor ..."
-    )
-    add("--cluster", action="store_true", help=about)
-    about = "with --cluster: folder of the runs, which all ranks share (outputs)"
-    add("--output-root", type=Path, default=Path("outputs"), metavar="DIR", help=about)
-
-
-def _migrate(add: Add) -> None:
-    tools = ["transformers", "accelerate", "deepspeed", "lightning", "axolotl"]
-    about = "the tool that the file is of; otherwise recognized"
-    add("--from", dest="source", choices=tools, metavar="TOOL", help=f"{about}: {', '.join(tools)}")
-
-
-def _launch(add: Add) -> None:
-    add("--nodes", type=at_least(1), default=1, metavar="N", help="machines (1)")
-    add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each, one rank on each (none)")
-    kinds, about = ["trainjob", "jobset", "rayjob"], "k8s: for Kubeflow Trainer, JobSet or KubeRay (trainjob)"
-    add("--kind", choices=kinds, dest="kind_of_job", help=about)
-    about = "k8s: image that has the package, as the repository's Dockerfile builds it"
-    add("--image", metavar="NAME", help=f"{about} (lightning-eff:latest)")
-    about = "k8s: PersistentVolumeClaim that all pods mount for the runs (outputs)"
-    add("--claim", metavar="NAME", help=about)
-
-
-def _report(add: Add) -> None:
-    add("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
-
-
-def _generate(add: Add) -> None:
-    add("--prompt", metavar="TEXT", help="text to continue (the standard input); with --chat the user's turn")
-    add("--chat", action="store_true", help="by the chat template of the data's tokenizer")
-    add("--system", metavar="TEXT", help="with --chat: the system's turn")
-    add("--max-new-tokens", type=at_least(1), default=64, metavar="N", help="tokens to write (64)")
-    add(
-        "--temperature", type=float, metavar="T", help="divides the logits; this and the options below sample"
-    )
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    about = "draw from the likeliest tokens that together have this probability"
-    add("--top-p", type=float, metavar="P", help=about)
-    add("--num-samples", type=at_least(1), default=1, metavar="N", help="texts to draw (1)")
-    add("--seed", type=at_least(0), metavar="N", help="seed of what is drawn (0)")
-
-
-TAKES = {
-    "launch": ON_CLUSTER,
-    **dict.fromkeys(("train", "plan", "compare", "tune"), RECIPE),
-    **dict.fromkeys(OF_RUNS, RUN_OR_RECIPE),
-    "ls": "[WORD]", "migrate": "FILE", "export": "RUN", "cp": COPY, "report": RUNS,
-}  # fmt: skip
-"""Words besides options; any other verb takes none."""
-OPTIONS = {
-    "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "export": _export,
-    "launch": _launch, "migrate": _migrate, "doctor": _doctor, "report": _report, "generate": _generate,
-}  # fmt: skip
-
 VERB_HABITS = {
     "fit": "train", "run": "train", "finetune": "train", "resume": "train", "eval": "validate",
     "evaluate": "validate", "infer": "predict", "list": "ls",
@@ -149,8 +38,11 @@ VERB_HABITS = {
 """Verbs of other tools, and the one that does the same here."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises where argparse would exit, and suggests the nearest choice where it would list all."""
+
+    takes = ""
+    """What a verb takes besides options."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -164,7 +56,238 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(text)
 
 
-def build() -> tuple[_Parser, dict[str, _Parser]]:
+def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
+    """Return the type of an option that is a number of at least `least`."""
+
+    def number(text: str) -> float:
+        value = kind(text)  # argparse reports a ValueError
+        if not least <= value < math.inf:
+            message = f"{text}: expected at least {least}"
+            raise argparse.ArgumentTypeError(message)
+        return value
+
+    return number
+
+
+def _size(text: str) -> int:
+    """Read a size with its unit."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _train(verb: Parser) -> None:
+    verb.takes = RECIPE
+    verb.epilog = """
+  lightning-eff train lm trainer.max_steps=50 precision=fp32     a recipe with overrides
+  lightning-eff train lm 'callbacks=[]'                          without callbacks
+  lightning-eff train lm -m 'callbacks=[],[empty_cache]'         one run for each
+  lightning-eff train lm ckpt_path=last trainer.max_steps=400    resume from the newest checkpoint
+  lightning-eff train lm ckpt_path=auto                          resume if this command has run before
+  lightning-eff train images model._target_=my_project.Net       your own model, from the current folder
+  lightning-eff train mine/numbers.yaml                          a recipe's file; its folder has your options
+"""
+    about = "one run for each combination of comma-separated values"
+    verb.add_argument("-m", "--multirun", action="store_true", help=about)
+    about = "print the composed config and stop"
+    verb.add_argument("-c", "--cfg", choices=["job", "hydra", "all"], help=about)
+    verb.add_argument("-r", "--resolve", action="store_true", help="with --cfg: with interpolations resolved")
+    verb.add_argument("-p", "--package", metavar="PATH", help="with --cfg: this part of it only")
+    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    about = f"print what Hydra knows about the config and stop: {', '.join(topics)}"
+    verb.add_argument("-i", "--info", nargs="?", const="all", choices=topics, metavar="WHAT", help=about)
+
+
+def _plan(verb: Parser) -> None:
+    verb.takes = RECIPE
+    verb.epilog = """
+  lightning-eff plan lm                 what is on, who set it, and the memory of a step
+  lightning-eff plan lm device=rtx4090  on another GPU: l4, a10, h100, mi300x, ... or device.memory=40GiB
+  lightning-eff plan long_context model.name=NAME device=h200   the longest sequence that fits
+  lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu data.batch_size=2
+                                        and the memory of each of 1 to 1,024 devices
+
+Exit code 5 when a combination is rejected, 3 when this machine lacks something; both with a remedy.
+"""
+    about = "try techniques that save memory, and the largest micro-batch that fits (a minute)"
+    verb.add_argument("--advice", action="store_true", help=about)
+
+
+def _compare(verb: Parser) -> None:
+    verb.takes = RECIPE
+    verb.epilog = """
+  lightning-eff compare lm                               no technique, each one alone, lm itself, all combined
+  lightning-eff compare lm --only torch_compile,micro_batch
+  lightning-eff compare lm --row 'optimizer=muon +callbacks=micro_batch'
+
+A trial that hangs or fails gets a row with the reason. An interruption prints what was measured.
+"""
+    about = "optimizer steps of a trial (8)"
+    verb.add_argument("--steps", type=_at_least(6), default=8, metavar="N", help=about)
+    about = "runs of each trial (3); the fastest counts"
+    verb.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help=about)
+    about = "a trial is killed after so many seconds (180), and starts no more steps after a third of them"
+    verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
+    about = "these rows besides the baseline; * matches anything"
+    verb.add_argument("--only", metavar="NAME,...", help=about)
+    about = "a row of your own on top of the baseline; may be repeated"
+    verb.add_argument("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
+
+
+def _tune(verb: Parser) -> None:
+    verb.takes = RECIPE
+    verb.epilog = """
+  lightning-eff tune lm                      ends with the command that trains lm fastest here
+  lightning-eff tune lm --minutes 30 --memory 8GiB
+
+The same command continues where an interrupted one stopped. Steps, their losses and the global batch stay.
+"""
+    about = "start no trial later (8)"
+    verb.add_argument("--minutes", type=_at_least(0.1, float), default=8.0, metavar="N", help=about)
+    about = "steps of a trial in the first round (8)"
+    verb.add_argument("--steps", type=_at_least(6), default=8, metavar="N", help=about)
+    about = "a trial is killed after so many seconds (180)"
+    verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
+    about = "what a step may need, as in 8GiB; otherwise what the device has free"
+    verb.add_argument("--memory", type=_size, metavar="SIZE", help=about)
+
+
+def _launch(verb: Parser) -> None:
+    verb.takes = ON_CLUSTER
+    verb.epilog = """
+  lightning-eff launch slurm lm --nodes 2 --gpus 8 > job.sbatch     sbatch --time=8:00:00 job.sbatch
+  lightning-eff launch k8s lm --nodes 2 --gpus 8 > job.yaml         kubectl apply -f job.yaml
+  lightning-eff launch k8s lm --nodes 2 --gpus 8 --kind jobset
+
+A restarted job resumes from its newest checkpoint: the output root must be shared by all machines.
+"""
+    verb.add_argument("--nodes", type=_at_least(1), default=1, metavar="N", help="machines (1)")
+    about = "GPUs of each, one rank on each (none)"
+    verb.add_argument("--gpus", type=_at_least(0), default=0, metavar="N", help=about)
+    kinds, about = ["trainjob", "jobset", "rayjob"], "k8s: for Kubeflow Trainer, JobSet or KubeRay (trainjob)"
+    verb.add_argument("--kind", choices=kinds, dest="kind_of_job", help=about)
+    about = "k8s: image that has the package, as the repository's Dockerfile builds it (lightning-eff:latest)"
+    verb.add_argument("--image", metavar="NAME", help=about)
+    about = "k8s: PersistentVolumeClaim that all pods mount for the runs (outputs)"
+    verb.add_argument("--claim", metavar="NAME", help=about)
+
+
+def _validate(verb: Parser) -> None:
+    verb.takes = RUN_OR_RECIPE
+    verb.epilog = """
+  lightning-eff validate lm                             the newest checkpoint of that recipe
+  lightning-eff validate lm ckpt_path=best trainer.limit_val_batches=1.0
+  lightning-eff validate outputs/lm/2026-11-21_10-00-00-000000     that run, with its own config
+"""
+
+
+def _test(verb: Parser) -> None:
+    verb.takes = RUN_OR_RECIPE
+    verb.epilog = """
+  lightning-eff test mine.yaml ckpt_path=best     by what model_checkpoint monitored
+  lightning-eff test outputs/mine/2026-11-21_10-00-00-000000 ckpt_path=step-40.ckpt
+"""
+
+
+def _predict(verb: Parser) -> None:
+    verb.takes = RUN_OR_RECIPE
+    verb.epilog = """
+  lightning-eff predict mine.yaml                     into predictions/ of the run's folder
+  lightning-eff predict mine.yaml trainer.devices=2   a file for each rank, with the samples' indices
+"""
+
+
+def _generate(verb: Parser) -> None:
+    verb.takes = RUN_OR_RECIPE
+    verb.epilog = """
+  lightning-eff generate lm --prompt 'def '                the likeliest continuation
+  lightning-eff generate lm --prompt 'def ' --temperature 0.8 --top-p 0.95 --num-samples 3
+  lightning-eff generate qlora model.name=NAME data=chat --chat --prompt 'Who are you?'
+  lightning-eff generate outputs/lm/2026-11-21_10-00-00-000000 ckpt_path=best < start.txt
+"""
+    about = "text to continue (the standard input); with --chat the user's turn"
+    verb.add_argument("--prompt", metavar="TEXT", help=about)
+    verb.add_argument("--chat", action="store_true", help="by the chat template of the data's tokenizer")
+    verb.add_argument("--system", metavar="TEXT", help="with --chat: the system's turn")
+    about = "tokens to write (64)"
+    verb.add_argument("--max-new-tokens", type=_at_least(1), default=64, metavar="N", help=about)
+    about = "divides the logits; this and the options below sample"
+    verb.add_argument("--temperature", type=float, metavar="T", help=about)
+    verb.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    about = "draw from the likeliest tokens that together have this probability"
+    verb.add_argument("--top-p", type=float, metavar="P", help=about)
+    verb.add_argument("--num-samples", type=_at_least(1), default=1, metavar="N", help="texts to draw (1)")
+    verb.add_argument("--seed", type=_at_least(0), metavar="N", help="seed of what is drawn (0)")
+
+
+def _export(verb: Parser) -> None:
+    verb.takes = "RUN"
+    verb.epilog = """
+  lightning-eff export outputs/lora/2026-11-21_10-00-00-000000    the adapter of that run
+  lightning-eff export lora                                       of the recipe's newest run
+  lightning-eff export lm                                         of a run without adapters: its weights
+"""
+    verb.add_argument("--merge", action="store_true", help="the merged model instead of the adapter")
+    about = "last (the newest complete one) or a path"
+    verb.add_argument("--checkpoint", default="last", metavar="WHICH", help=about)
+    about = "a new folder under the output root; otherwise RUN/export/adapter or RUN/export/model"
+    verb.add_argument("--out", metavar="DIR", help=about)
+    verb.add_argument("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
+
+
+def _report(verb: Parser) -> None:
+    verb.takes = RUNS
+    verb.epilog = """
+  lightning-eff report lm                                  the newest run of lm: its report, and its page anew
+  lightning-eff report lm lora                             the newest run of each, side by side
+  lightning-eff report outputs/lm/sweep_2026-11-21_10-00-00-000000     all runs of a sweep
+"""
+    verb.add_argument("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
+
+
+def _ls(verb: Parser) -> None:
+    verb.takes = "[WORD]"
+    verb.epilog = """
+  lightning-eff ls memory        what has this word in its name or summary
+  lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
+"""
+
+
+def _cp(verb: Parser) -> None:
+    verb.takes = COPY
+    verb.epilog = """
+  lightning-eff cp lm mine.yaml       then edit it: lightning-eff train mine.yaml
+"""
+
+
+def _doctor(verb: Parser) -> None:
+    about = "what the ranks of a job see; start it like the run: torchrun ... -m lightning_eff doctor ..."
+    verb.add_argument("--cluster", action="store_true", help=about)
+    about = "with --cluster: folder of the runs, which all ranks share (outputs)"
+    verb.add_argument("--output-root", type=Path, default=Path("outputs"), metavar="DIR", help=about)
+
+
+def _migrate(verb: Parser) -> None:
+    verb.takes = "FILE"
+    verb.epilog = """
+  lightning-eff migrate training_args.json       of TrainingArguments.to_json_string(), or a YAML of its keys
+  lightning-eff migrate ds_config.json           also default_config.yaml of Accelerate, a LightningCLI config
+  lightning-eff migrate axolotl.yaml --json
+"""
+    tools = ["transformers", "accelerate", "deepspeed", "lightning", "axolotl"]
+    about = f"the tool that the file is of; otherwise recognized: {', '.join(tools)}"
+    verb.add_argument("--from", dest="source", choices=tools, metavar="TOOL", help=about)
+
+
+VERBS: dict[str, Callable[[Parser], None]] = {
+    "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "launch": _launch,
+    "validate": _validate, "test": _test, "predict": _predict, "generate": _generate, "export": _export,
+    "report": _report, "ls": _ls, "cp": _cp, "doctor": _doctor, "migrate": _migrate,
+}  # fmt: skip
+
+
+def build() -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of the command line, and that of each verb."""
     common = argparse.ArgumentParser(add_help=False)
     for flag, about in (
@@ -176,22 +299,22 @@ def build() -> tuple[_Parser, dict[str, _Parser]]:
     style["parents"] = [common]
     recipes = "".join(f"  {entry.name:<18}{entry.summary}\n" for entry in catalog.recipes())
     usage = "lightning-eff VERB [RECIPE] [overrides]"
-    top = _Parser("lightning-eff", usage=usage, epilog=f"recipes:\n{recipes}\n{ABOUT}", **style)
+    top = Parser("lightning-eff", usage=usage, epilog=f"recipes:\n{recipes}\n{ABOUT}", **style)
     top.add_argument("--version", action="version", version=f"lightning-eff {__version__}")
     top.add_argument("--completion", choices=["bash", "zsh", "fish"], help="print completion for your shell")
     branches = top.add_subparsers(dest="verb", title="verbs", metavar="VERB")
-    parsers: dict[str, _Parser] = {}
+    parsers: dict[str, Parser] = {}
     for name, summary in catalog.verbs().items():
-        prog, takes = f"lightning-eff {name}", TAKES.get(name)
-        texts = {"help": summary, "description": summary, "epilog": EXAMPLES.get(name)}
-        usage = " ".join(filter(None, (prog, takes, "[options]")))
-        parsers[name] = branches.add_parser(name, prog=prog, usage=usage, **texts, **style)
-        if name in OPTIONS:
-            OPTIONS[name](parsers[name].add_argument)
-        if takes in OF_RECIPES or name in ("ls", "report"):
+        prog = f"lightning-eff {name}"
+        parsers[name] = verb = branches.add_parser(
+            name, prog=prog, help=summary, description=summary, **style
+        )
+        VERBS[name](verb)
+        verb.usage = " ".join(filter(None, (prog, verb.takes, "[options]")))
+        if verb.takes in OF_RECIPES or name in ("ls", "report"):
             about = "a folder of your own with groups and recipes; may be repeated"
             keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
-            parsers[name].add_argument("--config-dir", "-cd", **keywords)
+            verb.add_argument("--config-dir", "-cd", **keywords)
     return top, parsers
 
 
@@ -206,9 +329,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     Returns:
         The options, `verb`, and `arguments` (the words after it). A verb of recipes has `recipe`, the word
-        `given` for it and `overrides`, one of runs `words`, any other one `word`, empty if it is left out.
-        The folder of a recipe that is named by its file comes first in `config_dir`; a run's folder, which
-        is in `run`, has such a file.
+        `given` for it and `overrides`, any other one `words` and the first of them, `word`, which is empty if
+        there is none. The folder of a recipe that is named by its file comes first in `config_dir`; a run's
+        folder, which is in `run`, has such a file.
 
     Raises:
         UsageError: There is an unknown option, no recipe, no such file, or a word too many.
@@ -222,8 +345,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options, rest = top.parse_known_args(words, argparse.Namespace(json=False, debug=False))
     parser = parsers.get(options.verb, top)
     unknown = [word for word in rest if word.startswith("-")]
-    meant = as_overrides(rest) if TAKES.get(options.verb) in OF_RECIPES else []
-    if meant:
+    if unknown and parser.takes in OF_RECIPES and (meant := as_overrides(rest)):
         name = unknown[0].partition("=")[0]
         text = f"{options.verb}: {name}: settings are overrides, without dashes\n  try: {' '.join(meant)}"
         raise UsageError(text)
@@ -233,27 +355,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         return options
     options.arguments = list(words)
     options.arguments.remove(options.verb)
-    takes = TAKES.get(options.verb)
-    if takes == ON_CLUSTER:
-        options.kind = rest.pop(0) if rest else ""
-        if options.kind not in CLUSTERS:
-            parser.error(f"expected {' or '.join(CLUSTERS)} first, not {options.kind!r}")
-    elif takes == RUNS:
-        options.words = rest
+    if parser.takes in OF_RECIPES:
+        _take_recipe(options, rest, parser)
         return options
-    elif takes not in OF_RECIPES:
-        for word in rest[1 if takes else 0 :]:
-            parser.error(f"unknown argument {word!r}")
-        options.word = rest[0] if rest else ""
-        return options
-    _take_recipe(options, rest, parser)
+    most = len(rest) if parser.takes == RUNS else bool(parser.takes)
+    for word in rest[most:]:
+        parser.error(f"unknown argument {word!r}")
+    options.words, options.word = rest, rest[0] if rest else ""
     return options
 
 
-def _take_recipe(options: argparse.Namespace, rest: list[str], parser: _Parser) -> None:
-    """Set a recipe and its overrides from the words of its verb, and what else that takes."""
-    takes = TAKES[options.verb]
-    if takes == COPY:
+def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -> None:
+    """Set recipe and overrides from the words of a verb, and what else it takes."""
+    if parser.takes == ON_CLUSTER:
+        options.kind = rest.pop(0) if rest else ""
+        if options.kind not in CLUSTERS:
+            parser.error(f"expected {' or '.join(CLUSTERS)} first, not {options.kind!r}")
+    if parser.takes == COPY:
         if len(rest) != 2:
             parser.error(f"expected a recipe and the file to write, not {len(rest)} words")
         options.file = rest.pop()
@@ -263,8 +381,40 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: _Parser) 
         text = f"{options.verb}: expected {found}; lightning-eff ls lists the recipes"
         raise UsageError(text)
     options.overrides = [word for word in rest if word not in recipes]
-    if takes == RUN_OR_RECIPE:
+    if parser.takes == RUN_OR_RECIPE:
         options.run = recipes[0] if Path(recipes[0], catalog.RESOLVED).is_file() else ""
         recipes = [f"{options.run}/{catalog.RESOLVED}"] if options.run else recipes
     options.given = recipes[0]
     options.recipe, options.config_dir = find_recipe(options.verb, recipes[0], options.config_dir)
+
+
+def as_overrides(words: Sequence[str]) -> list[str]:
+    """Return the overrides that options like `--trainer.max_steps 5` mean; none if any is no setting.
+
+    Example:
+        >>> as_overrides(["--trainer.max_steps", "5", "--lr=0.1"]), as_overrides(["--rounds", "3"])
+        (['trainer.max_steps=5', 'optimizer.lr=0.1'], [])
+    """
+    recipes = {entry.name for entry in catalog.recipes()}
+    found: list[str] = []
+    for word, following in itertools.pairwise([*words, "-"]):
+        if not word.startswith("-"):
+            continue
+        name, has_value, value = word.lstrip("-").partition("=")
+        is_flag = following.startswith(("-", "~")) or "=" in following or following in recipes
+        meant = _setting(name.replace("-", "_"), value if has_value else "true" if is_flag else following)
+        if not meant:
+            return []
+        found.append(meant)
+    return found
+
+
+def _setting(key: str, value: str) -> str:
+    """Return the override that sets a key, which may be another tool's name for it; empty if none does."""
+    habits = proposals(key, value)
+    if len(habits) == 1:
+        return habits[0]
+    own = {folder.name for folder in catalog.CONF.iterdir() if folder.is_dir()}
+    own |= {name for name, _, _ in catalog.yaml_parameters(catalog.CONF / "run.yaml")}
+    is_known = bool(habits) or key.partition(".")[0] in own  # of several habits `train` lists all
+    return f"{key}={value}" if is_known else ""

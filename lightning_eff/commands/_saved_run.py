@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._rank import configure_logging
+from lightning_eff.commands._logging import configure_logging
 from lightning_eff.commands._recipe_file import words_of
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath

@@ -28,17 +28,13 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
     job = _job(options, values["trainer"], str(values["output_root"]), path)
     check_global_batch(values, job.nodes * job.tasks)
-    if options.kind == "slurm":
-        sys.stdout.write(job.sbatch())
-        return EXIT_OK
-    kinds = {"trainjob": job.train_job, "jobset": job.job_set, "rayjob": job.ray_job}
-    found = kinds[options.kind_of_job or "trainjob"]()
+    text = job.file("slurm" if options.kind == "slurm" else options.kind_of_job or "trainjob")
     if options.json:
-        print_json(found)
-    else:
         import yaml
 
-        sys.stdout.write(yaml.safe_dump(found, sort_keys=False))
+        print_json(yaml.safe_load(text))
+    else:
+        sys.stdout.write(text)
     return EXIT_OK
 
 

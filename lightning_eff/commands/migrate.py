@@ -44,7 +44,6 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     Raises:
         UsageError: The file, or one that it names, cannot be read, or belongs to no known tool.
     """
-    from lightning_eff.commands._migration.conversions import CONVERSIONS
     from lightning_eff.commands._migration.engine import Migration
     from lightning_eff.commands._migration.tables import read_file, read_table, recognize
     from lightning_eff.commands.plan import check_anywhere
@@ -53,9 +52,6 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     name = source or recognize(content, file)
     found = Migration(read_table(name), file.parent)
     found.add(content, found.table)
-    for conversion in CONVERSIONS:
-        if parts := found.parts.get(conversion.__name__):
-            conversion(found, parts)
     found.settle()
     notes = [*found.notes, *([found.table.note] if found.table.note else [])]
     missing = [key for key in PLACEHOLDERS if name != "lightning" and not found.word(key)]

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_eff.commands import _parser, _sweep
-from lightning_eff.commands._rank import configure_logging, starts_ranks, told_to_parent
+from lightning_eff.commands._logging import configure_logging
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath, read_chain
@@ -43,14 +43,15 @@ from lightning_eff.launch.job import (
     make_folder,
     num_ranks,
     shared_run_dir,
+    starts_ranks,
 )
-from lightning_eff.launch.ranks import STOPPED, error_log, run_ranks
+from lightning_eff.launch.ranks import STOPPED, error_log, reported_to_parent, run_ranks
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     launch = Launch.of()
-    with told_to_parent(launch):
+    with reported_to_parent(launch):
         return _train(options, launch)
 
 
@@ -133,14 +134,13 @@ class _Job:
         words = [self.recipe, *overrides, *self.path.options()]
         if values.get("launch"):
             from lightning_eff import run
+            from lightning_eff.launch import ray_driver
 
             ray = run.make("launch", values["launch"])
             typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
-            values = {**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")}
-            ray.check(values)
-            words += [f"trainer.{key}=auto" for key in recipes_own]
-            return ray.run(train_in_worker, words, folder)
+            ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})
+            return ray_driver.run(ray, train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
         is_read = self.as_json or self.is_sweep  # the standard output, for JSON or the table
         return run_ranks(words, folder, values["trainer"], as_json=is_read)

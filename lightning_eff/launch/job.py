@@ -20,7 +20,7 @@ from lightning_eff.launch import torchrun
 RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
 """Environment variable with the run's folder, for ranks that the command has started."""
 RAY = "LIGHTNING_EFF_RAY"
-"""Environment variable of a worker of Ray; Ray itself sets only RANK, LOCAL_RANK and their like."""
+"""Environment variable with the accelerator of a worker of Ray, otherwise like a rank of torchrun."""
 WAIT_S = 300.0
 """Time that ranks wait for each other to agree on the run's folder: importing torch may take a minute."""
 
@@ -35,6 +35,8 @@ class Launch:
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
+    accelerator: str = ""
+    """Of a worker of Ray, which may see GPUs that are not its own; empty elsewhere."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -42,17 +44,15 @@ class Launch:
 
         Example:
             >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NTASKS_PER_NODE": "2"})
-            Launch(by='slurm', rank=3, num_tasks=4, num_local_tasks=2)
+            Launch(by='slurm', rank=3, num_tasks=4, num_local_tasks=2, accelerator='')
             >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}).by  # a shell: it starts none
             ''
         """
         number = {key: int(text) for key, text in environment.items() if text.isdecimal()}
-        if RAY in environment:  # first: a worker has the variables of whatever started Ray
+        if "TORCHELASTIC_RUN_ID" in environment:  # before SLURM, in whose job torchrun or Ray may run
+            by = "ray" if RAY in environment else "torchrun"
             tasks, local = number.get("WORLD_SIZE"), number.get("LOCAL_WORLD_SIZE")
-            return cls("ray", number.get("RANK", 0), tasks, local)
-        if "TORCHELASTIC_RUN_ID" in environment:
-            tasks, local = number.get("WORLD_SIZE"), number.get("LOCAL_WORLD_SIZE")
-            return cls("torchrun", number.get("RANK", 0), tasks, local)
+            return cls(by, number.get("RANK", 0), tasks, local, environment.get(RAY, ""))
         is_shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
         if "SLURM_NTASKS" in environment and not is_shell:
             tasks, local = number.get("SLURM_NTASKS"), number.get("SLURM_NTASKS_PER_NODE")
@@ -134,7 +134,7 @@ def as_started(trainer: Mapping[str, Any], launch: Launch | None = None) -> dict
         settings["devices"] = local
     if settings.get("num_nodes") == "auto":
         settings["num_nodes"] = max(tasks // local, 1) if local else 1
-    return settings
+    return settings | ({"accelerator": launch.accelerator} if launch.accelerator else {})
 
 
 def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
@@ -228,6 +228,15 @@ def check_not_started(launch: Launch) -> None:
         allowed = f"none: {'Kubeflow' if of_pods else launch.by} has started the ranks already"
         remedies = ["launch=none", "lightning-eff train ... launch=ray  # once"]
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
+
+
+def starts_ranks(values: Mapping[str, Any]) -> bool:
+    """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
+    launch = Launch.of()
+    if values.get("launch") and launch.by != "ray":
+        check_not_started(launch)
+        return True
+    return not launch.by and num_ranks(values["trainer"]) > 1
 
 
 def check_sweep(launch: Launch, recipe: str) -> None:

@@ -26,11 +26,14 @@ from typing import Any
 from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_OK,
     EXIT_SIGUSR1,
     EXIT_TERMINATED,
+    PRE_RUN_ERRORS,
     RankError,
+    exit_code,
 )
-from lightning_eff.launch.job import RUN_DIR, check_devices, check_machines, num_devices, num_ranks
+from lightning_eff.launch.job import RUN_DIR, Launch, check_devices, check_machines, num_devices, num_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "LIGHTNING_EFF_PARENT"
@@ -223,6 +226,21 @@ def exit_now(text: str, code: int) -> None:
         sys.stdout.flush()
     finally:  # also where nobody reads them any more
         os._exit(code)
+
+
+@contextmanager
+def reported_to_parent(launch: Launch) -> Generator[None]:
+    """End with the process that started this rank, if any did, and report a failure of this rank to it."""
+    if launch.by == "torchrun":
+        end_with_parent()
+    try:
+        yield
+    except BaseException as error:
+        if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
+            # Its summary comes after the last restart: where there are some, each attempt says why it failed.
+            is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+            error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
+        raise
 
 
 def tell_parent(error: BaseException) -> bool:

@@ -2,10 +2,12 @@
 
 `lightning-eff train RECIPE launch=ray launch.workers=4` starts a Ray of its own on this machine, or uses a
 running cluster, and trains the recipe with its own strategy: each worker runs the same `train` as any other
-rank, with world size, ranks and address from Ray's context. `trainer.devices` is the number of workers of a
-machine, `trainer.num_nodes` the number of machines. Each checkpoint of `model_checkpoint` is reported to Ray
-where it lies, without a copy: the run's folder is Ray's storage, so all machines must see the output root.
-When a worker is lost Ray starts all of them again, and they go on from the checkpoint that was reported last.
+rank. `trainer.devices` is the number of workers of a machine, `trainer.num_nodes` the number of machines.
+Each checkpoint of `model_checkpoint` is reported to Ray where it lies, without a copy: the run's folder is
+Ray's storage, so all machines must see the output root. When a worker is lost Ray starts all of them again,
+and they resume from the newest intact checkpoint.
+
+Here are the settings; ray_driver.py starts the workers, and ray_worker.py is what each of them runs.
 
 Costs: 15 to 25 s to start Ray and its workers, the same for each restart, and 225 MB of packages without
     their dependencies (pandas, pyarrow). A report waits up to 2 s where the one before is younger than that.
@@ -16,28 +18,22 @@ Source: https://docs.ray.io/en/latest/train/train.html (Ray Train V2).
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.batch_size import check_global_batch
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from lightning_eff.launch.job import Launch, num_ranks
-
-MIN_VERSION = (2, 54)
-"""First version of Ray with the parts of Train V2 that are used here."""
+from lightning_eff.core.errors import ConfigError
+from lightning_eff.launch.job import num_ranks
 
 
 class Ray:
     """The settings of a run that Ray starts.
 
     Args:
-        workers: Number of ranks, or the least and the most of them: Ray then goes on with as many as the
+        workers: Number of ranks, or the least and the most of them: Ray then runs with as many as the
             cluster has room for.
         gpu: Whether each worker gets a GPU; without, the run is on CPUs.
         cpus: CPU cores that are reserved for each worker, and its number of threads.
@@ -89,8 +85,8 @@ class Ray:
         """Reject settings of the run that contradict these, before Ray is started.
 
         Raises:
-            ConfigError: The number of devices, the accelerator or the folder of checkpoints is another one; a
-                Ray of its own on this machine has too few cores; or the global batch does not fit.
+            ConfigError: Number of devices, accelerator or folder of checkpoints are others, or the global
+                batch does not fit.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))
@@ -112,67 +108,7 @@ class Ray:
             key = "monitors.model_checkpoint.dirpath"
             allowed = f"{folder}, where a restarted run looks for them"
             raise ConfigError(key=key, value=saver["dirpath"], allowed=allowed)
-        if self.cluster == "local":
-            most = min(most, self._check_cores())
         check_global_batch(values, least, most)
-
-    def _check_cores(self) -> int:
-        """Reject more workers than a Ray of this machine alone will ever have cores for; return how many."""
-        from lightning_eff.core.machine import num_cores  # imports torch
-
-        cores, (least, most) = num_cores(), self.bounds
-        room = cores // self.cpus
-        if least <= room:
-            return room
-        elsewhere = "launch.address=auto  # a running cluster"
-        if not room:
-            allowed = f"at most {cores}: this machine has {cores} cores"
-            remedies = ["launch.cpus=1", elsewhere]
-            raise ConfigError(key="launch.cpus", value=self.cpus, allowed=allowed, remedies=remedies)
-        is_fixed = isinstance(self.workers, int)
-        each = f", and a worker gets {self.cpus} (launch.cpus)" if self.cpus > 1 else ""
-        allowed = f"at most {room}{'' if is_fixed else ' as the least'}: this machine has {cores} cores{each}"
-        remedies = [f"launch.workers={room if is_fixed else f'[{room},{most}]'}", elsewhere]
-        raise ConfigError(key="launch.workers", value=self.workers, allowed=allowed, remedies=remedies)
-
-    def run(
-        self, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path
-    ) -> dict[str, Any]:
-        """Call `train(words)` in each worker; return the efficiency report in `folder`, empty without it.
-
-        Args:
-            train: A function of a module, which the workers import.
-            words: Recipe and overrides.
-            folder: The run's folder, which all workers see.
-
-        Raises:
-            EnvironmentLacksError: Ray is not installed, or too old.
-            RankError: A worker failed or was lost too often; the text names it and the cause.
-            KeyboardInterrupt, SystemExit: All workers have stopped, because of a signal to this process.
-        """
-        check_installed()
-        from lightning_eff.launch._ray import driver
-
-        return driver.run(self, train, words, folder)
-
-
-def check_installed() -> None:
-    """Import Ray Train.
-
-    Raises:
-        EnvironmentLacksError: It is not there, or too old.
-    """
-    remedy = "\n  try: pip install 'lightning-eff[ray]'"
-    try:
-        found: Any = importlib.import_module("ray")
-        importlib.import_module("ray.train.torch")
-    except ImportError as error:
-        text = f"launch=ray needs the package ray[train], which cannot be imported ({error}){remedy}"
-        raise EnvironmentLacksError(text) from error
-    version: str = found.__version__
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
-        text = f"launch=ray needs ray {'.'.join(map(str, MIN_VERSION))} or newer, this is {version}{remedy}"
-        raise EnvironmentLacksError(text)
 
 
 def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,35 +131,3 @@ def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
         group = "launch"
         raise error.under(group) from error
     return {**values, "trainer": {**values["trainer"], "devices": most}, "launch": None}
-
-
-@dataclass(frozen=True)
-class Joined:
-    """What a worker of Ray adds to a Trainer."""
-
-    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    plugins: Sequence[Any] = ()
-    callbacks: Sequence[Any] = ()
-
-
-NOTHING = Joined()
-"""For a process that Ray did not start."""
-
-
-def joined(values: Mapping[str, Any]) -> Joined:
-    """Return what a Trainer needs in a worker of Ray, which Ray's context says."""
-    if Launch.of().by != "ray":
-        return NOTHING
-    from lightning_eff.launch._ray.processes import RayProcesses, keywords
-    from lightning_eff.launch._ray.report import RayReport
-
-    return Joined(keywords(gpu=values["launch"]["gpu"]), [RayProcesses()], [RayReport()])
-
-
-def reported_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint in the run's folder that workers go on from; None at their first start."""
-    if Launch.of().by != "ray":
-        return None
-    from lightning_eff.launch._ray import report
-
-    return report.reported_checkpoint(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_eff.launch import machine_check
-from lightning_eff.launch.cluster_check import View, judged
+from lightning_eff.launch.cluster_check import View, summarize_views
 from lightning_eff.launch.machine_check import CheckResult
 from tests.support.command_line import Command
 
@@ -56,7 +56,7 @@ def test_a_process_alone_says_what_it_sees_of_a_cluster(
     assert line in out
 
 
-VIEW = View(rank=0, host="a", torch="2.13", gpu=0, clock=0.0, files=["0", "1"])
+VIEW = View(rank=0, host="a", torch="2.13", gpu=0, clock=0.0, files=[0, 1])
 OTHER = replace(VIEW, rank=1, host="b")
 
 
@@ -67,12 +67,12 @@ OTHER = replace(VIEW, rank=1, host="b")
         (replace(OTHER, torch="2.12"), "torch", "2.13 on 1, 2.12 on 1"),
         (replace(OTHER, gpu=None), "backend", "ranks 1 see no GPU, others do"),
         (replace(OTHER, error="read-only"), "output root", "rank 1: read-only"),
-        (replace(OTHER, files=["1"]), "output root", "ranks 1 do not see all files"),
+        (replace(OTHER, files=[1]), "output root", "ranks 1 do not see all files"),
         (replace(OTHER, clock=60.0), "clocks", "60 s apart"),
     ],
 )
 def test_what_ranks_see_differently_is_said(other: View, what: str, found: str) -> None:
-    rows = {row.what: row for row in judged([VIEW, other])}
+    rows = {row.what: row for row in summarize_views([VIEW, other])}
     assert rows[what].found == found
     wrong = [row.what for row in rows.values() if row.status != "ok"]
     assert wrong == ([] if what == "machines" else [what])

@@ -18,10 +18,8 @@ from hypothesis import example, given, strategies
 from lightning.pytorch import Trainer
 
 from lightning_eff.commands._completion import complete
-from lightning_eff.commands._migration.conversions import CONVERSIONS
-from lightning_eff.commands._migration.engine import _target
-from lightning_eff.commands._migration.overrides import filled, quoted
-from lightning_eff.commands._migration.tables import Row, read_table, tools
+from lightning_eff.commands._migration.engine import CONVERSIONS, _target
+from lightning_eff.commands._migration.tables import Row, filled, quoted, read_table, tools
 from lightning_eff.commands._parser import build
 from lightning_eff.commands.migrate import _lines, migration
 from lightning_eff.config.composition import compose_recipe

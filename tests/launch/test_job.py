@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.commands import _rank
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
-from lightning_eff.launch import job
+from lightning_eff.launch import job, ranks
 from lightning_eff.launch.job import (
     Launch,
     check_machines,
@@ -117,7 +116,7 @@ def test_train_refuses_before_anything_is_built(
     for key, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
-    monkeypatch.setattr("lightning_eff.commands._rank.end_with_parent", lambda: None)
+    monkeypatch.setattr("lightning_eff.launch.ranks.end_with_parent", lambda: None)
     code, _, err = command("train", "baseline", *tiny, "trainer.devices=3")
     assert code == 2
     assert "trainer.devices=3: expected 2: torchrun started 2" in err
@@ -140,7 +139,7 @@ def test_sweeps_that_cannot_be_are_refused_with_what_works(
 ) -> None:  # fmt: skip
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("lightning_eff.commands._rank.end_with_parent", lambda: None)
+    monkeypatch.setattr("lightning_eff.launch.ranks.end_with_parent", lambda: None)
     monkeypatch.setattr("lightning_eff.commands.train.configure_logging", lambda _: None)
     code, _, err = command("train", "lm", "-m", "seed=1,2", *words)
     assert code == expected
@@ -181,8 +180,8 @@ def test_the_ranks_of_each_attempt_meet_at_an_address_of_their_own(monkeypatch: 
     monkeypatch.setattr(job, "WAIT_S", 60.0)
     for attempt in ("first", "second"):
         started_again()
-        with ThreadPoolExecutor() as ranks:
-            found = list(ranks.map(folder_of, (0, 1), (attempt, "other")))
+        with ThreadPoolExecutor() as threads:
+            found = list(threads.map(folder_of, (0, 1), (attempt, "other")))
         assert found == [Path(attempt)] * 2
         assert int(os.environ["MASTER_PORT"]) != store.port
         assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
@@ -202,7 +201,7 @@ def test_each_attempt_under_torchrun_says_why_it_failed(
 ) -> None:
     """Its own summary comes after the last; a setting that all ranks refuse is printed by one of them."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    monkeypatch.setattr(_rank, "tell_parent", lambda error: True)
-    with pytest.raises(type(error)), _rank.told_to_parent(Launch("lightning", rank)):
+    monkeypatch.setattr(ranks, "tell_parent", lambda error: True)
+    with pytest.raises(type(error)), ranks.reported_to_parent(Launch("lightning", rank)):
         raise error
     assert error.__dict__["is_reported"] is is_reported

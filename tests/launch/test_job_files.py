@@ -44,8 +44,8 @@ def test_kubernetes_accepts_what_is_printed(command: Command, kind: str, gpus: s
     jsonschema.validate(job, {"$defs": SCHEMAS["$defs"], **SCHEMAS[KINDS[kind]]})
     assert job["metadata"]["name"] == "images-large"
     assert out.count("nvidia.com/gpu: 8") == (gpus == "8")
-    assert "claimName: outputs" in out
-    assert out.count("mountPath: /dev/shm") == out.count("mountPath: /outputs")
+    assert 'claimName: "outputs"' in out
+    assert out.count("mountPath: /dev/shm") == out.count('mountPath: "/outputs"')
     assert job == json.loads(command(*words, "--json")[1])
     broken = json.loads(json.dumps(job).replace('"name": "images-large"', '"name": "images_large"'))
     with pytest.raises(jsonschema.ValidationError):
@@ -57,7 +57,7 @@ def test_a_folder_of_the_users_is_mounted(command: Command) -> None:
     assert code == 0, err
     assert out.count("/data/runs") == 2, "in the command, and as the mount"
     assert SHARED not in out
-    assert "claimName: data" in out
+    assert 'claimName: "data"' in out
 
 
 def test_words_are_those_that_were_typed_whatever_is_in_them(command: Command) -> None:
@@ -116,7 +116,7 @@ def test_a_job_is_requeued_when_slurm_has_stopped_it(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    script = ClusterJob(recipe="lm").sbatch()
+    script = ClusterJob(recipe="lm").file("slurm")
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, check=False)
     assert done.returncode == code
     assert [path.read_text() for path in tmp_path.glob("requeued")] == ["requeue 7\n"] * is_requeued
@@ -159,7 +159,7 @@ def test_the_script_is_requeued_when_its_time_is_over_and_ends_as_if_it_had_not_
         (tmp_path / folder).mkdir(exist_ok=True)
         job = ClusterJob(recipe="lm", words=[*words, f"output_root={tmp_path / folder}"], tasks=2)
         done = subprocess.run(
-            ["bash", "-c", job.sbatch()], cwd=tmp_path, env=base | more, timeout=300, check=False,
+            ["bash", "-c", job.file("slurm")], cwd=tmp_path, env=base | more, timeout=300, check=False,
             capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode in (0, 138), done.stderr[-3000:]
@@ -179,12 +179,13 @@ def test_the_script_is_requeued_when_its_time_is_over_and_ends_as_if_it_had_not_
 def test_the_command_of_a_pod_trains_on_two_machines(kind: str, tmp_path: Path) -> None:
     words = [word for word in TINY if not word.startswith("trainer.max_steps")] + ["trainer.max_steps=2"]
     job = ClusterJob(recipe="lm", words=words, nodes=2)
+    spec = yaml.safe_load(job.file(kind))["spec"]
     if kind == "trainjob":
-        trainer = job.train_job()["spec"]["trainer"]
+        trainer = spec["trainer"]
         command, variables = [*trainer["command"], *trainer["args"]], {}
         variables = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1"}
     else:
-        pods = job.job_set()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        pods = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         (container,) = pods["containers"]
         command = container["command"]
         variables = {item["name"]: item["value"] for item in container["env"] if "value" in item}

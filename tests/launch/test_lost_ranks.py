@@ -63,7 +63,7 @@ TORCHRUN = [
 COMMANDS = {
     "own": [*OWN, "trainer.devices=2"],
     "torchrun": TORCHRUN,
-    "slurm": ["bash", "-c", ClusterJob(recipe="lm", words=WORDS, tasks=2).sbatch()],
+    "slurm": ["bash", "-c", ClusterJob(recipe="lm", words=WORDS, tasks=2).file("slurm")],
     "ray": [*OWN, "launch=ray", "launch.workers=2"],
 }
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from lightning_eff.launch import stop
-from lightning_eff.launch._ray import driver, worker
-from lightning_eff.launch.job import Launch
+from lightning_eff.launch import ray_driver, ray_worker, stop
+from lightning_eff.launch.job import RUN_DIR, Launch
+from lightning_eff.launch.ranks import ERROR_FILE
 from lightning_eff.launch.ray import Ray
 from tests.support.fake_ray import FakeTrain, install
 
@@ -32,16 +31,21 @@ def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
 
 def run_worker(train: Callable[[Any], None], folder: Path) -> None:
     (folder / "ray").mkdir(exist_ok=True)
-    worker.stop_file(folder).touch()
-    worker.work({"train": train, "words": ["lm"], "folder": str(folder), "cwd": str(folder)})
+    ray_worker.stop_file(folder).touch()
+    ray_worker.work(
+        {"train": train, "words": ["lm"], "folder": str(folder), "cwd": str(folder), "gpu": False}
+    )
 
 
 @pytest.fixture
 def rank_0(in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a run, in the worker with rank 0 of one."""
-    one = SimpleNamespace(get_world_size=lambda: 1, get_world_rank=lambda: 0)
-    monkeypatch.setattr(in_worker, "get_context", lambda: one)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    for name in (RUN_DIR, ERROR_FILE, stop.STOP_FILE):  # the worker sets them: as before after the test
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -56,9 +60,9 @@ def test_what_a_worker_prints_and_how_it_ended_is_in_files(rank_0: Path) -> None
         sys.stderr.write("another\n")
 
     run_worker(train, rank_0)
-    assert worker.output_file(rank_0, 0, "stdout").read_text() == "a line\n"
-    assert worker.output_file(rank_0, 0, "stderr").read_text() == "another\n"
-    assert worker.code_file(rank_0).read_text() == "0"
+    assert ray_worker.output_file(rank_0, 0, "stdout").read_text() == "a line\n"
+    assert ray_worker.output_file(rank_0, 0, "stderr").read_text() == "another\n"
+    assert ray_worker.code_file(rank_0).read_text() == "0"
 
 
 @pytest.mark.parametrize(
@@ -78,29 +82,31 @@ def test_why_a_worker_ended_reaches_the_driver_and_only_failures_are_restarted(
 
     (rank_0 / "ray").mkdir()
     for stale in (0, 1):  # of the workers before
-        worker.error_file(rank_0, stale).write_text("stale")
+        ray_worker.error_file(rank_0, stale).write_text("stale")
     if raised is None:
         run_worker(train, rank_0)
     else:
         with pytest.raises(RuntimeError, match=raised):
             run_worker(train, rank_0)
-    failure = driver._failure(None, rank_0, 3)
+    failure = ray_driver._failure(None, rank_0, 3)
     found = (str(failure), failure.exit_code) if failure else None
     assert found == expected
 
 
 def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
     with pytest.raises(RuntimeError, match="output_root must be shared by all machines"):
-        worker.work({"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": "."})
+        ray_worker.work(
+            {"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": ".", "gpu": False}
+        )
 
 
 def test_a_lost_worker_is_named(tmp_path: Path) -> None:
     error: Any = RuntimeError("Training failed")
     error.worker_failures = {0: RuntimeError("connection closed"), 1: WorkerHealthCheckFailedError()}
-    failure = driver._failure(error, tmp_path, 3)
+    failure = ray_driver._failure(error, tmp_path, 3)
     assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
-    assert str(driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
-    assert driver._failure(None, tmp_path, 3) is None
+    assert str(ray_driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
+    assert ray_driver._failure(None, tmp_path, 3) is None
 
 
 def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,23 +123,33 @@ def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert received == [signal.SIGTERM]
 
 
-def test_a_root_that_cannot_be_written_is_a_setting(in_worker: FakeTrain, tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_written_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_driver, "_check_installed", lambda: None)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
-        driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
+        ray_driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
 
 
 def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with driver._first_lines() as streams:
+    with redirect_stdout(ray_driver._FirstLines()):
         sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
-        streams["stdout"].write("{}\n")
-    assert capsys.readouterr() == ("{}\n", "(raylet) Raylet is terminated.\n")
+    assert capsys.readouterr() == ("", "(raylet) Raylet is terminated.\n")
 
 
-def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    driver._check_room(Ray(workers=[2, 4], gpu=True), {"CPU": 2.0, "GPU": 2.0}, is_own=True)
-    with pytest.raises(EnvironmentLacksError, match=r"launch.workers=3 needs 3 GPUs, and Ray has 2\n  try: "):
-        driver._check_room(Ray(workers=3, gpu=True), {"CPU": 3.0, "GPU": 2.0}, is_own=True)
+def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray_driver._check_room(Ray(workers=[2, 4], gpu=True), {"CPU": 2.0, "GPU": 2.0})
+    for options, resources, remedy in [
+        ({"workers": 3, "gpu": True}, {"CPU": 3.0, "GPU": 2.0}, "launch.workers=2\n"),
+        ({"workers": 3, "gpu": True}, {"CPU": 3.0}, "launch.gpu=false\n"),
+        ({"workers": [3, 9], "cpus": 2}, {"CPU": 4.0}, "launch.workers=[2,9]\n"),
+        ({"cpus": 5}, {"CPU": 4.0}, "launch.cpus=1\n"),
+    ]:
+        with pytest.raises(EnvironmentLacksError) as raised:
+            ray_driver._check_room(Ray(**options), resources)
+        assert f"  try: {remedy}" in str(raised.value)
     assert capsys.readouterr().err == ""
-    driver._check_room(Ray(workers=3, cpus=2), {"CPU": 4.0}, is_own=False)
+    ray_driver._check_room(Ray(workers=3, cpus=2, address="auto"), {"CPU": 4.0})
     assert capsys.readouterr().err == "launch.workers=3 needs 6 CPUs, and Ray has 4: waits for more\n"

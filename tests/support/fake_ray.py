@@ -1,8 +1,9 @@
-"""A fake of Ray in this process: the variables and the context of a worker, and what it reports."""
+"""A fake of Ray in this process: the variables of a worker, and what it reports."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,20 +12,15 @@ import pytest
 from lightning_eff.launch.job import RAY
 
 WORKER = {
-    RAY: "1",
+    RAY: "cpu",
+    "TORCHELASTIC_RUN_ID": "ray",
     "RANK": "3",
     "LOCAL_RANK": "1",
     "NODE_RANK": "1",
+    "GROUP_RANK": "1",
     "WORLD_SIZE": "4",
     "LOCAL_WORLD_SIZE": "2",
 }
-CONTEXT = SimpleNamespace(
-    get_world_size=lambda: 4,
-    get_world_rank=lambda: 3,
-    get_local_rank=lambda: 1,
-    get_local_world_size=lambda: 2,
-    get_node_rank=lambda: 1,
-)
 
 
 class FakeTrain(ModuleType):
@@ -32,11 +28,10 @@ class FakeTrain(ModuleType):
 
     CheckpointUploadMode = SimpleNamespace(NO_UPLOAD="no upload")
 
-    def __init__(self, context: Any = CONTEXT, checkpoint: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__("ray.train")
         self.reported: list[tuple[dict[str, Any], Any]] = []
-        self.get_context = lambda: context
-        self.get_checkpoint = lambda: checkpoint
+        self.get_checkpoint: Callable[[], Any] = lambda: None
         self.Checkpoint = lambda path: SimpleNamespace(path=path)
 
     def report(self, metrics: dict[str, Any], *, checkpoint: Any, checkpoint_upload_mode: str) -> None:

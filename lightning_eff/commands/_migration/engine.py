@@ -1,4 +1,8 @@
-"""Turn the keys of a file into overrides of one recipe, row by row of its tool's table."""
+"""Turn the keys of a file into overrides of one recipe, row by row of its tool's table.
+
+The functions at the end convert several keys, or one that is no plain value: a row names function and part,
+as in `convert: batches.per_device`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.commands._migration.overrides import filled, number
-from lightning_eff.commands._migration.tables import Row, Table, flatten
+from lightning_eff.commands._migration.tables import (
+    Row,
+    Table,
+    filled,
+    flatten,
+    number,
+    read_file,
+    read_table,
+)
 from lightning_eff.config.recipes import RecipePath, read_chain
-from lightning_eff.config.strict_yaml import read_yaml
+from lightning_eff.config.strict_yaml import is_file, read_yaml
 from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
 
@@ -18,6 +29,8 @@ AUTO = "auto"
 """A value by which DeepSpeed leaves a setting to the Trainer."""
 OFF = (None, False, "", "no", "none", "false", [], {})
 ONE_OPTION_GROUPS = ("optimizer", "scheduler", "precision", "strategy")
+ACCUMULATION = "callbacks.gradient_accumulation"
+CHECKPOINT = "monitors.model_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Migration:
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
     """By what they set; an option that is added or removed is `callbacks.NAME`."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
-    """Values for `conversions.py`, by function and part."""
+    """Values to convert, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
     """Keys without a counterpart, and why."""
     same: list[str] = field(default_factory=list[str])
@@ -171,7 +184,10 @@ class Migration:
         return True
 
     def settle(self) -> None:
-        """Choose the recipe, and drop what it has and what the chosen options do not read."""
+        """Convert the parts, choose the recipe, and drop settings that it has or that no option reads."""
+        for convert in CONVERSIONS:
+            if parts := self.parts.get(convert.__name__):
+                convert(self, parts)
         chosen = self.settings.pop("recipe", None)
         self.recipe = chosen.word.partition("=")[2] if chosen else self.table.recipe
         chain = read_chain(self.recipe, RecipePath())
@@ -209,3 +225,88 @@ def _keys(group: str, option: str) -> set[str]:
     content: dict[str, Any] = read_yaml(CONF / group / f"{option}.yaml", expect_mapping=True).content
     bases = [name for name in content.get("defaults", ()) if name != "_self_"]
     return {*content, "_target_"}.union(*(_keys(group, base) for base in bases))
+
+
+def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
+    """Add a DeepSpeed config that is a value, or in a file that the value names."""
+    given = parts["config"]
+    found.set(given, "strategy=deepspeed_zero")
+    content = given.value
+    if not isinstance(content, Mapping):
+        places = (Path(str(content)), found.folder / str(content))
+        file = next((place for place in places if is_file(place)), None)
+        if file is None:
+            found.lack(given, "no such file")
+            return
+        content = read_file(file)
+    own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # the Trainer logs
+    found.add(own, read_table("deepspeed"), f"{given.key}.")
+
+
+def batches(found: Migration, parts: Mapping[str, Given]) -> None:
+    """Set batch and accumulation: samples of a step where they are known, else batches of each rank."""
+    sizes = {part: _whole(found, given) for part, given in parts.items()}
+    batch, ranks = sizes.get("per_device"), sizes.get("processes")
+    count = sizes.get("accumulation") or 1
+    if batch:
+        found.set(parts["per_device"], "data.batch_size={whole}")
+    if ranks:
+        machines = sizes.get("machines") or 1
+        if ranks % machines:
+            found.lack(parts["processes"], f"expected a multiple of the {machines} machines")
+        nodes = f" trainer.num_nodes={machines}" if machines > 1 else ""
+        found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}{nodes}")
+    given = parts.get("accumulation") or parts.get("per_device")
+    if sizes.get("global"):
+        found.set(parts["global"], f"{ACCUMULATION}.global_batch_size={{whole}}")
+    elif given and batch and ranks:
+        found.set(given, f"{ACCUMULATION}.global_batch_size={batch * count * ranks}")
+    elif given:
+        found.set(given, f"{ACCUMULATION}.global_batch_size=null {ACCUMULATION}.num_batches={count}")
+    found.batches_per_step = count
+
+
+def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
+    """Set how often is validated: in steps there, in batches here."""
+    strategy = parts.get("strategy") or parts["steps"]
+    logged = found.word("trainer.log_every_n_steps").partition("=")[2] or 500
+    steps = parts.get("steps") or Given("logging_steps", logged)
+    if strategy.value in OFF:
+        found.set(strategy, "data.val_fraction=0.0")
+    elif (strategy is steps or strategy.value == "steps") and (every := _whole(found, steps)):
+        interval = f"trainer.val_check_interval={every * found.batches_per_step}"
+        found.set(steps, f"{interval} trainer.check_val_every_n_epoch=null")
+
+
+def checkpoints(found: Migration, parts: Mapping[str, Given]) -> None:
+    """Set which checkpoints are kept: the best by the loss, or one every few steps."""
+    values = {part: given.value for part, given in parts.items()}
+    strategy = values.get("strategy", "steps")
+    best = next((parts[part] for part in ("best", "strategy") if values.get(part) in (True, "best")), None)
+    if values.get("metric", "loss") not in ("loss", "eval_loss"):
+        reason = f"{CHECKPOINT}.monitor=NAME with mode=max or min, a name that the module logs"
+        found.lack(parts["metric"], reason)
+        best = None
+    if strategy in OFF:
+        found.set(parts["strategy"], f"~{CHECKPOINT}")
+    elif best is not None and found.word("data.val_fraction") == "data.val_fraction=0.0":
+        found.lack(best, "without validation no checkpoint is the best")
+    elif best is not None:
+        found.set(best, f"{CHECKPOINT}.monitor=val_loss {CHECKPOINT}.mode=min")
+        if "steps" in parts:
+            found.lack(parts["steps"], "the best checkpoint is chosen after each validation")
+    elif strategy == "steps" and "steps" in parts:
+        found.set(parts["steps"], f"{CHECKPOINT}.every_n_train_steps={{whole}}")
+
+
+def _whole(found: Migration, given: Given) -> int | None:
+    """Return a value as a whole number of at least 1; another has no counterpart."""
+    value = number(given.value)
+    if value is None or value != int(value) or value < 1:
+        found.lack(given, "expected a whole number of at least 1")
+        return None
+    return int(value)
+
+
+CONVERSIONS = (deepspeed, batches, evaluation, checkpoints)
+"""In the order in which they run: DeepSpeed's file brings parts of the others."""

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from typing_extensions import override
 
@@ -30,14 +31,13 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.core.machine import num_cores
-from lightning_eff.launch._ray.worker import FOLDER, code_file, error_file, output_file, stop_file, work
 from lightning_eff.launch.job import make_folder
-from lightning_eff.launch.ranks import STOPPED, first_failure, handled
+from lightning_eff.launch.ranks import POLL_S, STOPPED, first_failure, handled
+from lightning_eff.launch.ray import Ray
+from lightning_eff.launch.ray_worker import FOLDER, code_file, error_file, output_file, stop_file, work
 
-if TYPE_CHECKING:
-    from lightning_eff.launch.ray import Ray
-
-POLL_S = 0.2
+MIN_VERSION = (2, 54)
+"""First version of Ray with the parts of Train V2 that are used here."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Memory of a Ray of our own for objects that are sent; its default is 30 % of the machine's."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
@@ -54,7 +54,20 @@ SETTINGS = {
 def run(
     options: Ray, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Train in workers of Ray; arguments, result and errors are those of `Ray.run`."""
+    """Call `train(words)` in each worker; return the efficiency report in `folder`, empty without it.
+
+    Args:
+        options: The settings.
+        train: A function of a module, which the workers import.
+        words: Recipe and overrides.
+        folder: The run's folder, which all workers see.
+
+    Raises:
+        EnvironmentLacksError: Ray is not installed or too old, or does not answer, or has no room.
+        RankError: A worker failed or was lost too often; the text names it and the cause.
+        KeyboardInterrupt, SystemExit: All workers have stopped, because of a signal to this process.
+    """
+    _check_installed()
     shared = folder / FOLDER
     shutil.rmtree(shared, ignore_errors=True)
     make_folder(folder.parent)
@@ -63,7 +76,13 @@ def run(
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # else Ray resumes from it
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    config = {"train": train, "words": list(words), "folder": str(folder), "cwd": str(Path.cwd())}
+    config = {
+        "train": train,
+        "words": [*words, "trainer.devices=auto", "trainer.num_nodes=auto"],  # Ray says how many there are
+        "folder": str(folder),
+        "cwd": str(Path.cwd()),
+        "gpu": options.gpu,
+    }
     try:
         # Twice: Ray sets a handler of its own while it starts, and loses a KeyboardInterrupt.
         with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
@@ -84,49 +103,63 @@ def run(
     return json.loads(report.read_text()) if report.is_file() else {}
 
 
+def _check_installed() -> None:
+    """Reject a Ray Train that is not there, or too old."""
+    remedy = "\n  try: pip install 'lightning-eff[ray]'"
+    try:
+        found: Any = importlib.import_module("ray")
+        importlib.import_module("ray.train.torch")
+    except ImportError as error:
+        text = f"launch=ray needs the package ray[train], which cannot be imported ({error}){remedy}"
+        raise EnvironmentLacksError(text) from error
+    version: str = found.__version__
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
+        text = f"launch=ray needs ray {'.'.join(map(str, MIN_VERSION))} or newer, this is {version}{remedy}"
+        raise EnvironmentLacksError(text)
+
+
 @contextmanager
 def _started(options: Ray) -> Generator[None]:
     """Start a Ray of our own, or connect to a running cluster; end all processes of the former."""
     ray: Any = importlib.import_module("ray")
-    address = options.cluster
-    keywords: dict[str, Any] = {}
-    if address == "local":
-        keywords = {
-            "num_cpus": num_cores(),
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
     try:
-        _init(address, keywords)
-        _check_room(options, ray.cluster_resources(), is_own=address == "local")
+        _init(options.cluster)
+        _check_room(options, ray.cluster_resources())
         yield
     finally:
         ray.shutdown()
 
 
-def _init(address: str, keywords: dict[str, Any]) -> None:
+def _init(cluster: str) -> None:
     """Call `ray.init` in the main thread: the processes that a thread has started end with it."""
     ray: Any = importlib.import_module("ray")
+    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    own = own | {"num_cpus": num_cores()} if cluster == "local" else {}
     try:
-        ray.init(address, log_to_driver=False, logging_level="ERROR", configure_logging=True, **keywords)
+        ray.init(cluster, log_to_driver=False, logging_level="ERROR", configure_logging=True, **own)
     except ConnectionError as error:
-        text = f"launch.address={address}: no Ray answers there ({root_cause_line(error)})"
+        text = f"launch.address={cluster}: no Ray answers there ({root_cause_line(error)})"
         text += "\n  try: ray start --head\n  try: launch.address=null"
         raise EnvironmentLacksError(text) from error
     except SystemExit as error:  # Ray's handler of SIGTERM, until ours is back, exits with the bare number
         raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
 
 
-def _check_room(options: Ray, resources: dict[str, float], *, is_own: bool) -> None:
+def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
     """Reject a run that a Ray of our own never has room for; a cluster may grow, so say that it waits."""
-    needed = {"CPU": options.bounds[0] * options.cpus, "GPU": options.bounds[0] * options.gpu}
-    for name, number in needed.items():
+    least, most = options.bounds
+    for name, each, remedy in (
+        ("CPU", options.cpus, "launch.cpus=1"),
+        ("GPU", options.gpu, "launch.gpu=false"),
+    ):
         found = int(resources.get(name, 0))
-        if found >= number:
+        if least * each <= found:
             continue
-        text = f"launch.workers={options.workers} needs {number} {name}s, and Ray has {found}"
-        if is_own:
-            text += f"\n  try: launch.workers={max(found, 1)}\n  try: launch.gpu=false"
+        text = f"launch.workers={options.workers} needs {least * each} {name}s, and Ray has {found}"
+        if options.cluster == "local":
+            room = found // each
+            fits = f"launch.workers={room if least == most else f'[{room},{most}]'}" if room else remedy
+            text += f"\n  try: {fits}\n  try: launch.address=auto  # a running cluster"
             raise EnvironmentLacksError(text)
         sys.stderr.write(f"{text}: waits for more\n")
 
@@ -180,7 +213,8 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
     printed: dict[Path, int] = {}
-    with _first_lines() as streams:
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    with redirect_stdout(_FirstLines()):
         while thread.is_alive() and not (received and not _num_ranks(folder)):
             thread.join(POLL_S)
             _print_new(folder, printed, streams)
@@ -198,18 +232,10 @@ class _FirstLines(io.StringIO):
         return len(text)
 
 
-@contextmanager
-def _first_lines() -> Generator[dict[str, TextIO]]:
-    """Keep standard output for the run's own; yield it, and the standard error."""
-    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    with redirect_stdout(_FirstLines()):
-        yield streams
-
-
 def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, TextIO]) -> None:
     """Print what the ranks have printed since the last call; `printed` has the bytes of each file so far."""
     for stream, target in streams.items():
-        for file in sorted((folder / FOLDER).glob(output_file(folder, 0, stream).name.replace("0", "*"))):
+        for file in sorted((folder / FOLDER).glob(output_file(folder, "*", stream).name)):
             with file.open("rb") as opened:
                 opened.seek(printed.get(file, 0))
                 text = opened.read()

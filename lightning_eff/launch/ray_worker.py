@@ -1,0 +1,235 @@
+"""What a worker of Ray runs: the same `train` as any other rank, with its output and its errors in files.
+
+The worker sets torchrun's variables from Ray's, so that Lightning and this package take it for a rank of
+torchrun. Ray calls it in a thread and serves the driver in the main one, so signals do not arrive here: the
+driver writes them to a file (launch/stop.py). What is printed goes to a file that the driver copies, each
+line once and as it is; Ray would send each line twice, with the worker's name in front.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from typing_extensions import override
+
+from lightning_eff.checkpoint.stored_weights import newest_valid
+from lightning_eff.core.errors import (
+    PRE_RUN_ERRORS,
+    ConfigError,
+    EnvironmentLacksError,
+    exit_code,
+    root_cause_line,
+)
+from lightning_eff.launch.job import RAY, RUN_DIR, Launch
+from lightning_eff.launch.ranks import ERROR_FILE, STOPPED, error_log, tell_parent
+from lightning_eff.launch.stop import STOP_FILE
+
+log = logging.getLogger(__name__)
+
+FOLDER = "ray"
+"""Folder in the run's folder for what driver and workers exchange; removed at the end."""
+
+
+def output_file(folder: Path, rank: int | str, stream: str) -> Path:
+    """Return the file of what a rank prints; `stream` is `stdout` or `stderr`."""
+    return folder / FOLDER / f"rank{rank}.{stream}"
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    """Return the file of why a rank failed."""
+    return folder / FOLDER / f"rank{rank}.error"
+
+
+def code_file(folder: Path) -> Path:
+    """Return the file with the exit code of rank 0, once it has ended."""
+    return folder / FOLDER / "code"
+
+
+def stop_file(folder: Path) -> Path:
+    """Return the file with the signal that the driver has received; empty before."""
+    return folder / FOLDER / "stop"
+
+
+def work(config: dict[str, Any]) -> None:
+    """Train in this worker.
+
+    Args:
+        config: `train` (the function), its `words`, the run's `folder`, the driver's current folder `cwd`,
+            and whether each worker has a `gpu`.
+
+    Raises:
+        RuntimeError: The run failed. A signal or a setting ends it without an error, so Ray restarts nothing.
+    """
+    folder, rank = Path(config["folder"]), int(os.environ["RANK"])
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "ray",
+        "GROUP_RANK": os.environ["NODE_RANK"],
+        RAY: "cuda" if config["gpu"] else "cpu",  # a worker without a GPU of its own may see others' GPUs
+        RUN_DIR: str(folder),
+        STOP_FILE: str(stop_file(folder)),
+        ERROR_FILE: str(error_file(folder, rank)),
+    }
+    launch = Launch.of()
+    _forget_last_attempt(folder, launch)
+    os.chdir(config["cwd"])
+    sys.path.insert(0, config["cwd"])  # for the user's own classes
+    with ExitStack() as stack:
+        for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
+            file = output_file(folder, rank, stream).open("a", buffering=1, encoding="utf-8")
+            stack.enter_context(redirect(stack.enter_context(file)))
+        # The command sets a handler of the root. Lightning, imported before, found none and has its own.
+        for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
+            logging.getLogger(name).handlers.clear()
+            logging.getLogger(name).propagate = True
+        code = _run(config["train"], config["words"], folder, launch)
+    if not rank:
+        code_file(folder).write_text(str(code))
+
+
+def _forget_last_attempt(folder: Path, launch: Launch) -> None:
+    """Remove the errors of workers that have been started again.
+
+    Raises:
+        RuntimeError: This machine does not see the run's folder.
+    """
+    if not stop_file(folder).is_file():
+        text = f"the machine of rank {launch.rank} does not see {folder}: "
+        text += "output_root must be shared by all machines"
+        raise RuntimeError(text)
+    error_file(folder, launch.rank).unlink(missing_ok=True)
+    error_log(folder, launch.rank).unlink(missing_ok=True)
+    if not launch.rank:
+        for file in (folder / FOLDER).glob("rank*.error"):
+            if int(file.stem.removeprefix("rank")) >= (launch.num_tasks or 1):
+                file.unlink(missing_ok=True)
+
+
+def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path, launch: Launch) -> int:
+    """Return the exit code of a run that ended, or that no restart would help.
+
+    Raises:
+        RuntimeError: It failed; an error of another class may not survive that Ray pickles it.
+    """
+    try:
+        check_even(launch)
+        if os.environ[RAY] == "cuda":
+            device: Any = importlib.import_module("ray.train.torch").get_device()
+            check_device(device, int(os.environ["LOCAL_RANK"]))
+        train(words)
+    except BaseException as error:  # noqa: BLE001 - also Ctrl-C and SystemExit end in an exit code
+        code = exit_code(error)
+        if code in STOPPED:
+            return code
+        tell_parent(error)
+        file = error_file(folder, launch.rank)
+        failed_s = file.stat().st_mtime  # by which the driver finds the rank that was the first
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_code": code}))
+        os.utime(file, (failed_s, failed_s))
+        if isinstance(error, PRE_RUN_ERRORS):
+            return code  # all ranks alike: none of them has trained
+        raise RuntimeError(root_cause_line(error)) from None
+    return 0
+
+
+def check_even(launch: Launch) -> None:
+    """Reject machines with different numbers of workers: Lightning multiplies devices by machines."""
+    if not dist.is_initialized():
+        return
+    counts: list[int] = [0] * (launch.num_tasks or 1)
+    dist.all_gather_object(counts, launch.num_local_tasks)
+    if len(set(counts)) > 1:
+        found = sorted(set(counts))
+        allowed = f"a number that divides evenly among the machines; they have {found} workers"
+        raise ConfigError(key="launch.workers", value=launch.num_tasks, allowed=allowed)
+
+
+def check_device(device: Any, local_rank: int) -> None:
+    """Reject a GPU whose index is not the worker's local rank: Lightning takes `devices[local_rank]`.
+
+    `device` is what Ray assigned, with its index among the visible ones.
+    """
+    if device.type == "cuda" and device.index != local_rank:
+        text = (
+            f"local rank {local_rank} has {device}: Lightning would use cuda:{local_rank}, another worker's"
+        )
+        text += "\n  try: start Ray so that this run's workers get a machine's first GPUs"
+        raise EnvironmentLacksError(text)
+
+
+class RayReport(Checkpoint):
+    """Reports to Ray after each checkpoint of the run's `ModelCheckpoint`; all ranks at the same steps.
+
+    Its base class puts it after the callbacks that save. The run's folder lies in Ray's storage, so nothing
+    is copied: Ray keeps the folder of checkpoints, in which a restarted run takes the newest intact one.
+    """
+
+    def __init__(self) -> None:
+        self._reported_step = 0
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        # Lightning 2.6 keeps the step of the last save, and its file, in private attributes.
+        saved = [
+            (vars(saver)["_last_global_step_saved"], vars(saver)["_last_checkpoint_saved"])
+            for saver in trainer.checkpoint_callbacks
+            if isinstance(saver, ModelCheckpoint)
+        ]
+        step, file = max(saved, default=(0, ""))
+        if step == self._reported_step or not file:
+            return
+        self._reported_step = step
+        path = Path(file)
+        train: Any = importlib.import_module("ray.train")
+        # All ranks report, and wait for each other. Rank 0 names a file; a folder, to which each rank has
+        # written its part, all ranks name.
+        is_named = trainer.is_global_zero or path.is_dir()
+        train.report(
+            {"step": step, "epoch": trainer.current_epoch, "checkpoint": path.name},
+            checkpoint=train.Checkpoint(str(path.parent.absolute())) if is_named else None,
+            checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._report(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer)
+
+
+def callbacks() -> list[pl.Callback]:
+    """Return what a Trainer needs in addition if Ray has started this process."""
+    return [RayReport()] if Launch.of().by == "ray" else []
+
+
+def reported_checkpoint(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint in the run's folder once one has been reported to Ray, else None.
+
+    A worker that Ray has started again resumes from it.
+    """
+    if Launch.of().by != "ray" or importlib.import_module("ray.train").get_checkpoint() is None:
+        return None
+    found = newest_valid(folder)
+    log.info("Ray has started the workers again: resumes from %s", found)
+    return found
