@@ -28,10 +28,10 @@ TECHNIQUE_FOLDERS = (
 case, or with the folder's name after it: `precision/auto` is AutoPrecision."""
 PUBLIC = {
     "ExactGradient": "lightning_eff.microbatching.fabric",
-    "FSDP2Fabric": "lightning_eff.strategy._fsdp2.fabric",
+    "FSDP2Fabric": "lightning_eff.strategy.fsdp2",
     "Stage": "lightning_eff.core.model_surgery",
     "TritonLinear": "lightning_eff.kernels.linear",
-    "ZeroFabric": "lightning_eff.strategy._zero.fabric",
+    "ZeroFabric": "lightning_eff.strategy.deepspeed_zero",
     "adapt": "lightning_eff.callbacks.peft_adapter",
     "apply": "lightning_eff.core.model_surgery",
     "compare": "lightning_eff.comparison.modules",

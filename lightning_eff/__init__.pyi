@@ -54,9 +54,9 @@ from lightning_eff.precision.float8 import Float8 as Float8
 from lightning_eff.precision.float8 import to_float8 as to_float8
 from lightning_eff.precision.quantized_base import QuantizedBase as QuantizedBase
 from lightning_eff.scheduler.warmup_decay import WarmupDecay as WarmupDecay
-from lightning_eff.strategy._fsdp2.fabric import FSDP2Fabric as FSDP2Fabric
-from lightning_eff.strategy._zero.fabric import ZeroFabric as ZeroFabric
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero as DeepSpeedZero
+from lightning_eff.strategy.deepspeed_zero import ZeroFabric as ZeroFabric
 from lightning_eff.strategy.fsdp2 import FSDP2 as FSDP2
+from lightning_eff.strategy.fsdp2 import FSDP2Fabric as FSDP2Fabric
 
 __version__: str

@@ -29,28 +29,28 @@ Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.checkpoint import full_state, sharded, sharded_write
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
-from lightning_eff.core import rules
+from lightning_eff.core import rules, shards
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
+from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.remedies import (
     TO_AUTO_STRATEGY,
     TO_DDP,
@@ -58,14 +58,23 @@ from lightning_eff.core.remedies import (
     TO_TWO_DEVICES,
     TO_ZERO,
     Remedy,
+    for_fabric,
 )
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
-from lightning_eff.report.model_weights import ModelWeights, Weight
-from lightning_eff.report.sharding import DeviceShare, Sharding
-from lightning_eff.strategy._fsdp2 import shard
-from lightning_eff.strategy._fsdp2.checkpoint import DTensorState, load_folder, save_folder
-from lightning_eff.strategy._shared import checks
+from lightning_eff.strategy._fsdp2 import (
+    DTYPES,
+    DTensorState,
+    Dtype,
+    FSDP2Memory,
+    explained_step,
+    load_folder,
+    parameter_attributes,
+    restore_attributes,
+    save_folder,
+    shard_for,
+)
+from lightning_eff.strategy._shared import checks, fabric_checkpoint
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
 
 _AVERAGES = tuple(
@@ -122,8 +131,8 @@ class FSDP2(ModelParallelStrategy):
         self,
         *,
         blocks: BlockSelector = None,
-        param_dtype: shard.Dtype | None = None,
-        reduce_dtype: shard.Dtype | None = None,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool = True,
         sync_every_micro_batch: bool = False,
@@ -161,9 +170,9 @@ class FSDP2(ModelParallelStrategy):
     def _shard(self, model: nn.Module) -> int:
         if isinstance(model, FSDPModule):
             return 0
-        self._attributes = shard.parameter_attributes(model)
+        self._attributes = parameter_attributes(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
-        self._num_sharded = shard.shard_for(self, model)
+        self._num_sharded = shard_for(self, model)
         self._local_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         return self._num_sharded
 
@@ -171,7 +180,7 @@ class FSDP2(ModelParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module: Any = self.lightning_module
         # Lightning has moved the model to its device since `_shard`, which made new parameters again.
-        shard.restore_attributes(module, self._attributes)
+        restore_attributes(module, self._attributes)
         super().setup_optimizers(trainer)
         checks.check_hooks(module)
         for optimizer in self.optimizers:
@@ -204,10 +213,10 @@ class FSDP2(ModelParallelStrategy):
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             super().model_to_device()
 
-    training_step = shard.explained_step("training_step")
-    validation_step = shard.explained_step("validation_step")
-    test_step = shard.explained_step("test_step")
-    predict_step = shard.explained_step("predict_step")
+    training_step = explained_step("training_step")
+    validation_step = explained_step("validation_step")
+    test_step = explained_step("test_step")
+    predict_step = explained_step("predict_step")
 
     @contextmanager
     @override
@@ -272,7 +281,7 @@ class FSDP2(ModelParallelStrategy):
 
     def scheme(self) -> FSDP2Memory:
         """Return the memory arithmetic, for any number of devices."""
-        param_dtype, reduce_dtype = shard.DTYPES[self.param_dtype], shard.DTYPES[self.reduce_dtype]
+        param_dtype, reduce_dtype = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
         return FSDP2Memory(
             compute_itemsize=param_dtype.itemsize if param_dtype is not None else None,
             reduce_itemsize=reduce_dtype.itemsize if reduce_dtype is not None else None,
@@ -295,63 +304,199 @@ class FSDP2(ModelParallelStrategy):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FSDP2Memory(Sharding):
-    """FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
+_LATER = "model = fabric.setup_module(model), then build the optimizer and fabric.setup_optimizers(optimizer)"
+
+
+class ReductionControl:
+    """What `fabric.no_backward_sync` asks; Lightning's own leaves reduction off after `enabled=False`."""
+
+    def __init__(self) -> None:
+        self.is_in_window = False
+        """Whether there may be gradients that a later backward pass is to reduce."""
+
+    @contextmanager
+    def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:  # noqa: FBT001
+        """Return a context without gradient reduction; full gradients stay on each rank."""
+        module.set_requires_gradient_sync(not enabled)
+        self.is_in_window = enabled
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(requires_gradient_sync=True)
+
+
+class FSDP2Fabric(FabricStrategy):
+    """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
+
+    `fabric.setup(model, optimizer)` gives the optimizer the sharded parameters. Checkpoints have the layout
+    of a single device and appear in one step, also without `plugins=[Durable()]`.
+
+    Lightning's own ModelParallelStrategy leaves the sharding to a function, resumes an optimizer only if that
+    was built afterwards, writes over the previous checkpoint, and switches reduction off behind a
+    `no_backward_sync(enabled=False)`.
 
     Args:
-        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
-        reduce_itemsize: Bytes of a gradient's element as it is sent; None for `compute_itemsize`.
-        on_host: Whether shards, gradients and state are in host memory.
-        reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
-        reduce_each: Whether gradients are reduced after every micro-batch.
+        blocks: Modules to gather at a time: class names or patterns of module names; None finds the blocks.
+        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for their own.
+        reduce_dtype: Dtype to reduce gradients in; None for that of the gathered weights.
+        cpu_offload: Keep shards, gradients and optimizer state on the host, and step there.
+        reshard_after_forward: Free a block's full weights after its forward; False keeps them until its
+            backward, for less communication.
+        checkpoints: `full`, one file, or `sharded`, a folder with a file per rank; any strategy loads both.
+
+    Raises:
+        CheckpointError: A rank cannot write (the previous checkpoint is unchanged), or a file is damaged.
+        ConfigError: A value is not allowed, or `blocks` matches nothing.
+        ConflictError: There is one device, and nothing is offloaded; or the model or the optimizer cannot be
+            sharded.
+
+    Example:
+        >>> FSDP2Fabric(checkpoints="both")
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: checkpoints='both': expected one of full, sharded
     """
 
-    stage: int = 3
-    compute_itemsize: int | None = None
-    reduce_itemsize: int | None = None
-    on_host: bool = False
-    reshard: bool = True
-    reduce_each: bool = False
-
-    def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Cut tensors by rows: the first device has no fewer than any other."""
-        return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
-
-    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
-        """Implement `Sharding`."""
-        share = self.kept(model, devices)
-        # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
-        block_weights, block_gradients = Counter[int](), Counter[int]()
-        for weight in model.weights:
-            size = weight.numel * (self.compute_itemsize or weight.itemsize)
-            block_weights[weight.block] += size
-            block_gradients[weight.block] += size if weight.trained else 0
-        outside, outside_gradients = block_weights.pop(-1, 0), block_gradients.pop(-1, 0)
-        # Gathered at once: weights outside of blocks, a block and the prefetched next one.
-        sizes = [size for _, size in sorted(block_weights.items())]
-        largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
-        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
-        waits = accumulates and not self.reduce_each
-        itemsize = self.reduce_itemsize or self.compute_itemsize
-        full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if waits else 0
-        share = replace(
-            share,
-            gathered=outside + (largest_pair if self.reshard else sum(sizes)),
-            # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
-            buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        blocks: BlockSelector = None,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool = True,
+        checkpoints: Literal["full", "sharded"] = "full",
+    ) -> None:
+        super().__init__(
+            parallelize_fn=self._shard, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
-        if not self.on_host:
-            # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
-            return replace(share, gradients=max(full, share.gradients))
-        host = share.weights - model.buffers_bytes + share.gradients + share.optimizer
-        return replace(share, weights=model.buffers_bytes, gradients=full, optimizer=0, host=host)
+        self.blocks = blocks
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.cpu_offload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.checkpoints = checkpoints
+        self._reduction = ReductionControl()
+        self._backward_sync_control: Any = self._reduction
+        self._divergence: list[RankDivergenceCheck] = []
 
-    def assumptions(self) -> list[str]:
-        """Implement `Sharding`."""
-        again = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
-        return [
-            f"a block is gathered for its forward pass {again}; several devices prefetch the next one; "
-            "weights outside of blocks stay gathered",
-            "tensors are sharded by rows: one with fewer rows than devices is sharded less",
-        ]
+    # Lightning's raise errors: its strategy writes checkpoints itself.
+    checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes  # read by Lightning 2.6's own method
+        if self._data_parallel_size == 1 and not self.cpu_offload:
+            remedies = "Fabric(devices=2)", 'Fabric(strategy="auto")', "FSDP2Fabric(cpu_offload=True)"
+            raise checks.conflict(checks.FSDP2, "with one device nothing is sharded", *remedies)
+        super().setup_environment()
+
+    def _shard(self, model: Any, _: Any) -> nn.Module:
+        shard_for(self, model)
+        return model
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        attributes = parameter_attributes(module)
+        with for_fabric():
+            super().setup_module(module)
+        if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
+            module.to(self.root_device)
+        restore_attributes(module, attributes)
+        self._divergence.append(RankDivergenceCheck(checks.FSDP2, module, gathers=True))
+        return module
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        checks.check_set_up_with(checks.FSDP2, optimizers)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+            if inner or isinstance(optimizer, WrapperOptimizer):
+                problem = f"{type(optimizer).__name__} passes parameters on, which sharding then replaces"
+                raise checks.conflict(checks.FSDP2, problem, _LATER)
+        self.setup_module(module)
+        for optimizer in optimizers:
+            _replace_parameters(optimizer, names, module)
+            self._check_optimizer(optimizer, module)
+        return module, optimizers, scheduler
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if not all(isinstance(tensor, DTensor) for tensor in held):
+            problem = (
+                f"{type(optimizer).__name__} holds parameters that are not sharded, and would not be trained"
+            )
+            raise checks.conflict(checks.FSDP2, problem, _LATER)
+        self._check_optimizer(optimizer)
+        return optimizer
+
+    def _check_optimizer(self, optimizer: Optimizer, module: nn.Module | None = None) -> None:
+        with for_fabric():
+            if module is not None:
+                checks.check_optimizer(optimizer, module, "an optimizer of the model's own parameters")
+            rules.raise_rejected(rules.check_rules([FSDP2(), type(optimizer)], {}))
+
+    @override
+    def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        has_gradients = any(tensor.grad is not None for group in groups for tensor in group["params"])
+        if self._reduction.is_in_window and not has_gradients and keywords.get("closure") is None:
+            problem = "optimizer.step has no gradients: the window of no_backward_sync is not complete"
+            last = "with fabric.no_backward_sync(model, enabled=not is_last): around each backward pass"
+            raise checks.conflict(checks.FSDP2, problem, last)
+        self._reduction.is_in_window = False
+        result = super().optimizer_step(optimizer, **keywords)
+        with for_fabric():
+            for check in self._divergence:
+                check.compare()
+        return result
+
+    @override
+    def clip_gradients_norm(self, *arguments: Any, **keywords: Any) -> Tensor:
+        return shards.full_tensor(super().clip_gradients_norm(*arguments, **keywords))
+
+    def sharded_state(self, optimizer: Optimizer | None = None) -> DTensorState:
+        """Return the tensors of models and of an optimizer, as checkpoints hold them."""
+        return DTensorState(optimizer, gathers=self.checkpoints == "full")
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return full_state.module_state(module, self.sharded_state(), keep=self.is_global_zero)
+
+    @override
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        full_state.load_module_state(module, self.sharded_state(), state_dict, strict=strict)
+
+    get_optimizer_state = full_state.optimizer_state
+    save_checkpoint = fabric_checkpoint.save_checkpoint
+    load_checkpoint = fabric_checkpoint.load_checkpoint
+
+    def write_checkpoint(self, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
+        """Write a file, or a folder in which each rank has its own."""
+        if self.checkpoints == "full":
+            fabric_checkpoint.write_checkpoint(self, content, path, storage_options)
+        else:
+            save_folder(content, Path(path).expanduser(), Ranks(self.root_device), self.checkpoint_io)
+
+    def read_checkpoint(self, path: str, *, weights_only: bool | None) -> dict[str, Any]:
+        """Return a checkpoint; of a folder each rank reads its own rows only."""
+        if not Path(path).expanduser().is_dir():
+            return fabric_checkpoint.read_checkpoint(self, path, weights_only=weights_only)
+        return load_folder(Path(path).expanduser(), Ranks(self.root_device), self.checkpoint_io)
+
+
+def _replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
+    """Give an optimizer the sharded parameters in place of those that it was built with, and their state."""
+    sharded = dict(module.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
+    state = DTensorState(optimizer)
+    for parameter, name in names.items():
+        if parameter in optimizer.state and sharded[name] is not parameter:
+            state.load_state(sharded[name], optimizer.state.pop(parameter))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_eff.checkpoint import full_state
-from lightning_eff.strategy._fsdp2.checkpoint import DTensorState
+from lightning_eff.strategy._fsdp2 import DTensorState
 from tests.support.models import Net
 
 

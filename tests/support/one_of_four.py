@@ -55,7 +55,7 @@ def fsdp2() -> dict[str, int]:
     from lightning_eff.strategy._fsdp2 import shard
 
     net: Any = Net()
-    shard.shard(net, init_device_mesh("cpu", (DEVICES,)), policy=None, reshard_after_forward=True)
+    shard(net, init_device_mesh("cpu", (DEVICES,)), policy=None, reshard_after_forward=True)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(2, 16)).sum().backward()
     optimizer.step()

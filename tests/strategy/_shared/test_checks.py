@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import nn
 
 from lightning_eff.core.errors import ConfigError, ConflictError
-from lightning_eff.strategy._fsdp2 import shard
+from lightning_eff.strategy import _fsdp2
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._zero.checks import check_run
 from tests.support.models import Deep
@@ -118,7 +118,7 @@ def test_an_optimizer_of_unsharded_parameters_is_rejected() -> None:
 def test_attributes_of_parameters_are_restored() -> None:
     deep, other = model(), model()
     deep.second.weight.slow = True
-    shard.restore_attributes(other, shard.parameter_attributes(deep))
+    _fsdp2.restore_attributes(other, _fsdp2.parameter_attributes(deep))
     assert [name for name, p in other.named_parameters() if getattr(p, "slow", False)] == ["second.weight"]
 
 
@@ -128,7 +128,7 @@ def test_an_error_about_a_sharded_weight_is_explained_and_no_other(monkeypatch: 
     def fail(error: str) -> Any:
         raise RuntimeError(error)
 
-    step = shard.explained_step("training_step")
+    step = _fsdp2.explained_step("training_step")
     monkeypatch.setattr(Strategy, "training_step", lambda self, error: fail(error))
     with pytest.raises(ConflictError, match=r"while it was sharded[\s\S]*try: one backward"):
         step(None, text)

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_eff.checkpoint.lazy_tensor import from_shards
 from lightning_eff.core.shards import local_rows
-from lightning_eff.strategy._fsdp2.checkpoint import DTensorState
+from lightning_eff.strategy._fsdp2 import DTensorState
 
 NUM_RANKS = 3
 

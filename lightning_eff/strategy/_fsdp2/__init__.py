@@ -1,1 +1,0 @@
-"""Parts of `strategy/fsdp2`: wrapping a model, and its shards in checkpoints."""
