@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RESOLVED, began
 from lightning_eff.core.errors import ConfigError, check_path, suggest_name
+from lightning_eff.report.files import LEDGER_FILE, read_report
 
-LEDGER, ERROR_LOG = "efficiency.json", "error.log"
+ERROR_LOG = "error.log"
 OVERRIDES = ".hydra/overrides.yaml"
-SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "environment")
-"""What a report is shown from."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
     """
     check_path("RUN", word)
     path = Path(word)
-    if path.name == LEDGER and path.is_file():
+    if path.name == LEDGER_FILE and path.is_file():
         return [path.parent]
     if _is_run(path):
         return [path]
@@ -63,7 +61,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
     hint = f"of recipes {suggest_name(recipe, recipes)}"
     remedies: list[str] = []
     if path.is_dir():
-        hint = f"{word} holds neither {LEDGER} nor {RESOLVED}"
+        hint = f"{word} holds neither {LEDGER_FILE} nor {RESOLVED}"
         remedies = [f"lightning-eff report {each}" for each in sorted(path.iterdir()) if _is_run(each)][-1:]
     allowed = f"a run's folder, a sweep's, or a recipe with runs in {root}; {hint}"
     raise ConfigError(key="RUN", value=word, allowed=allowed, remedies=remedies)
@@ -77,12 +75,12 @@ def numbered_runs(sweep: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (LEDGER, RESOLVED, ERROR_LOG))
+    return any((folder / name).is_file() for name in (LEDGER_FILE, RESOLVED, ERROR_LOG))
 
 
 def _newest(folder: Path) -> Path | None:
     """Return a recipe's newest run: of those with a report, else of all."""
-    for name in (LEDGER, RESOLVED):
+    for name in (LEDGER_FILE, RESOLVED):
         found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
         if found:
             return max((file.parent for file in found), key=began)
@@ -101,8 +99,8 @@ def read_run(folder: Path, root: Path) -> RunReport:
     is_below = folder.resolve().is_relative_to(root)
     label = str(folder.resolve().relative_to(root) if is_below else folder)
     overrides = () if settings else [str(word).lstrip("+") for word in _content(folder / OVERRIDES, [])]
-    if (folder / LEDGER).is_file():
-        report = _read_report(folder / LEDGER)
+    if (folder / LEDGER_FILE).is_file():
+        report = read_report(folder / LEDGER_FILE, "RUN")
         ended = report["status"], report["reason"]
     else:
         report, ended = {}, _without_report(folder, settings)
@@ -113,20 +111,6 @@ def _content(file: Path, default: Any) -> Any:
     """Return a YAML file's content; `default` if it is not there, or is of another type."""
     content = read_yaml(file).content if file.is_file() else default
     return content if isinstance(content, type(default)) else default
-
-
-def _read_report(file: Path) -> Mapping[str, Any]:
-    try:
-        report: Any = json.loads(file.read_text(encoding="utf-8"))
-        missing = [name for name in SECTIONS if name not in report]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:100]
-        allowed = f"the report of a run; this file is damaged ({reason})"
-        raise ConfigError(key="RUN", value=str(file), allowed=allowed) from error
-    if missing:
-        allowed = f"a report that this version can show; it has no {', '.join(missing)}"
-        raise ConfigError(key="RUN", value=str(file), allowed=allowed)
-    return report
 
 
 def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:

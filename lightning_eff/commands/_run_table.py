@@ -41,7 +41,12 @@ def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str,
     # The first run that was measured: a failed one in front would leave all others without ratios.
     first = next((index for index, row in enumerate(rows) if row["samples_per_s"]), 0)
     for run, row in zip(runs, rows, strict=True):
-        others = _other_environment(run.report, runs[first].report) if run.report else []
+        others: list[str] = []
+        if run.report and runs[first].report:
+            own, other = run.report["environment"], runs[first].report["environment"]
+            others = [
+                f"{name}: {own[name]} and {other.get(name)}" for name in own if own[name] != other.get(name)
+            ]
         if others:
             notes.append(f"{run.label}: no ratios, since machine or versions differ: {', '.join(others)}")
         for ratio, figure in RATIOS.items():
@@ -71,13 +76,6 @@ def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str,
         "metrics": dict(metrics),
         "environment": dict(report.get("environment") or {}),
     }
-
-
-def _other_environment(report: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """Return what differs in machine and versions, as `NAME: VALUE and VALUE`."""
-    own, other = report["environment"], first.get("environment") or {}
-    names = [name for name in own if own[name] != other.get(name)] if other else []
-    return [f"{name}: {own[name]} and {other.get(name)}" for name in names]
 
 
 def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
@@ -122,7 +120,12 @@ def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
     rows: Sequence[Mapping[str, Any]] = compared["rows"]
     metric: str = compared["metric"]
     header = ["steps", "samples/s", "x first", "peak", "x first", "train_loss", metric, "time", "status"]
-    settings = [_settings(row) for row in rows]
+    settings = [
+        ["unknown"]
+        if row["settings"] is None
+        else [f"{k} unset" if v is None else f"{k}={v}" for k, v in row["settings"].items()] or ["-"]
+        for row in rows
+    ]
     notes = [f" note: {note}" for note in compared["notes"]]
     if all(len(" ".join(shown)) <= MAX_IN_COLUMN for shown in settings):
         cells = [_cells(row, metric, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
@@ -131,14 +134,6 @@ def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
     for row, shown in zip(rows, settings, strict=True):
         lines += [f" {row['run']}", *(f"   {each}" for each in shown)]
     return lines + notes
-
-
-def _settings(row: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a run that differ, a text each."""
-    settings: Mapping[str, str | None] | None = row["settings"]
-    if settings is None:
-        return ["unknown"]
-    return [f"{k} unset" if v is None else f"{k}={v}" for k, v in settings.items()] or ["-"]
 
 
 def _cells(row: Mapping[str, Any], metric: str, *settings: str) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 
 WIDTH = 100
 """Characters of a line of `plan` where the output is no terminal."""
+BROKEN_WIDTH = 12
+"""Characters down to which a column of sentences is narrowed before names are broken."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 """Of sizes that a user types, in bytes."""
 
@@ -83,8 +85,8 @@ def line_width(width: int | None = None) -> int | None:
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return a table of plain text whose lines fit the terminal, or `width` without one.
 
-    Columns of sentences are wrapped, the widest first. A word is broken only where all of them are as narrow
-    as their longest word.
+    Columns of sentences are wrapped, the widest first. Where they are as narrow as their longest word and the
+    table is still too wide, their words are broken, and only then those of columns of names.
 
     Example:
         >>> print(text_table(["name", "n"], [["a/b", "1"], ["long", "two or three"]], width=13))
@@ -98,15 +100,23 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     widths = [max(1, *map(len, column)) for column in columns]
     limit = (line_width(width) or sys.maxsize) - 2 * len(widths)
     longest_words = [max(map(len, " ".join(column).split()), default=1) for column in columns]
-    for least in (longest_words, [1] * len(widths)):
+    # A column of names has no cell that is longer than its longest word.
+    names_whole = [
+        word if word == size else min(word, BROKEN_WIDTH)
+        for word, size in zip(longest_words, widths, strict=True)
+    ]
+    for least in (longest_words, names_whole, [1] * len(widths)):
         while sum(widths) > limit and widths != least:
             spare = [index for index, size in enumerate(widths) if size > least[index]]
             widths[max(spare, key=widths.__getitem__)] -= 1
+    wrappers = [textwrap.TextWrapper(size) for size in widths]
+    for wrapper in wrappers:
+        # Whole words that fit, else parts of one: up to a sign, such as those of overrides and paths, or cut.
+        fits = rf"\S{{1,{wrapper.width}}}"
+        wrapper.wordsep_re = re.compile(rf"(\s+|(?<!\S){fits}(?!\S)|{fits}(?<=[=(,/:])|{fits})")
     lines: list[str] = []
     for row in table:
-        wrapped = (
-            textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)
-        )
+        wrapped = (wrapper.wrap(cell) for wrapper, cell in zip(wrappers, row, strict=True))
         for parts in zip_longest(*wrapped, fillvalue=""):
             cells = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
             lines.append(f" {'  '.join(cells)}".rstrip())

@@ -20,6 +20,8 @@ from lightning_eff.report.display import report_page
 LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"
 SNAPSHOT_FILE = "memory_snapshot.pickle"
+SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "environment")
+"""What every report has."""
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
@@ -63,6 +65,26 @@ def add_out_of_memory(folder: Path, recipe: str, reason: str, found: Mapping[str
     write_report(folder, report | {"out_of_memory": dict(found)})
 
 
+def read_report(file: Path, key: str) -> dict[str, Any]:
+    """Read the `efficiency.json` of a run.
+
+    Raises:
+        ConfigError: It cannot be read, or is of a version that this one cannot show; for the key or option
+            that named the run.
+    """
+    try:
+        report: Any = json.loads(file.read_text(encoding="utf-8"))
+        missing = [name for name in SECTIONS if name not in report]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:100]
+        allowed = f"the report of a run; {file} cannot be read ({reason})"
+        raise ConfigError(key, str(file), allowed=allowed) from error
+    if missing:
+        allowed = f"a report that this version can show; {file} has no {', '.join(missing)}"
+        raise ConfigError(key, str(file), allowed=allowed)
+    return report
+
+
 def read_baseline(path: StrPath) -> dict[str, Any]:
     """Return of another run's report what is compared: title, figures and curves.
 
@@ -72,21 +94,10 @@ def read_baseline(path: StrPath) -> dict[str, Any]:
     Raises:
         ConfigError: There is no report; its key is `baseline`.
     """
-    key = "baseline"
-    check_path(key, str(path))
-    given = Path(path)
-    file = given / LEDGER_FILE if given.is_dir() else given
-    allowed = f"the folder of a run, or its {LEDGER_FILE}"
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(key, str(path), allowed=f"{allowed} ({file}: {error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(key, str(path), allowed=f"{allowed}: {file} is no JSON") from error
-    if not isinstance(report, dict) or not {"title", "measured", "environment"} <= report.keys():
-        raise ConfigError(key, str(path), allowed=f"{allowed}: {file} is no report")
+    check_path("baseline", str(path))
+    report = read_report(Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path), "baseline")
     kept = ("title", "measured", "environment", "losses", "series", "validation")
-    return {key: report[key] for key in kept if key in report}  # pyright: ignore[reportUnknownVariableType]
+    return {key: report[key] for key in kept if key in report}
 
 
 def run_title(folder: Path, recipe: str, module: object) -> str:

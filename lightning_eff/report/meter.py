@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -135,15 +136,15 @@ class Throughput:
             )  # fmt: skip
             return dict.fromkeys(names) | {"num_batches": 0}
         num_padded = int(self.num_padded)
-        ordered = sorted(self.batch_times_s)
+        median_s, p90_s = np.quantile(self.batch_times_s, (0.5, 0.9)).tolist()
         return {
-            "batch_time_s": _quantile(ordered, 0.5),
-            "batch_time_p90_s": _quantile(ordered, 0.9),
+            "batch_time_s": median_s,
+            "batch_time_p90_s": p90_s,
             "samples_per_s": self.num_samples / total_s,
             "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
             "padding_share": num_padded / self.num_tokens if num_padded else None,
             "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
-            "num_batches": len(ordered),
+            "num_batches": len(self.batch_times_s),
         }
 
     def series(self) -> dict[str, Any]:
@@ -161,18 +162,6 @@ class Throughput:
         kept = ordered[:: -(-len(ordered) // NUM_TIMES) or 1]
         times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # the slowest is always there
         return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
-
-
-def _quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Return a quantile of sorted values, between two of them by their distance; at 0.5 the median.
-
-    Example:
-        >>> _quantile([1.0, 3.0], 0.5), _quantile([1.0, 3.0], 0.75), _quantile([1.0], 0.9)
-        (2.0, 2.5, 1.0)
-    """
-    index, between = divmod(fraction * (len(ordered) - 1), 1.0)
-    low, high = ordered[int(index)], ordered[min(int(index) + 1, len(ordered) - 1)]
-    return low + between * (high - low)
 
 
 class DataWait:

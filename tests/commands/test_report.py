@@ -159,12 +159,12 @@ def test_a_damaged_report_is_named_and_its_page_kept(
     whole, original = file.read_text(), page.read_bytes()
     without = {key: value for key, value in report.items() if key not in ("ledger", "measured")}
     for content, text in [
-        (whole[:500], "is damaged ("),
-        ("\xff", "is damaged"),
-        ("[" * 100_000, "is damaged"),
-        ("1", "is damaged"),
-        ("[1]", "it has no title"),
-        (json.dumps(without), "it has no measured, ledger"),
+        (whole[:500], "cannot be read ("),
+        ("\xff", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("1", "cannot be read"),
+        ("[1]", "efficiency.json has no title"),
+        (json.dumps(without), "has no measured, ledger"),
         (json.dumps(report | {"ledger": [{"technique": "x"}]}), "RUN='mine'"),
         (json.dumps(report | {"memory": {"timeline": [1, 2], "path": ""}}), "RUN='mine'"),
     ]:

@@ -179,13 +179,15 @@ def test_a_run_is_compared_to_the_report_of_another_one(tmp_path: Path) -> None:
 
 def test_a_baseline_that_is_not_there_is_named(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    for text, reason in (("[]", "is no report"), ("{}", "is no report"), ("<", "is no JSON")):
+    for text, reason in (("[]", "has no title"), ("{}", "has no title"), ("<", "cannot be read (Expecting")):
         other.write_text(text)
         with pytest.raises(ConfigError, match=re.escape(f"{other} {reason}")):
             EfficiencyReport(baseline=other)
     for missing in (tmp_path, tmp_path / "none"):
         file = missing / LEDGER_FILE if missing.is_dir() else missing
-        with pytest.raises(ConfigError, match=re.escape(f"({file}: No such file or directory)")) as refused:
+        with pytest.raises(
+            ConfigError, match=re.escape(f"{file} cannot be read (No such file or directory)")
+        ) as refused:
             EfficiencyReport(baseline=missing)
         assert refused.value.key == "baseline"
     assert EfficiencyReport()._repr_html_() is None
