@@ -170,7 +170,7 @@ def test_a_call_that_is_not_checked_has_the_remedy_as_a_note(is_compiled: bool) 
         net.training_step = CompiledCall(net.training_step, {})
     with pytest.raises(Exception, match=r"No available kernel") as found:
         run(net, Attention(backend="flash"))
-    assert "callbacks.attention.backend=null" in found.value.__notes__[-1]
+    assert "try: Attention(backend=None)" in found.value.__notes__[-1]
     assert len(net.flags) == 2 or is_compiled
 
 
