@@ -20,7 +20,7 @@ from lightning_eff.launch.job_files import SHARED, ClusterJob
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     path = RecipePath.of(options.config_dir)
-    # As `train` would: what cannot be trained is refused here, not by the cluster an hour later.
+    # Checked as by `train`: what cannot be trained is rejected here, not by the cluster an hour later.
     values = compose_recipe(options.recipe, options.overrides, path).values
     if values.get("launch"):
         k8s = "--kind rayjob adds it"
@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: RecipePath) -> ClusterJob:
-    """Return the job that is asked for; a recipe's own number of devices gives way to the cluster's."""
+    """Return the job to start; the cluster's number of devices replaces the recipe's own."""
     words = list(options.overrides)
     for key, asked in (("devices", options.gpus), ("num_nodes", options.nodes)):
         found = trainer.get(key, "auto")
@@ -76,11 +76,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
 
 
 def _check_names(options: argparse.Namespace) -> None:
-    """Reject what Kubernetes would not take as the name of an image or of a claim.
-
-    Raises:
-        ConfigError: As said.
-    """
+    """Reject names of an image or a claim that Kubernetes does not accept."""
     label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
     patterns = {"claim": rf"{label}(\.{label})*", "image": r"[a-z0-9][\w.:/@-]*"}
     allowed = {

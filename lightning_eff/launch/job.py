@@ -31,7 +31,7 @@ class Launch:
 
     by: str = ""
     """`torchrun` (or the command, which sets the same variables), `slurm`, `ray`, or `lightning` for others
-    that Lightning knows; empty for a process of its own, which starts the ranks itself."""
+    that Lightning detects; empty for a process that no launcher started, which starts the ranks itself."""
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
@@ -252,10 +252,10 @@ def check_sweep(launch: Launch, recipe: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder below the output root; a disk that refuses is an error of the setting, not of the run.
+    """Create a folder below the output root.
 
     Raises:
-        ConfigError: It cannot be created.
+        ConfigError: It cannot be created: a setting is wrong, not the run.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -236,14 +236,14 @@ def reported_to_parent(launch: Launch) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        if exit_code(error) not in (EXIT_OK, *STOPPED) and tell_parent(error):
+        if exit_code(error) not in (EXIT_OK, *STOPPED) and report_error(error):
             # Its summary comes after the last restart: where there are some, each attempt says why it failed.
             is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
             error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
         raise
 
 
-def tell_parent(error: BaseException) -> bool:
+def report_error(error: BaseException) -> bool:
     """Write the error that is being handled to the parent's file; return whether there is one."""
     file = os.environ.get(ERROR_FILE)
     if file and not Path(file).exists():  # else the first cause stays

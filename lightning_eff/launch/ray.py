@@ -85,8 +85,8 @@ class Ray:
         """Reject settings of the run that contradict these, before Ray is started.
 
         Raises:
-            ConfigError: Number of devices, accelerator or folder of checkpoints are others, or the global
-                batch does not fit.
+            ConfigError: The number of devices, the accelerator or the folder of checkpoints contradicts them,
+                or the global batch does not fit.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))

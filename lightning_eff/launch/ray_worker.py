@@ -32,7 +32,7 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.launch.job import RAY, RUN_DIR, Launch
-from lightning_eff.launch.ranks import ERROR_FILE, STOPPED, error_log, tell_parent
+from lightning_eff.launch.ranks import ERROR_FILE, STOPPED, error_log, report_error
 from lightning_eff.launch.stop import STOP_FILE
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
         code = exit_code(error)
         if code in STOPPED:
             return code
-        tell_parent(error)
+        report_error(error)
         file = error_file(folder, launch.rank)
         failed_s = file.stat().st_mtime  # by which the driver finds the rank that was the first
         file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_code": code}))

@@ -39,7 +39,7 @@ from lightning_eff.core.errors import (
     root_cause_line,
 )
 from lightning_eff.launch.job import Launch
-from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, handled, tell_parent
+from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, handled, report_error
 
 STOP_FILE = "LIGHTNING_EFF_STOP_FILE"
 """Environment variable with a file in which another process writes the number of a signal to this one."""
@@ -61,7 +61,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
     callbacks.insert(0, stop)
     try:
         # Under SLURM Lightning saves from inside its handler, within a step, unless there is a handler.
-        with handled(["SIGHUP", "SIGUSR1"], stop.record), _told_by_file(stop.record):
+        with handled(["SIGHUP", "SIGUSR1"], stop.record), _signals_from_file(stop.record):
             yield
     except BaseException as error:
         code = exit_code(error)
@@ -79,7 +79,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
 
 
 @contextmanager
-def _told_by_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
+def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
     """Record the signal in the file that the environment names, if any: a worker of Ray gets no signals."""
     file, is_over = os.environ.get(STOP_FILE), threading.Event()
 
@@ -181,7 +181,7 @@ class CoordinatedStop(pl.Callback):
         save_nothing_on_exception(trainer)  # saving is a collective: the other ranks are not in it
         if exit_code(exception) in STOPPED:
             return
-        tell_parent(exception)
+        report_error(exception)
         text = f"rank {self._rank}: {root_cause_line(exception)}"
         timer = threading.Timer(CLEANUP_TIMEOUT_S, exit_now, (text, exit_code(exception)))
         timer.daemon = True

@@ -201,7 +201,7 @@ def test_each_attempt_under_torchrun_says_why_it_failed(
 ) -> None:
     """Its own summary comes after the last; a setting that all ranks refuse is printed by one of them."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    monkeypatch.setattr(ranks, "tell_parent", lambda error: True)
+    monkeypatch.setattr(ranks, "report_error", lambda error: True)
     with pytest.raises(type(error)), ranks.reported_to_parent(Launch("lightning", rank)):
         raise error
     assert error.__dict__["is_reported"] is is_reported

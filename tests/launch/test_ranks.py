@@ -42,8 +42,8 @@ def test_the_rank_that_failed_first_is_named(
     files = [tmp_path / str(rank) for rank in range(2)]
     for when, (rank, error) in enumerate(errors.items()):
         monkeypatch.setenv(ranks.ERROR_FILE, str(files[rank]))
-        assert ranks.tell_parent(error)
-        assert ranks.tell_parent(KeyError("another, which its cleanup has raised"))
+        assert ranks.report_error(error)
+        assert ranks.report_error(KeyError("another, which its cleanup has raised"))
         os.utime(files[rank], (when + 1, when + 1))
     found = ranks.first_failure(codes, files, tmp_path)
     assert (found and (str(found), found.exit_code)) == expected

@@ -113,7 +113,7 @@ def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_pat
     file, received = tmp_path / "stop", list[int]()
     file.touch()
     monkeypatch.setenv(stop.STOP_FILE, str(file))
-    with stop._told_by_file(lambda number, _: received.append(number)):
+    with stop._signals_from_file(lambda number, _: received.append(number)):
         time.sleep(0.3)
         assert received == []
         file.write_text(str(int(signal.SIGTERM)))
