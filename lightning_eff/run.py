@@ -123,7 +123,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
     for callback in callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
-    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
+    rules.raise_rejected(rules.verdict_on(trainer))
     data = make("data", values["data"])
     # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -161,7 +161,7 @@ def check_parts(
     choose_optimizers(trainer, model)
     # Rules about the module; the others were applied before, by `plan` perhaps for another device.
     applied = rules.run_facts(trainer)
-    findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer, model))
+    findings = rules.verdict_on(trainer, model)
     rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
     check_global_batch(values, trainer.world_size)
     for callback in callbacks_of(trainer):
