@@ -17,26 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
+from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from typing_extensions import override
-from yaml import YAMLError
 
 from lightning_eff.config import hydra_errors, sweeps
 from lightning_eff.config.folders import check_run_dir, check_write_access
 from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
-from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
+from lightning_eff.config.recipes import RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
+from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 
@@ -54,30 +49,6 @@ HYDRA_FOLDERS = {
 """Hydra's default and what replaces it; any other value in a recipe or override stays."""
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 """Hydra's own logging is off, unless a recipe or an override chooses an option of these groups."""
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
-"""What Hydra 1.3 raises for a config that it cannot compose."""
-
-
-class ConfSearchPath(SearchPathPlugin):
-    """Adds this package's conf/ and recipes/ to Hydra's search path."""
-
-    @override
-    def manipulate_search_path(self, search_path: Any) -> None:
-        for folder in (CONF, RECIPES):
-            search_path.append(provider="lightning_eff", path=f"{FOLDER}{folder}")
-
-
-def register() -> None:
-    """Make the groups in conf/ available to any Hydra app of this process; repeated calls do nothing.
-
-    Example:
-        >>> register()
-    """
-    plugins = Plugins.instance()
-    if ConfSearchPath not in plugins.discover(SearchPathPlugin):
-        plugins.register(ConfSearchPath)
-
-
 @dataclass(frozen=True)
 class Composed:
     """A recipe with its overrides, composed and checked: plain, resolved values.
@@ -112,19 +83,15 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
     """Start Hydra for one recipe, also inside a job of another Hydra app; the overrides may be a sweep's."""
     path = path or RecipePath()
     parsed = parse_overrides(overrides)
-    chain = read_chain(recipe, path, parsed)
-    parsed += parse_overrides(path.overrides(recipe))
-    register()
-    # Hydra allows one app and one config at a time: those of an outer job are put aside.
-    outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-    GlobalHydra.instance().hydra = None
+    loader = path.loader(recipe)
+    with _habits_explained(parsed):
+        chain = read_chain(recipe, path, parsed, loader)
+    # Hydra has one config at a time: that of an outer job is put aside.
+    outer_config = HydraConfig.instance().cfg
+    setbase(VERSION_BASE)
     try:
-        folder = str(path.folder_of(recipe))
-        with initialize_config_dir(folder, job_name="train", version_base=VERSION_BASE):
-            yield RecipeApp(recipe, path, parsed, chain)
+        yield RecipeApp(recipe, path, parsed, chain, Hydra("train", loader))
     finally:
-        # Hydra 1.3 restores a copy of the state that it found, so `instance` is asked again.
-        GlobalHydra.instance().hydra = outer_hydra
         HydraConfig.instance().cfg = outer_config
 
 
@@ -134,26 +101,26 @@ class RecipeApp:
     A sweep composes its own config once, because its launcher and folders are in it, and each job's once.
     """
 
-    def __init__(self, recipe: str, path: RecipePath, parsed: Sequence[Override], chain: RecipeChain) -> None:
+    def __init__(
+        self, recipe: str, path: RecipePath, overrides: Sequence[Override], chain: RecipeChain, hydra: Hydra
+    ) -> None:
         self.recipe = recipe
         self.path = path
+        self.overrides = overrides
         self.chain = chain
-        self._parsed = parsed
-        chosen = {item.key_or_group for item in parsed} | {g for g in LOGGING_GROUPS if chain.options(g)}
-        listed = [
-            group for group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) if chain.options(group) is not None
-        ]
-        self._lines = allow_new_keys(parsed, listed=listed)
-        self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
-        self._hydra: Any = GlobalHydra.instance().hydra
+        self._hydra: Any = hydra
         self._loader = _SharedLoader(self._hydra.config_loader)
+        chosen = {*(item.key_or_group for item in overrides), *chain.chosen.override_choices}
+        listed = [group for group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) if chain.lists(group)]
+        self._lines = allow_new_keys(overrides, listed=listed)
+        self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
         self._cfg: DictConfig | None = None
 
     @keep_overrides()
     def check(self, run_dir: Path | None = None, *, writes: bool = True) -> Composed:
         """Compose the run and check it; a second call checks it with another `run_dir`."""
-        with self._habits_explained():
-            composed = self._check(self.config(), self._parsed, run_dir)
+        with _habits_explained(self.overrides):
+            composed = self._check(self.config(), self.overrides, run_dir)
             if writes:
                 check_write_access(Path(composed.values["output_root"]))
             return composed
@@ -164,6 +131,10 @@ class RecipeApp:
             self._cfg = self._compose(self._lines)
         return self._cfg
 
+    def chain_of(self, overrides: Sequence[Override]) -> RecipeChain:
+        """Return what the recipe lists with the experiment that a job of a sweep chooses."""
+        return read_chain(self.recipe, self.path, overrides, self._hydra.config_loader)
+
     @keep_overrides()
     def check_sweep(self) -> tuple[Path, str | None]:
         """Compose and check each run of a sweep, except those that a sweeper plugin chooses later.
@@ -171,7 +142,7 @@ class RecipeApp:
         Returns:
             The sweep's folder, and the metric that it optimizes.
         """
-        with self._habits_explained():
+        with _habits_explained(self.overrides):
             cfg = self._compose(self._lines, RunMode.MULTIRUN)
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             hydra_overrides = list(cfg.hydra.overrides.hydra)
@@ -183,7 +154,7 @@ class RecipeApp:
             for job in jobs:
                 # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
                 overrides = parse_overrides(job)
-                chain = read_chain(self.recipe, self.path, overrides)  # of what this job chooses
+                chain = self.chain_of(overrides)
                 composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
                 metric = composed.values.get(sweeps.METRIC)
                 sweeps.check_metric(sweeper, metric, composed.values)
@@ -209,25 +180,9 @@ class RecipeApp:
         else:
             self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
 
-    @contextmanager
-    def _habits_explained(self) -> Generator[None]:
-        """Add to an error what another tool's word in the overrides is called here."""
-        try:
-            yield
-        except (UsageError, ConfigError) as error:
-            typed = [item for item in self._parsed if item.key_or_group != SEARCH_PATH]  # that is `path`'s
-            explained = hydra_errors.with_habits(error, typed)
-            if explained is error:
-                raise
-            raise explained from error
-
     def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        try:
+        with self.path.explained(self._hydra.config_loader):
             return self._loader.compose(self.recipe, list(lines), mode)
-        except MissingConfigException as error:
-            raise hydra_errors.missing_file(error, self.path, self.chain) from error
-        except COMPOSITION_ERRORS as error:
-            raise UsageError(hydra_errors.composition_error(error)) from error
 
     def _check(
         self,
@@ -250,6 +205,18 @@ class RecipeApp:
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, chain)
         return Composed(values, folder, folders["dir"].replace(TASK, RECIPE) == RUN_DIR, chain)
+
+
+@contextmanager
+def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
+    """Add to an error what another tool's word in the overrides is called here."""
+    try:
+        yield
+    except (UsageError, ConfigError) as error:
+        explained = hydra_errors.with_habits(error, overrides)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_eff.config.recipes import RecipeChain, is_override, listed_options
+from lightning_eff.config.recipes import RecipeChain
 from lightning_eff.config.targets import EXTRAS, resolve_class
 from lightning_eff.config.validate import foreign_keys
 from lightning_eff.core.catalog import CONF
@@ -49,7 +49,8 @@ def name_settings(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeC
     Raises:
         ConfigError: An override sets them for several loggers, or chooses `none` beside another.
     """
-    listed, chosen = _listed(chain), _chosen(overrides)
+    chosen = _chosen(overrides)
+    listed = [name for option in chain.options(GROUP) for name in sorted(chain.names(GROUP, [option]))]
     if NONE in chosen and len(chosen) > 1:
         others = ",".join(name for name in chosen if name != NONE)
         allowed = "none alone, or a list of loggers"
@@ -104,16 +105,6 @@ def _without_name(content: Mapping[str, Any], names: Iterable[str]) -> list[str]
     flat = [key for key, value in content.items() if key not in options and not isinstance(value, dict)]
     # A parameter may be a dictionary, as may be the settings of a logger whose name is misspelt.
     return [key for key in content if key not in options] if "_target_" in content else flat
-
-
-def _listed(chain: RecipeChain) -> list[str]:
-    """Return the loggers that the recipes list."""
-    lists: list[list[str]] = []
-    for _, defaults in chain.recipes:  # the last recipe comes first
-        lists.insert(0, listed_options(defaults, GROUP) or [])
-        if any(is_override(entry, GROUP) for entry in defaults):
-            break
-    return [name for options in lists for option in options for name in sorted(chain.names(GROUP, [option]))]
 
 
 def _chosen(overrides: Sequence[Override]) -> list[str]:

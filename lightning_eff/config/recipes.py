@@ -1,26 +1,61 @@
-"""Find recipes, and read the defaults lists that a recipe builds on before Hydra composes it."""
+"""Find recipes and options in folders, have Hydra read them, and report what a recipe chooses by itself."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import (
+    Overrides,
+    _create_defaults_list,  # pyright: ignore[reportPrivateUsage]
+)
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
+from yaml import YAMLError
 
-from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
-from lightning_eff.core.catalog import CONF, RECIPES
+from lightning_eff.config import hydra_errors
+from lightning_eff.config.strict_yaml import RecipeFiles, YamlDocument, is_file
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
 
-FOLDER = "file://"
-"""How Hydra's search path marks a folder."""
 SEARCH_PATH = "hydra.searchpath"
-EXPERIMENT = "experiment/"
-"""Folder of the user's files that change a recipe as a whole."""
+EXPERIMENT = "experiment"
+"""Group of the user's files that change a recipe as a whole."""
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
+"""What Hydra 1.3 raises for a config that it cannot compose."""
+
+
+class ConfSearchPath(SearchPathPlugin):
+    """Adds this package's conf/ and recipes/ to Hydra's search path."""
+
+    @override
+    def manipulate_search_path(self, search_path: Any) -> None:
+        for folder in (CONF, RECIPES):
+            search_path.append(provider="lightning_eff", path=f"file://{folder}")
+
+
+def register() -> None:
+    """Make the groups in conf/ available to any Hydra app of this process; repeated calls do nothing.
+
+    Example:
+        >>> register()
+    """
+    plugins = Plugins.instance()
+    if ConfSearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(ConfSearchPath)
 
 
 @dataclass(frozen=True)
@@ -52,177 +87,159 @@ class RecipePath:
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
-    def overrides(self, recipe: str) -> list[str]:
-        """Return the override that adds the remaining folders to Hydra's search path."""
-        others = [f"{FOLDER}{folder}" for folder in self.folders if folder != self.folder_of(recipe)]
-        return [f"{SEARCH_PATH}={json.dumps(others)}"] if others else []
+    def loader(self, recipe: str) -> ConfigLoaderImpl:
+        """Return a loader of Hydra that searches these folders, and reads their files by strict rules.
+
+        Raises:
+            UsageError: There is no such recipe.
+        """
+        main = self.folder_of(recipe)
+        name = f"{recipe.removesuffix('.yaml')}.yaml"
+        if not (main / name).exists():
+            hint = " (--config-dir DIR adds a folder of your own)" if not self.folders else ""
+            is_here = is_file(Path(name))
+            close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, self.names())
+            text = f"recipe {recipe!r} does not exist: {close}{hint}"
+            raise UsageError(text)
+        register()
+        search_path = create_config_search_path(str(main))
+        for folder in reversed(self.folders):
+            if folder != main:
+                search_path.append("--config-dir", str(folder), SearchPathQuery("lightning_eff", None))
+        loader = ConfigLoaderImpl(search_path)
+        documents: dict[str, YamlDocument] = {}
+        loader.repository.sources = [
+            RecipeFiles(source.provider, source.path, documents) if source.scheme() == "file" else source
+            for source in loader.repository.sources
+        ]
+        return loader
+
+    @contextmanager
+    def explained(self, loader: ConfigLoaderImpl) -> Generator[None]:
+        """Turn what Hydra raises for files and overrides that it cannot compose into a short error.
+
+        Raises:
+            UsageError: Hydra raised one of its errors.
+            EnvironmentLacksError: A plugin of Hydra is not installed.
+        """
+        sources = loader.repository.sources
+        documents = next(source.documents for source in sources if isinstance(source, RecipeFiles))
+        try:
+            yield
+        except MissingConfigException as error:
+            raise hydra_errors.missing_file(error, self.names(), documents) from error
+        except COMPOSITION_ERRORS as error:
+            raise UsageError(hydra_errors.composition_error(error, documents)) from error
 
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """A recipe, the recipes that it builds on and the experiment, if any, each with its defaults list.
+    """What a recipe and its experiment list by themselves, whatever overrides choose instead.
 
-    Later choices come first.
+    A chosen option counts only in groups of one option: it may itself list others.
     """
 
-    recipes: Sequence[tuple[str, Sequence[Any]]] = ()
-    missing: Mapping[str, str] = field(default_factory=dict[str, str])
-    """FILE:LINE of each entry that names no file."""
-    keys: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
-    """What each file of a group brings: the names under which its options stand in the config."""
-    settings: frozenset[str] = frozenset()
-    """`GROUP.KEY` of each setting in recipes and experiments of the user; not those of shipped recipes."""
+    recipe: str
+    files: CachingConfigRepository
+    listed: Sequence[ResultDefault]
+    """Each file with the file that lists it, in the order in which they are composed."""
+    chosen: Overrides
+    """Hydra's record of the groups that are listed, and of those that a file overrides."""
 
-    def options(self, group: str) -> set[str] | None:
-        """Return all options of a group that the recipes list; None if none of them lists the group."""
-        lists = [listed_options(defaults, group) for _, defaults in self.recipes]
-        found = [options for options in lists if options is not None]
-        return {name for options in found for name in options} if found else None
+    def recipes(self) -> list[str]:
+        """Return the recipe, the recipes that it builds on, and the experiment."""
+        return [str(each.config_path) for each in self.listed if is_recipe(each.config_path)]
 
-    def names(self, group: str, options: Iterable[str]) -> set[str]:
-        """Return the names that options of a group have in the config; a file may bring several."""
-        return {name for option in options for name in self.keys.get(f"{group}/{option}", {option})}
+    def options(self, group: str) -> list[str]:
+        """Return the options of a group that recipes list."""
+        paths = [str(each.config_path) for each in self.listed if is_recipe(each.parent)]
+        return [path.removeprefix(f"{group}/") for path in paths if path.startswith(f"{group}/")]
+
+    def lists(self, group: str) -> bool:
+        """Return whether a recipe lists a group, so that an override may replace its choice."""
+        return group in self.chosen.known_choices_per_group or bool(self.options(group))
 
     def overrides(self, group: str) -> bool:
         """Return whether a defaults list replaces what others list of a group."""
-        return any(is_override(entry, group) for _, defaults in self.recipes for entry in defaults)
+        return self._overriding(group) is not None
+
+    def setter(self, group: str, name: str) -> str:
+        """Return the recipe that chooses an option; `name` is empty for the option of a group of one."""
+        path = f"{group}/{name}".rstrip("/")
+        found = [each for each in self.listed if f"{each.config_path}/".startswith(f"{path}/")]
+        own = [str(each.parent) for each in found if is_recipe(each.parent)]
+        return self._overriding(group) or next(iter(own), self.recipe)
+
+    def _overriding(self, group: str) -> str | None:
+        metadata = self.chosen.override_metadata.get(group)
+        return metadata.containing_config_path if metadata is not None else None
+
+    def names(self, group: str, options: Iterable[str]) -> set[str]:
+        """Return the names that options have in the config; a file may bring several."""
+        return {name for option in options for name in self._names(group, option)}
+
+    def _names(self, group: str, option: str) -> set[str]:
+        loaded = self.files.load_config(f"{group}/{option}")
+        if loaded is None:
+            return {option}
+        package = loaded.header["package"] or ""
+        parent, _, own = package.rpartition(".")
+        if parent == group:
+            return {own}
+        if "_target_" in loaded.config or package:
+            return {option}
+        inside = [each for each in loaded.defaults_list or () if isinstance(each, ConfigDefault)]
+        others = [str(each.path).removeprefix(f"/{group}/") for each in inside if not each.is_self()]
+        return {str(key) for key in loaded.config} | self.names(group, others)
+
+    def settings(self) -> set[str]:
+        """Return `GROUP.KEY` of each setting in recipes and experiments of the user; not in shipped ones."""
+        loaded = (self.files.load_config(name) for name in self.recipes())
+        own = [each.config for each in loaded if each and each.path not in SHIPPED]
+        groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
+        return {f"{group}.{key}" for group, node in groups if isinstance(node, DictConfig) for key in node}
 
 
-def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
-    """Read the files that Hydra is going to compose, options that the overrides choose among them.
+SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
+
+
+def read_chain(
+    recipe: str, path: RecipePath, overrides: Iterable[Override] = (), loader: ConfigLoaderImpl | None = None
+) -> RecipeChain:
+    """Have Hydra read the files that a recipe lists, with the experiment that the overrides choose.
 
     Raises:
         UsageError: There is no such recipe; a file cannot be read, or builds on itself, with file and line.
         ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
     """
-    overrides = list(overrides)
-    main = path.folder_of(recipe)
-    primary = main / f"{recipe.removesuffix('.yaml')}.yaml"
-    if not primary.exists():
-        hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
-        close = suggest_name(recipe, path.names())
-        if is_file(Path(primary.name)):
-            close = f"did you mean the file {primary.name} here?"
-        text = f"recipe {recipe!r} does not exist: {close}{hint}"
-        raise UsageError(text)
-    walk = _Walk([main, CONF, RECIPES, *path.folders])
+    loader = loader or path.loader(recipe)
+    overrides = [item for item in overrides if str(item.key_or_group) not in MULTI_CHOICE_GROUPS]
+    files = CachingConfigRepository(loader.repository)
     searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
-    if is_file(primary):
-        content: dict[str, Any] = walk.read(primary, expect_mapping=True).content
-        # With interpolations resolved, as in Hydra.
-        searched.append(OmegaConf.select(OmegaConf.create(content), SEARCH_PATH))
+    with path.explained(loader):
+        if (primary := files.load_config(recipe)) is not None:
+            searched.append(OmegaConf.select(primary.config, SEARCH_PATH))
     for value in searched:
         if value is not None:
             raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
-    chosen = [
-        f"{item.key_or_group}/{name}"
-        for item in overrides
-        for name in _as_list(item.value())
-        if isinstance(name, str) and "." not in item.key_or_group
-    ]
-    visited = [pair for name in (*chosen, recipe) for pair in walk.visit(name)]
-    recipes = [(name, [entry for _, entry in defaults]) for name, defaults in visited if is_recipe(name)]
-    return RecipeChain(recipes, walk.missing, walk.keys, frozenset(walk.settings))
+    with path.explained(loader):
+        chosen = Overrides(files, overrides)
+        listed = _read_listed(files, recipe, chosen)
+        if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
+            added = GroupDefault(
+                group=EXPERIMENT, value=chosen.override_choices[EXPERIMENT], external_append=True
+            )
+            chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
+            chosen.append_group_defaults.append(added)
+            listed = _read_listed(files, recipe, chosen)
+    return RecipeChain(recipe, files, listed, chosen)
 
 
-class _Walk:
-    """Reads files and the files in their defaults lists, each once, from folders in search order."""
-
-    def __init__(self, folders: list[Path]) -> None:
-        self.folders = folders
-        self.missing: dict[str, str] = {}
-        self.keys: dict[str, set[str]] = {}
-        self.settings: set[str] = set()
-        self.read = cache(read_yaml)
-        self._done: set[str] = set()
-
-    def visit(
-        self, name: str, ancestors: tuple[str, ...] = (), listed_at: str | None = None
-    ) -> Iterator[tuple[str, Sequence[tuple[int, Any]]]]:
-        """Yield each file's name and defaults list, last entry first; nothing for one that does not exist."""
-        files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self.folders)
-        file = next((candidate for candidate in files if is_file(candidate)), None)
-        if file is None and listed_at is not None:
-            self.missing[name] = listed_at
-        if file is None or name in self._done:
-            return
-        document = self.read(file, expect_mapping="/" not in name)
-        defaults = document.defaults
-        yield name, defaults
-        if is_recipe(name) and not {CONF, RECIPES} & {*file.parents}:  # of the user's own
-            content: dict[str, Any] = document.content if isinstance(document.content, dict) else {}
-            groups = ((group, node) for group, node in content.items() if isinstance(node, dict))
-            self.settings |= {f"{group}.{key}" for group, node in groups for key in node}
-        ancestors = (*ancestors, name)
-        for line, entry in reversed(defaults):
-            for child in _files_of(entry, name.rpartition("/")[0]):
-                if child in ancestors or len(ancestors) > MAX_DEPTH:
-                    cycle = " -> ".join([*ancestors[-3:], child])
-                    raise file_error(file, line, f"defaults that never end: {cycle}")
-                yield from self.visit(child, ancestors, f"{file}:{line}")
-        self._done.add(name)
-        self.keys[name] = self._keys(name, document)
-
-    def _keys(self, name: str, document: YamlDocument) -> set[str]:
-        """Return the names that a visited file and those in its defaults list have in their group."""
-        group, _, option = name.rpartition("/")
-        content: Any = document.content if isinstance(document.content, dict) else {}
-        parent, _, own = (document.package or "").rpartition(".")
-        if parent == group:
-            return {own}
-        if "_target_" in content or document.package:
-            return {option}
-        files = [file for _, entry in document.defaults for file in _files_of(entry, group)]
-        inherited = [self.keys.get(file, {file}) for file in files if file.startswith(f"{group}/")]
-        return {str(key) for key in content if key != "defaults"}.union(*inherited)
+def _read_listed(files: CachingConfigRepository, recipe: str, chosen: Overrides) -> list[ResultDefault]:
+    options: Any = {"prepend_hydra": False, "skip_missing": True}
+    return _create_defaults_list(files, recipe, chosen, **options)[0]
 
 
-def is_recipe(name: str) -> bool:
+def is_recipe(name: str | None) -> bool:
     """Return whether a file's name is that of a recipe or an experiment, not of a group's option."""
-    return "/" not in name or name.startswith(EXPERIMENT)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _files_of(entry: Any, group: str) -> list[str]:
-    """Return the files that an entry of a defaults list names.
-
-    Example:
-        >>> _files_of({"override /model@net": "gpt"}, "data"), _files_of("lm", ""), _files_of("_self_", "")
-        (['model/gpt'], ['lm'], [])
-    """
-    if isinstance(entry, str):
-        names = [entry.partition("@")[0]]
-    else:
-        ((key, options),) = entry.items()
-        names = [f"{key.split()[-1].partition('@')[0]}/{name}" for name in _as_list(options) if name]
-    absolute = [name if name.startswith("/") or not group else f"{group}/{name}" for name in names]
-    return [name.lstrip("/") for name in absolute if name.rpartition("/")[2] != "_self_"]
-
-
-def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
-    """Return the options of a group in a defaults list; None if the list does not name the group.
-
-    Example:
-        >>> listed_options(["lm", {"callbacks": ["a", "b"]}, {"override precision": "fp32"}], "callbacks")
-        ['a', 'b']
-    """
-    for entry in reversed(defaults):
-        if isinstance(entry, dict):
-            ((key, options),) = entry.items()
-            if str(key).split()[-1].lstrip("/") == group:
-                return [str(name) for name in _as_list(options)]
-    return None
-
-
-def is_override(entry: Any, group: str) -> bool:
-    """Return whether an entry of a defaults list replaces what others list of a group.
-
-    Example:
-        >>> is_override({"override /logger": "csv"}, "logger"), is_override({"logger": "csv"}, "logger")
-        (True, False)
-    """
-    keys = [str(key).split() for key in entry] if isinstance(entry, dict) else []
-    return any(words[0] == "override" and words[-1].lstrip("/") == group for words in keys)
+    return name is not None and ("/" not in name or name.startswith(f"{EXPERIMENT}/"))

@@ -97,7 +97,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
         # Settings in a file are those of the class in the file, not of one that was typed.
-        own = explicit if f"{group}._target_" in explicit else explicit | chain.settings
+        own = explicit if f"{group}._target_" in explicit else explicit | chain.settings()
         if f"{group}._target_" not in own or not isinstance(node, DictConfig) or group == loggers.GROUP:
             continue
         by_user = {key for key in node if f"{group}.{key}" in own}
@@ -115,7 +115,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
         if not is_replaced or not isinstance(node, DictConfig):
             continue
         by_user = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
-        names = chain.names(group, chain.options(group) or ()) - by_user
+        names = chain.names(group, {*chain.options(group), *chain.files.get_group_options(group)}) - by_user
         absent = [name for name in names if name in node and "_target_" not in node[name]]
         with open_dict(node), open_dict(cfg):
             for name in absent:

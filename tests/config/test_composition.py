@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.config import composition, targets
-from lightning_eff.config.recipes import RecipePath
+from lightning_eff.config.recipes import RecipePath, register
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
 
@@ -280,8 +280,8 @@ def test_any_hydra_app_can_use_the_groups() -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    composition.register()
-    composition.register()
+    register()
+    register()
     with initialize_config_dir(str(Path.cwd()), version_base="1.3"):
         cfg = hydra_compose(overrides=["+callbacks=empty_cache"])
     assert cfg.callbacks.empty_cache.every_n_steps == 100

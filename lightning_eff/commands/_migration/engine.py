@@ -175,7 +175,7 @@ class Migration:
         chosen = self.settings.pop("recipe", None)
         self.recipe = chosen.word.partition("=")[2] if chosen else self.table.recipe
         chain = read_chain(self.recipe, RecipePath())
-        listed = {name: chain.options(name) or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
+        listed = {name: {*chain.options(name)} or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
             is_listed = option in listed.get(group, ())
