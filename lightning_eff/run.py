@@ -42,7 +42,7 @@ from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageE
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import ray
-from lightning_eff.launch.job import as_started
+from lightning_eff.launch.job import Launch, as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.text_sample import TextSample
 from lightning_eff.optimizer.module import ModuleOptimizer
@@ -106,8 +106,12 @@ class _LastStepCheckpoint(Checkpoint):
 
 
 @keep_overrides()
-def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
+def build(
+    values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None
+) -> Run:
     """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
+
+    `launch` says how this process was started; None reads it from the environment.
 
     Raises:
         ConfigError: A constructor rejects a value, the checkpoint does not exist, or as `check_parts`.
@@ -115,11 +119,13 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
     """
-    restart = ray.reported_checkpoint(run_dir)
+    launch = launch or Launch.of()
+    is_worker = launch.by == "ray"
+    restart = ray.reported_checkpoint(run_dir) if is_worker else None
     ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = build_trainer(values, ray.joined(values))
+    trainer = build_trainer(values, ray.joined(values) if is_worker else ray.NOTHING, launch)
     for callback in callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
@@ -254,12 +260,15 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
 
 
 @keep_overrides()
-def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -> pl.Trainer:
+def build_trainer(
+    values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING, launch: Launch | None = None
+) -> pl.Trainer:
     """Instantiate the techniques and a Trainer with them, but neither model nor data.
 
     Args:
         values: A checked config.
         joined: What a worker of Ray adds.
+        launch: As in `build`.
 
     Raises:
         ConfigError: A technique rejects a value.
@@ -293,7 +302,7 @@ def build_trainer(values: Mapping[str, Any], joined: ray.Joined = ray.NOTHING) -
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        return pl.Trainer(**(keywords | as_started(values["trainer"]) | dict(joined.keywords)))
+        return pl.Trainer(**(keywords | as_started(values["trainer"], launch) | dict(joined.keywords)))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"

@@ -66,9 +66,8 @@ def configure_logging(launch: Launch) -> None:
             warnings.simplefilter("ignore", category)
 
 
-def starts_ranks(values: Mapping[str, Any]) -> bool:
+def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
     """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
-    launch = Launch.of()
     if values.get("launch") and launch.by != "ray":
         check_not_started(launch)
         return True

@@ -19,7 +19,7 @@ def main(options: argparse.Namespace) -> int:
     chain = read_chain(options.recipe, path)  # for its errors
     source = path.folder_of(options.recipe) / f"{options.recipe}{SUFFIX}"
     target = _target(options.file, source)
-    built_on = [name for name in chain.recipes() if name != options.recipe]
+    built_on = [name for name in chain.recipes if name != options.recipe]
     if target.stem in built_on:
         text = f"another name: {options.recipe} builds on {target.stem}, and the copy would build on itself"
         remedies = [f"lightning-eff cp {options.recipe} {target.parent / f'my_{target.name}'}"]

@@ -285,7 +285,7 @@ def _format_rows(rows: Iterable[PlanRow]) -> str:
 def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str) -> str:
     """Return the recipe or override that chooses a group's option, and the overrides that change it."""
     is_many = group in MULTI_CHOICE_GROUPS
-    setters = [f"recipe {chain.setter(group, name if is_many else '')}"]
+    setters = [f"recipe {chain.setter(group, name if is_many else None)}"]
     for item in parse_overrides(overrides):
         path, _, rest = str(item.key_or_group).partition(".")
         if path != group:

@@ -78,6 +78,12 @@ def compose_recipe(
         return app.check(writes=writes)
 
 
+def resolve_job(recipe: str, path: RecipePath, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """Check the config that Hydra composed for one job of a sweep, and return its values."""
+    parsed = parse_overrides(overrides)
+    return resolve_config(cfg, parsed, read_chain(recipe, path, parsed))
+
+
 @contextmanager
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
     """Start Hydra for one recipe, also inside a job of another Hydra app; the overrides may be a sweep's."""
@@ -162,12 +168,12 @@ class RecipeApp:
                 sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
             return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
-    def run(self, job: Callable[[DictConfig], float | None], run_dir: Path, *, save_config: bool) -> None:
-        """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
+    def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
+        """Let Hydra create `run_dir`, with `.hydra/` in it if `save_config`; return what `job` returns there."""
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
-        self._hydra.run(self.recipe, job, self._lines)
+        return self._hydra.run(self.recipe, job, self._lines).return_value
 
     def sweep(self, job: Callable[[DictConfig], float | None]) -> None:
         """Let Hydra run every job of the sweep."""

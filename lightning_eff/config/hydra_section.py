@@ -44,7 +44,7 @@ def check_hydra(section: Any) -> None:
     if variables := [*(section["job"].get("env_set") or ())]:
         allowed = "none, nor in env_copy: set environment variables where you start the run"
         raise ConfigError("hydra.job.env_set", variables, allowed=allowed)
-    for path, key, value in walk_leaves(section, "hydra"):
+    for path, key, value in walk_leaves({"hydra": section}):
         owner = path.removesuffix("._target_")
         if path == CALLED and value is not None:
             raise ConfigError(path, value, allowed="null: no function is called by its name")

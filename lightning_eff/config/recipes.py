@@ -134,45 +134,34 @@ class RecipePath:
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """What a recipe and its experiment list by themselves, whatever overrides choose instead.
-
-    A chosen option counts only in groups of one option: it may itself list others.
-    """
+    """What a recipe and its experiment list by themselves, whatever options of several overrides choose."""
 
     recipe: str
     files: CachingConfigRepository
-    listed: Sequence[ResultDefault]
-    """Each file with the file that lists it, in the order in which they are composed."""
     chosen: Overrides
     """Hydra's record of the groups that are listed, and of those that a file overrides."""
-
-    def recipes(self) -> list[str]:
-        """Return the recipe, the recipes that it builds on, and the experiment."""
-        return [str(each.config_path) for each in self.listed if is_recipe(each.config_path)]
+    recipes: Sequence[str]
+    """The recipe, the recipes that it builds on, and the experiment."""
+    listed: Mapping[str, Sequence[tuple[str, str]]]
+    """By group: each option that a recipe lists, and that recipe."""
 
     def options(self, group: str) -> list[str]:
         """Return the options of a group that recipes list."""
-        paths = [str(each.config_path) for each in self.listed if is_recipe(each.parent)]
-        return [path.removeprefix(f"{group}/") for path in paths if path.startswith(f"{group}/")]
+        return [option for option, _ in self.listed.get(group, ())]
 
     def lists(self, group: str) -> bool:
         """Return whether a recipe lists a group, so that an override may replace its choice."""
-        return group in self.chosen.known_choices_per_group or bool(self.options(group))
+        return group in self.chosen.known_choices_per_group or group in self.listed
 
-    def overrides(self, group: str) -> bool:
-        """Return whether a defaults list replaces what others list of a group."""
-        return self._overriding(group) is not None
-
-    def setter(self, group: str, name: str) -> str:
-        """Return the recipe that chooses an option; `name` is empty for the option of a group of one."""
-        path = f"{group}/{name}".rstrip("/")
-        found = [each for each in self.listed if f"{each.config_path}/".startswith(f"{path}/")]
-        own = [str(each.parent) for each in found if is_recipe(each.parent)]
-        return self._overriding(group) or next(iter(own), self.recipe)
-
-    def _overriding(self, group: str) -> str | None:
+    def overriding(self, group: str) -> str | None:
+        """Return the recipe or experiment that replaces what others list of a group, if one does."""
         metadata = self.chosen.override_metadata.get(group)
         return metadata.containing_config_path if metadata is not None else None
+
+    def setter(self, group: str, name: str | None = None) -> str:
+        """Return the recipe that chooses an option, or without a name the option of a group of one."""
+        own = [recipe for option, recipe in self.listed.get(group, ()) if name in (None, option)]
+        return self.overriding(group) or next(iter(own), self.recipe)
 
     def names(self, group: str, options: Iterable[str]) -> set[str]:
         """Return the names that options have in the config; a file may bring several."""
@@ -194,7 +183,7 @@ class RecipeChain:
 
     def settings(self) -> set[str]:
         """Return `GROUP.KEY` of each setting in recipes and experiments of the user; not in shipped ones."""
-        loaded = (self.files.load_config(name) for name in self.recipes())
+        loaded = (self.files.load_config(name) for name in self.recipes)
         own = [each.config for each in loaded if each and each.path not in SHIPPED]
         groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
         return {f"{group}.{key}" for group, node in groups if isinstance(node, DictConfig) for key in node}
@@ -224,22 +213,23 @@ def read_chain(
             raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
     with path.explained(loader):
         chosen = Overrides(files, overrides)
-        listed = _read_listed(files, recipe, chosen)
+        defaults = _defaults_of(recipe, files, chosen)
         if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
-            added = GroupDefault(
-                group=EXPERIMENT, value=chosen.override_choices[EXPERIMENT], external_append=True
-            )
+            value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
             chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
-            chosen.append_group_defaults.append(added)
-            listed = _read_listed(files, recipe, chosen)
-    return RecipeChain(recipe, files, listed, chosen)
+            chosen.append_group_defaults.append(GroupDefault(group=EXPERIMENT, value=value, external_append=True))
+            defaults = _defaults_of(recipe, files, chosen)
+    paths = [(str(each.config_path), each.parent) for each in defaults]
+    recipes = [path for path, _ in paths if "/" not in path or path.startswith(f"{EXPERIMENT}/")]
+    listed: dict[str, list[tuple[str, str]]] = {}
+    for name, parent in paths:
+        group, _, option = name.rpartition("/")
+        if group and parent in recipes:  # else an option that builds on another one
+            listed.setdefault(group, []).append((option, parent))
+    return RecipeChain(recipe, files, chosen, recipes, listed)
 
 
-def _read_listed(files: CachingConfigRepository, recipe: str, chosen: Overrides) -> list[ResultDefault]:
+def _defaults_of(recipe: str, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
+    """Return each file that is composed, with the file that lists it; unused overrides are no error here."""
     options: Any = {"prepend_hydra": False, "skip_missing": True}
     return _create_defaults_list(files, recipe, chosen, **options)[0]
-
-
-def is_recipe(name: str | None) -> bool:
-    """Return whether a file's name is that of a recipe or an experiment, not of a group's option."""
-    return name is not None and ("/" not in name or name.startswith(f"{EXPERIMENT}/"))

@@ -111,11 +111,11 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     # A recipe's settings of an option that it lists and that an override took out of the list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
-        is_replaced = group in explicit or chain.overrides(group)
+        is_replaced = group in explicit or chain.overriding(group)
         if not is_replaced or not isinstance(node, DictConfig):
             continue
         by_user = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
-        names = chain.names(group, {*chain.options(group), *chain.files.get_group_options(group)}) - by_user
+        names = chain.names(group, chain.options(group)).union(chain.files.get_group_options(group)) - by_user
         absent = [name for name in names if name in node and "_target_" not in node[name]]
         with open_dict(node), open_dict(cfg):
             for name in absent:

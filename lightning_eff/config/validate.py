@@ -195,18 +195,22 @@ def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
     return parameters, any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
 
 
-def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield path, last key and value of everything that is neither mapping nor list.
+def walk_leaves(node: Any) -> list[tuple[str, str, Any]]:
+    """Return path, last key and value of everything that is neither mapping nor list, in order.
 
     Example:
-        >>> list(walk_leaves({"a": {"b": 1}, "c": [2]}))
+        >>> walk_leaves({"a": {"b": 1}, "c": [2]})
         [('a.b', 'b', 1), ('c[0]', 'c', 2)]
     """
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from walk_leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from walk_leaves(value, f"{path}[{index}]")
-    else:
-        yield path, path.rpartition(".")[2].partition("[")[0], node
+    leaves: list[tuple[str, str, Any]] = []
+    nodes: list[tuple[str, str, Any]] = [("", "", node)]
+    while nodes:
+        path, name, value = nodes.pop()
+        if isinstance(value, Mapping):
+            inside = [(f"{path}.{key}".lstrip("."), str(key), item) for key, item in value.items()]
+            nodes += reversed(inside)
+        elif isinstance(value, list):
+            nodes += reversed([(f"{path}[{index}]", name, item) for index, item in enumerate(value)])
+        else:
+            leaves.append((path, name, value))
+    return leaves
