@@ -26,11 +26,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_eff.config import hydra_errors, sweeps
-from lightning_eff.config.folders import check_run_dir, check_write_access
-from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, read_chain
 from lightning_eff.config.resolution import resolve_config
+from lightning_eff.config.validate import check_hydra, check_run_dir, check_write_access
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides

@@ -18,8 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_eff.config.recipes import RecipeChain
-from lightning_eff.config.targets import EXTRAS, resolve_class
-from lightning_eff.config.validate import foreign_keys
+from lightning_eff.config.validate import EXTRAS, foreign_keys, resolve_class
 from lightning_eff.core.catalog import CONF
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.secret_values import without_secrets

@@ -15,9 +15,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_eff.config import loggers, validate
-from lightning_eff.config.folders import check_folders
 from lightning_eff.config.recipes import RecipeChain
-from lightning_eff.config.validate import TOP_LEVEL
+from lightning_eff.config.validate import TOP_LEVEL, check_folders
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.core.secret_values import keep_variables

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.config import composition, targets
+from lightning_eff.config import composition, validate
 from lightning_eff.config.recipes import RecipePath, register
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
@@ -291,7 +291,7 @@ def test_any_hydra_app_can_use_the_groups() -> None:
 def test_a_missing_extra_is_one_line_and_the_pip_command(
     target: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(targets.EXTRAS, "not_there", "optimizers")
+    monkeypatch.setitem(validate.EXTRAS, "not_there", "optimizers")
     monkeypatch.syspath_prepend(empty_folder)
     (empty_folder / "needs_it.py").write_text("from not_there.optim import Adam")
     with pytest.raises(EnvironmentLacksError) as error:
@@ -309,7 +309,7 @@ def test_a_word_that_is_a_file_here_is_said_to_be_one(empty_folder: Path) -> Non
 def test_every_extra_is_declared() -> None:
     text = (RECIPES.parent / "pyproject.toml").read_text()
     declared = tomllib.loads(text)["project"]["optional-dependencies"]
-    for package, extra in targets.EXTRAS.items():
+    for package, extra in validate.EXTRAS.items():
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
 
 
