@@ -106,9 +106,7 @@ class _LastStepCheckpoint(Checkpoint):
 
 
 @keep_overrides()
-def build(
-    values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None
-) -> Run:
+def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None) -> Run:
     """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
 
     `launch` says how this process was started; None reads it from the environment.

@@ -97,7 +97,9 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
             ended = Ended(built[0].fit())
         else:
             fit = partial(job.fit, built)
-            ended = app.run(lambda _: job.ended(fit, overrides, run_dir), run_dir, save_config=not launch.rank)
+            ended = app.run(
+                lambda _: job.ended(fit, overrides, run_dir), run_dir, save_config=not launch.rank
+            )
     if ended.failure is None and metric is not None and RUN_DIR not in os.environ:  # else the parent says it
         return Ended(_sweep.log_metric(ended.report, metric))
     return ended

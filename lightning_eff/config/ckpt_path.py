@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, its adapter starts from, or that is evaluated, and check it."""
+"""Find and check the checkpoint that a run resumes from, its adapter starts from, or that is evaluated."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lightning_eff.config import hydra_errors, sweeps
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath, read_chain
-from lightning_eff.config.resolution import resolve_config
+from lightning_eff.config.resolution import check_keys, resolve_config
 from lightning_eff.config.validate import check_hydra, check_run_dir, check_write_access
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
 from lightning_eff.core.errors import ConfigError, UsageError
@@ -48,6 +48,8 @@ HYDRA_FOLDERS = {
 """Hydra's default and what replaces it; any other value in a recipe or override stays."""
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 """Hydra's own logging is off, unless a recipe or an override chooses an option of these groups."""
+
+
 @dataclass(frozen=True)
 class Composed:
     """A recipe with its overrides, composed and checked: plain, resolved values.
@@ -168,7 +170,7 @@ class RecipeApp:
             return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
     def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
-        """Let Hydra create `run_dir`, with `.hydra/` in it if `save_config`; return what `job` returns there."""
+        """Let Hydra create `run_dir`, with `.hydra/` in it if `save_config`, and call `job`; return its result."""
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
@@ -179,7 +181,12 @@ class RecipeApp:
         self._hydra.multirun(self.recipe, job, self._lines)
 
     def show(self, cfg: str | None, *, info: str | None, package: str | None, resolve: bool) -> None:
-        """Print the composed config, or with `info` Hydra's information on it."""
+        """Print the composed config, or with `info` Hydra's information on it.
+
+        Keys and choices are checked. Classes are not: that would import them.
+        """
+        with _habits_explained(self.overrides):
+            check_keys(self.config(), self.overrides, self.chain)
         if info is not None:
             self._hydra.show_info(info, self.recipe, self._lines)
         else:

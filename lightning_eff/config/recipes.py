@@ -217,7 +217,9 @@ def read_chain(
         if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
             value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
             chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
-            chosen.append_group_defaults.append(GroupDefault(group=EXPERIMENT, value=value, external_append=True))
+            chosen.append_group_defaults.append(
+                GroupDefault(group=EXPERIMENT, value=value, external_append=True)
+            )
             defaults = _defaults_of(recipe, files, chosen)
     paths = [(str(each.config_path), each.parent) for each in defaults]
     recipes = [path for path, _ in paths if "/" not in path or path.startswith(f"{EXPERIMENT}/")]

@@ -1,8 +1,8 @@
 """Read YAML files under strict rules, for Hydra and for ourselves; an error names the file and the line.
 
-Hydra's own reader ends in a PyYAML traceback for many faults, and reads some files in a way that nobody means.
-This one accepts plain values only, each key once and no aliases (`${key}` refers to a value), so that a short
-file cannot stand for a huge or endless one. `RecipeFiles` gives it to Hydra, which so reads each file once.
+Hydra's own reader ends in a PyYAML traceback for many faults, and reads some values as nobody means them. This
+one accepts plain values only, each key once and no aliases (`${key}` refers to a value), so that a short file
+cannot stand for a huge or endless one. Hydra reads recipes and options by it, each file once: `RecipeFiles`.
 """
 
 from __future__ import annotations
@@ -67,23 +67,26 @@ class _Loader(get_yaml_loader()):
             if node.tag not in _PLAIN_TAGS:
                 tag = node.tag.replace(_PREFIX, "!!")
                 raise _fault(node, f"tag {tag} is not allowed: expected plain values")
-            if isinstance(node, yaml.ScalarNode):
-                if found := _CONTROL.search(node.value):
-                    raise _fault(node, f"the control character U+{ord(found[0]):04X} is not allowed")
-                if node.tag in _NUMBER_TAGS:
-                    self._check_number(node)
-            elif isinstance(node, yaml.SequenceNode):
-                nodes += [(item, depth + 1, item) for item in node.value]
-            else:
-                keys: set[str] = set()
-                for key, value in node.value:
-                    if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_PREFIX}null":
-                        raise _fault(key, "a key must be a string")
-                    if key.value in keys:
-                        raise _fault(key, f"duplicate key {key.value!r}")
-                    keys.add(key.value)
-                    nodes += [(key, depth + 1, key), (value, depth + 1, key)]
+            if not isinstance(node, yaml.ScalarNode):
+                nodes += [(inner, depth + 1, its_place) for inner, its_place in self._inside(node)]
+            elif found := _CONTROL.search(node.value):
+                raise _fault(node, f"the control character U+{ord(found[0]):04X} is not allowed")
+            elif node.tag in _NUMBER_TAGS:
+                self._check_number(node)
         return root
+
+    def _inside(self, node: Any) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return the nodes in a list or mapping, each with the node whose line a fault in it names."""
+        if isinstance(node, yaml.SequenceNode):
+            return list(zip(node.value, node.value, strict=True))
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_PREFIX}null":
+                raise _fault(key, "a key must be a string")
+            if key.value in keys:
+                raise _fault(key, f"duplicate key {key.value!r}")
+            keys.add(key.value)
+        return [(inner, key) for key, value in node.value for inner in (key, value)]
 
     def _check_number(self, node: yaml.ScalarNode) -> None:
         if len(node.value) > MAX_NUMBER_CHARACTERS:

@@ -118,18 +118,22 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
     if group == "launch" and "_target_" not in value:
         raise ConfigError(group, value, allowed="an option beside it", remedies=["launch=ray"])
-    if group not in MULTI_CHOICE_GROUPS or (group == "logger" and "_target_" in value):
-        yield group, value  # the only logger of a run of earlier versions has no name
+    if group not in MULTI_CHOICE_GROUPS:
+        yield group, value
         return
+    options = [file.stem for file in (CONF / group).glob("*.yaml")]
+    listed = [name for name, node in value.items() if isinstance(node, dict) and "_target_" in node]
     for name, node in value.items():
-        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+        if name in listed:
+            yield f"{group}.{name}", node
+        elif node is not None:
             allowed = f"an option in the list: {name!r} is not in {group}"
-            options = [file.stem for file in (CONF / group).glob("*.yaml")]
-            allowed += "" if name in options else f"; {suggest_name(name, options)}"
+            if listed and name not in options and not isinstance(node, dict):
+                allowed = f"a setting of one option: {' or '.join(f'{group}.{own}.{name}' for own in listed)}"
+            elif name not in options:
+                allowed += f"; {suggest_name(name, options)}"
             remedies = [f"+{group}={name}"] if name in options else []
             raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
-        if node is not None:
-            yield f"{group}.{name}", node
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -211,7 +215,8 @@ def _check_nested(path: str, value: Any) -> bool:
     children = [(f"{path}.{key}", item) for key, item in value.items()] if isinstance(value, dict) else []
     if isinstance(value, list):
         children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    return any([_check_nested(*child) for child in children if isinstance(child[1], (dict, list))])
+    inside = [_check_nested(*child) for child in children if isinstance(child[1], (dict, list))]
+    return any(inside)
 
 
 def _nested_bases() -> tuple[type, ...]:

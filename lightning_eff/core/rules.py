@@ -175,8 +175,8 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
 def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> list[RuleFinding]:
     """Apply the rules to a Trainer, and keep the findings on it until more is known.
 
-    More is known with the model, with callbacks of the model's, and when the optimizers exist. Every technique
-    asks in each of its hooks.
+    More is known with the model, with callbacks that the model adds, and when the optimizers exist. Every
+    technique asks in each of its hooks.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     stating = [callback for callback in callbacks if isinstance(callback, HasFacts)]

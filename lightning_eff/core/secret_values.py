@@ -31,8 +31,9 @@ _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 def secret_variables() -> dict[str, str]:
     """Return the variables of the environment that are named like a secret: name by value, longest first."""
-    named = {value: name for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS and _is_named(name)}
-    return {value: named[value] for value in sorted(named, key=len, reverse=True)}
+    long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
+    named = [(value, name) for value, name in long if _is_named(name)]
+    return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
 
 
 def is_secret(key: object, value: object, variables: Mapping[str, str] | None = None) -> bool:

@@ -130,7 +130,7 @@ LONG = "a" * 5000
 LONG_PATHS: dict[str, tuple[str, ...]] = {
     "ckpt_path": ("train", "lm", f"ckpt_path={LONG}"),
     "output_root": ("train", "lm", f"output_root=/tmp/{LONG}"),
-    "logger.csv.save_dir": ("train", "lm", f"logger.save_dir=outputs/{LONG}"),
+    "logger.csv.save_dir": ("train", "lm", f"logger.csv.save_dir=outputs/{LONG}"),
     "--config-dir": ("train", "lm", "--config-dir", LONG),
     "callbacks.peft_adapter.base_checkpoint": (
         *("train", "lora", "trainer.accelerator=cpu"), f"callbacks.peft_adapter.base_checkpoint={LONG}",
