@@ -170,7 +170,7 @@ class RecipeApp:
             return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
     def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
-        """Let Hydra create `run_dir`, with `.hydra/` in it if `save_config`, and call `job`; return its result."""
+        """Let Hydra create `run_dir`, with `.hydra/` if `save_config`, and call `job`; return its result."""
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)

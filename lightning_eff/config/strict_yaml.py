@@ -1,8 +1,8 @@
 """Read YAML files under strict rules, for Hydra and for ourselves; an error names the file and the line.
 
-Hydra's own reader ends in a PyYAML traceback for many faults, and reads some values as nobody means them. This
-one accepts plain values only, each key once and no aliases (`${key}` refers to a value), so that a short file
-cannot stand for a huge or endless one. Hydra reads recipes and options by it, each file once: `RecipeFiles`.
+Hydra's own reader ends in a PyYAML traceback for many faults, and reads some values as nobody means them.
+This one accepts plain values only, each key once and no aliases (`${key}` refers to a value), so that a short
+file cannot stand for a huge or endless one. Through `RecipeFiles` Hydra reads with it too, each file once.
 """
 
 from __future__ import annotations

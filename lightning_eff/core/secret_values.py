@@ -20,19 +20,18 @@ HIDDEN = "***"
 MIN_CHARACTERS = 6
 """Of a value that is replaced in texts: a shorter one may be a part of any word."""
 _SECRET = re.compile(
-    r"(^|_)(token|password|passwd|passphrase|secret|credentials?|(api|access|auth|private|secret)_?key)$",
+    r"(?!(?-i:(.*_)?(bos|eos|sos|unk|sep|pad|cls|class|mask|special|start|end|prefix|suffix|image|audio|video)_token$))"
+    r"(.*_)?(token|password|passwd|passphrase|secret|credentials?|(api|access|auth|private|secret)_?key)$",
     re.IGNORECASE,
 )
-_OF_A_VOCABULARY = re.compile(
-    r"(^|_)(bos|eos|sos|unk|sep|pad|cls|class|mask|special|start|end|prefix|suffix|image|audio|video)_token$"
-)
+"""Names of secrets; a vocabulary's special tokens are none."""
 _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def secret_variables() -> dict[str, str]:
     """Return the variables of the environment that are named like a secret: name by value, longest first."""
     long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
-    named = [(value, name) for value, name in long if _is_named(name)]
+    named = [(value, name) for value, name in long if _SECRET.match(name)]
     return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
 
 
@@ -48,11 +47,7 @@ def is_secret(key: object, value: object, variables: Mapping[str, str] | None = 
     if not isinstance(value, str) or not value:
         return False
     known = secret_variables() if variables is None else variables
-    return _is_named(key) or any(secret in value for secret in known)
-
-
-def _is_named(key: object) -> bool:
-    return bool(_SECRET.search(str(key)) and not _OF_A_VOCABULARY.search(str(key)))
+    return bool(_SECRET.match(str(key))) or any(secret in value for secret in known)
 
 
 def keep_variables(values: Any, source: Any) -> Any:
@@ -76,6 +71,8 @@ def keep_variables(values: Any, source: Any) -> Any:
             sources = source if isinstance(source, Mapping) else {}
             items = values.items()
             return {key: keep(value, sources.get(key), f"{path}.{key}".lstrip(".")) for key, value in items}
+        if not isinstance(values, str):
+            return values
         key = path.rpartition(".")[2]
         if not is_secret(key, values, variables):
             return values
