@@ -27,7 +27,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_eff.config import hydra_errors, sweeps
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
-from lightning_eff.config.recipes import RecipeChain, RecipePath, read_chain
+from lightning_eff.config.recipes import RECIPE, RUN_DIR, TASK, RecipeChain, RecipeLoader, RecipePath
 from lightning_eff.config.resolution import check_keys, resolve_config
 from lightning_eff.config.validate import check_hydra, check_run_dir, check_write_access
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
@@ -35,17 +35,6 @@ from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
-RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
-"""What names the folder of the runs: the second where it is set."""
-RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
-HYDRA_FOLDERS = {
-    "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
-    "hydra.sweep.dir": (
-        "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
-        f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
-    ),
-}
-"""Hydra's default and what replaces it; any other value in a recipe or override stays."""
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 """Hydra's own logging is off, unless a recipe or an override chooses an option of these groups."""
 
@@ -82,7 +71,7 @@ def compose_recipe(
 def resolve_job(recipe: str, path: RecipePath, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """Check the config that Hydra composed for one job of a sweep, and return its values."""
     parsed = parse_overrides(overrides)
-    return resolve_config(cfg, parsed, read_chain(recipe, path, parsed))
+    return resolve_config(cfg, parsed, RecipeLoader(recipe, path).read_chain(parsed))
 
 
 @contextmanager
@@ -90,14 +79,14 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
     """Start Hydra for one recipe, also inside a job of another Hydra app; the overrides may be a sweep's."""
     path = path or RecipePath()
     parsed = parse_overrides(overrides)
-    loader = path.loader(recipe)
+    loader = RecipeLoader(recipe, path)
     with _habits_explained(parsed):
-        chain = read_chain(recipe, path, parsed, loader)
+        chain = loader.read_chain(parsed)
     # Hydra has one config at a time: that of an outer job is put aside.
     outer_config = HydraConfig.instance().cfg
     setbase(VERSION_BASE)
     try:
-        yield RecipeApp(recipe, path, parsed, chain, Hydra("train", loader))
+        yield RecipeApp(recipe, loader, parsed, chain)
     finally:
         HydraConfig.instance().cfg = outer_config
 
@@ -109,19 +98,17 @@ class RecipeApp:
     """
 
     def __init__(
-        self, recipe: str, path: RecipePath, overrides: Sequence[Override], chain: RecipeChain, hydra: Hydra
+        self, recipe: str, loader: RecipeLoader, overrides: Sequence[Override], chain: RecipeChain
     ) -> None:
         self.recipe = recipe
-        self.path = path
         self.overrides = overrides
         self.chain = chain
-        self._hydra: Any = hydra
-        self._loader = _SharedLoader(self._hydra.config_loader)
+        self._loader = loader
+        self._hydra: Any = Hydra("train", loader)
         chosen = {*(item.key_or_group for item in overrides), *chain.chosen.override_choices}
         listed = [group for group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) if chain.lists(group)]
         self._lines = allow_new_keys(overrides, listed=listed)
         self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
-        self._cfg: DictConfig | None = None
 
     @keep_overrides()
     def check(self, run_dir: Path | None = None, *, writes: bool = True) -> Composed:
@@ -134,13 +121,7 @@ class RecipeApp:
 
     def config(self) -> DictConfig:
         """Return the config as Hydra composed it."""
-        if self._cfg is None:
-            self._cfg = self._compose(self._lines)
-        return self._cfg
-
-    def chain_of(self, overrides: Sequence[Override]) -> RecipeChain:
-        """Return what the recipe lists with the experiment that a job of a sweep chooses."""
-        return read_chain(self.recipe, self.path, overrides, self._hydra.config_loader)
+        return self._loader.compose(self._lines)
 
     @keep_overrides()
     def check_sweep(self) -> tuple[Path, str | None]:
@@ -150,7 +131,7 @@ class RecipeApp:
             The sweep's folder, and the metric that it optimizes.
         """
         with _habits_explained(self.overrides):
-            cfg = self._compose(self._lines, RunMode.MULTIRUN)
+            cfg = self._loader.compose(self._lines, RunMode.MULTIRUN)
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             hydra_overrides = list(cfg.hydra.overrides.hydra)
             with _explained():
@@ -161,8 +142,8 @@ class RecipeApp:
             for job in jobs:
                 # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
                 overrides = parse_overrides(job)
-                chain = self.chain_of(overrides)
-                composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
+                cfg_of_job = self._loader.compose([*hydra_overrides, *job])
+                composed = self._check(cfg_of_job, overrides, chain=self._loader.read_chain(overrides))
                 metric = composed.values.get(sweeps.METRIC)
                 sweeps.check_metric(sweeper, metric, composed.values)
                 check_write_access(Path(composed.values["output_root"]))
@@ -191,10 +172,6 @@ class RecipeApp:
             self._hydra.show_info(info, self.recipe, self._lines)
         else:
             self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
-
-    def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        with self.path.explained(self._hydra.config_loader):
-            return self._loader.compose(self.recipe, list(lines), mode)
 
     def _check(
         self,
@@ -242,34 +219,3 @@ def _explained() -> Generator[None]:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
         raise UsageError(text) from error
-
-
-class _SharedLoader:
-    """Replaces `load_configuration` of Hydra's config loader, so that each config is composed once.
-
-    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call that method, the last one twice
-    for each job of a sweep: to validate its overrides, and to launch it.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._composed: dict[tuple[str, ...], DictConfig] = {}
-        vars(loader)["load_configuration"] = self
-
-    def compose(self, recipe: str, overrides: list[str], mode: RunMode) -> DictConfig:
-        # The class's method: a bound one would be this object after a launcher has pickled it.
-        load: Any = type(self._loader).load_configuration
-        cfg: DictConfig = load(self._loader, recipe, overrides, mode, from_shell=False)
-        folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
-        for key, (default, replacement) in HYDRA_FOLDERS.items():
-            if folders[key.split(".")[1]]["dir"] == default:
-                named = OmegaConf.select(cfg, "task_name") is not None
-                OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
-        self._composed[recipe, *overrides] = cfg
-        return cfg
-
-    def __call__(self, config_name: str, overrides: list[str], run_mode: RunMode, **_: bool) -> DictConfig:
-        # What was composed for a check, or what a sweeper plugin has chosen since.
-        cfg = self._composed.get((config_name, *overrides))
-        cfg = self.compose(config_name, overrides, run_mode) if cfg is None else cfg
-        return copy.deepcopy(cfg)  # Hydra changes the config that it runs, and a sweep may repeat a job

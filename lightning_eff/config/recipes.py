@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
@@ -36,6 +38,18 @@ EXPERIMENT = "experiment"
 """Group of the user's files that change a recipe as a whole."""
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
 """What Hydra 1.3 raises for a config that it cannot compose."""
+SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
+RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
+"""What names the folder of the runs: the second where it is set."""
+RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
+HYDRA_FOLDERS = {
+    "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
+    "hydra.sweep.dir": (
+        "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+        f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
+    ),
+}
+"""Hydra's default and what replaces it; any other value in a recipe or override stays."""
 
 
 class ConfSearchPath(SearchPathPlugin):
@@ -86,50 +100,6 @@ class RecipePath:
         """Return the folder that holds a recipe: Hydra needs the primary config in its main folder."""
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
-
-    def loader(self, recipe: str) -> ConfigLoaderImpl:
-        """Return a loader of Hydra that searches these folders, and reads their files by strict rules.
-
-        Raises:
-            UsageError: There is no such recipe.
-        """
-        main = self.folder_of(recipe)
-        name = f"{recipe.removesuffix('.yaml')}.yaml"
-        if not (main / name).exists():
-            hint = " (--config-dir DIR adds a folder of your own)" if not self.folders else ""
-            is_here = is_file(Path(name))
-            close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, self.names())
-            text = f"recipe {recipe!r} does not exist: {close}{hint}"
-            raise UsageError(text)
-        register()
-        search_path = create_config_search_path(str(main))
-        for folder in reversed(self.folders):
-            if folder != main:
-                search_path.append("--config-dir", str(folder), SearchPathQuery("lightning_eff", None))
-        loader = ConfigLoaderImpl(search_path)
-        documents: dict[str, YamlDocument] = {}
-        loader.repository.sources = [
-            RecipeFiles(source.provider, source.path, documents) if source.scheme() == "file" else source
-            for source in loader.repository.sources
-        ]
-        return loader
-
-    @contextmanager
-    def explained(self, loader: ConfigLoaderImpl) -> Generator[None]:
-        """Turn what Hydra raises for files and overrides that it cannot compose into a short error.
-
-        Raises:
-            UsageError: Hydra raised one of its errors.
-            EnvironmentLacksError: A plugin of Hydra is not installed.
-        """
-        sources = loader.repository.sources
-        documents = next(source.documents for source in sources if isinstance(source, RecipeFiles))
-        try:
-            yield
-        except MissingConfigException as error:
-            raise hydra_errors.missing_file(error, self.names(), documents) from error
-        except COMPOSITION_ERRORS as error:
-            raise UsageError(hydra_errors.composition_error(error, documents)) from error
 
 
 @dataclass(frozen=True)
@@ -189,49 +159,119 @@ class RecipeChain:
         return {f"{group}.{key}" for group, node in groups if isinstance(node, DictConfig) for key in node}
 
 
-SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
+class RecipeLoader(ConfigLoaderImpl):
+    """Hydra's loader for one recipe: it reads files by strict rules, and composes each config once.
 
-
-def read_chain(
-    recipe: str, path: RecipePath, overrides: Iterable[Override] = (), loader: ConfigLoaderImpl | None = None
-) -> RecipeChain:
-    """Have Hydra read the files that a recipe lists, with the experiment that the overrides choose.
+    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`, the last
+    one twice for each job of a sweep: to validate its overrides, and to launch it.
 
     Raises:
-        UsageError: There is no such recipe; a file cannot be read, or builds on itself, with file and line.
-        ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
+        UsageError: There is no such recipe.
     """
-    loader = loader or path.loader(recipe)
-    overrides = [item for item in overrides if str(item.key_or_group) not in MULTI_CHOICE_GROUPS]
-    files = CachingConfigRepository(loader.repository)
-    searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
-    with path.explained(loader):
-        if (primary := files.load_config(recipe)) is not None:
-            searched.append(OmegaConf.select(primary.config, SEARCH_PATH))
-    for value in searched:
-        if value is not None:
-            raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
-    with path.explained(loader):
-        chosen = Overrides(files, overrides)
-        defaults = _defaults_of(recipe, files, chosen)
-        if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
-            value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
-            chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
-            chosen.append_group_defaults.append(
-                GroupDefault(group=EXPERIMENT, value=value, external_append=True)
-            )
-            defaults = _defaults_of(recipe, files, chosen)
-    paths = [(str(each.config_path), each.parent) for each in defaults]
-    recipes = [path for path, _ in paths if "/" not in path or path.startswith(f"{EXPERIMENT}/")]
-    listed: dict[str, list[tuple[str, str]]] = {}
-    for name, parent in paths:
-        group, _, option = name.rpartition("/")
-        if group and parent in recipes:  # else an option that builds on another one
-            listed.setdefault(group, []).append((option, parent))
-    return RecipeChain(recipe, files, chosen, recipes, listed)
 
+    def __init__(self, recipe: str, path: RecipePath) -> None:
+        main = path.folder_of(recipe)
+        name = f"{recipe.removesuffix('.yaml')}.yaml"
+        if not (main / name).exists():
+            hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
+            is_here = is_file(Path(name))
+            close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, path.names())
+            text = f"recipe {recipe!r} does not exist: {close}{hint}"
+            raise UsageError(text)
+        register()
+        search_path = create_config_search_path(str(main))
+        for folder in reversed(path.folders):
+            if folder != main:
+                search_path.append("--config-dir", str(folder), SearchPathQuery("lightning_eff", None))
+        super().__init__(search_path)
+        self._recipe = recipe
+        self._path = path
+        self._documents: dict[str, YamlDocument] = {}
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self.repository.sources = [
+            RecipeFiles(source.provider, source.path, self._documents)
+            if source.scheme() == "file"
+            else source
+            for source in self.repository.sources
+        ]
 
-def _defaults_of(recipe: str, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
-    """Return each file that is composed, with the file that lists it; unused overrides are no error here."""
-    options: Any = {"prepend_hydra": False, "skip_missing": True}
-    return _create_defaults_list(files, recipe, chosen, **options)[0]
+    @override
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        # Hydra changes the config that it runs, and a sweep may repeat a job.
+        return copy.deepcopy(self.compose(overrides, run_mode))
+
+    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+        """Return the config that Hydra composes, the same object for the same overrides.
+
+        Raises:
+            UsageError: Hydra cannot compose it.
+            EnvironmentLacksError: A plugin of Hydra is not installed.
+        """
+        if tuple(overrides) in self._composed:
+            return self._composed[tuple(overrides)]
+        with self._explained():
+            cfg = super().load_configuration(self._recipe, list(overrides), mode, from_shell=False)
+        folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+        for key, (default, replacement) in HYDRA_FOLDERS.items():
+            if folders[key.split(".")[1]]["dir"] == default:
+                named = OmegaConf.select(cfg, "task_name") is not None
+                OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
+        self._composed[tuple(overrides)] = cfg
+        return cfg
+
+    def read_chain(self, overrides: Iterable[Override] = ()) -> RecipeChain:
+        """Read the files that the recipe lists, with the experiment that the overrides choose.
+
+        Raises:
+            UsageError: A file cannot be read, or builds on itself, with file and line.
+            ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
+        """
+        overrides = [item for item in overrides if str(item.key_or_group) not in MULTI_CHOICE_GROUPS]
+        files = CachingConfigRepository(self.repository)
+        searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
+        with self._explained():
+            if (primary := files.load_config(self._recipe)) is not None:
+                searched.append(OmegaConf.select(primary.config, SEARCH_PATH))
+        for value in searched:
+            if value is not None:
+                allowed = "nothing here: --config-dir DIR adds a folder"
+                raise ConfigError(SEARCH_PATH, value, allowed=allowed)
+        with self._explained():
+            chosen = Overrides(files, overrides)
+            defaults = self._defaults(files, chosen)
+            if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
+                value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
+                added = GroupDefault(group=EXPERIMENT, value=value, external_append=True)
+                chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
+                chosen.append_group_defaults.append(added)
+                defaults = self._defaults(files, chosen)
+        paths = [(str(each.config_path), each.parent) for each in defaults]
+        recipes = [path for path, _ in paths if "/" not in path or path.startswith(f"{EXPERIMENT}/")]
+        listed: dict[str, list[tuple[str, str]]] = {}
+        for name, parent in paths:
+            group, _, option = name.rpartition("/")
+            if group and parent in recipes:  # else an option that builds on another one
+                listed.setdefault(group, []).append((option, parent))
+        return RecipeChain(self._recipe, files, chosen, recipes, listed)
+
+    def _defaults(self, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
+        """Return each file that is composed, with the file that lists it; an unused override is no error."""
+        options: Any = {"prepend_hydra": False, "skip_missing": True}
+        return _create_defaults_list(files, self._recipe, chosen, **options)[0]
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """Turn what Hydra raises for files and overrides that it cannot compose into a short error."""
+        try:
+            yield
+        except MissingConfigException as error:
+            raise hydra_errors.missing_file(error, self._path.names(), self._documents) from error
+        except COMPOSITION_ERRORS as error:
+            raise UsageError(hydra_errors.composition_error(error, self._documents)) from error

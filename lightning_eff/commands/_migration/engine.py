@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_eff.commands._migration.overrides import filled, number
 from lightning_eff.commands._migration.tables import Row, Table, flatten
-from lightning_eff.config.recipes import RecipePath, read_chain
+from lightning_eff.config.recipes import RecipeLoader, RecipePath
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
@@ -174,7 +174,7 @@ class Migration:
         """Choose the recipe, and drop what it has and what the chosen options do not read."""
         chosen = self.settings.pop("recipe", None)
         self.recipe = chosen.word.partition("=")[2] if chosen else self.table.recipe
-        chain = read_chain(self.recipe, RecipePath())
+        chain = RecipeLoader(self.recipe, RecipePath()).read_chain()
         listed = {name: {*chain.options(name)} or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
