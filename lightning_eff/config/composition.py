@@ -30,7 +30,6 @@ from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import RECIPE, RUN_DIR, TASK, RecipeChain, RecipeLoader, RecipePath
 from lightning_eff.config.resolution import check_keys, resolve_config
 from lightning_eff.config.validate import check_hydra, check_run_dir, check_write_access
-from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 
@@ -106,8 +105,7 @@ class RecipeApp:
         self._loader = loader
         self._hydra: Any = Hydra("train", loader)
         chosen = {*(item.key_or_group for item in overrides), *chain.chosen.override_choices}
-        listed = [group for group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) if chain.lists(group)]
-        self._lines = allow_new_keys(overrides, listed=listed)
+        self._lines = allow_new_keys(overrides, listed=chain.groups)
         self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
 
     @keep_overrides()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,9 @@ class RecipeChain:
     recipe: str
     files: CachingConfigRepository
     chosen: Overrides
-    """Hydra's record of the groups that are listed, and of those that a file overrides."""
+    """Hydra's record of choices: also of the recipe or experiment that overrides another one's."""
+    groups: Collection[str]
+    """Those that the recipe lists, so that an override may replace its choice."""
     recipes: Sequence[str]
     """The recipe, the recipes that it builds on, and the experiment."""
     listed: Mapping[str, Sequence[tuple[str, str]]]
@@ -118,10 +120,6 @@ class RecipeChain:
     def options(self, group: str) -> list[str]:
         """Return the options of a group that recipes list."""
         return [option for option, _ in self.listed.get(group, ())]
-
-    def lists(self, group: str) -> bool:
-        """Return whether a recipe lists a group, so that an override may replace its choice."""
-        return group in self.chosen.known_choices_per_group or group in self.listed
 
     def overriding(self, group: str) -> str | None:
         """Return the recipe or experiment that replaces what others list of a group, if one does."""
@@ -246,6 +244,8 @@ class RecipeLoader(ConfigLoaderImpl):
         with self._explained():
             chosen = Overrides(files, overrides)
             defaults = self._defaults(files, chosen)
+            groups = {str(each.config_path).rpartition("/")[0] for each in defaults}
+            groups |= {*chosen.known_choices_per_group}  # where the choice is none
             if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
                 value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
                 added = GroupDefault(group=EXPERIMENT, value=value, external_append=True)
@@ -259,7 +259,7 @@ class RecipeLoader(ConfigLoaderImpl):
             group, _, option = name.rpartition("/")
             if group and parent in recipes:  # else an option that builds on another one
                 listed.setdefault(group, []).append((option, parent))
-        return RecipeChain(self._recipe, files, chosen, recipes, listed)
+        return RecipeChain(self._recipe, files, chosen, groups, recipes, listed)
 
     def _defaults(self, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
         """Return each file that is composed, with the file that lists it; an unused override is no error."""
