@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_eff.commands import _parser, _sweep
 from lightning_eff.commands._rank import configure_logging, starts_ranks, told_to_parent
-from lightning_eff.config.composition import RecipeApp, compose_recipe, recipe_app
+from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.sweeps import METRIC
@@ -71,38 +71,37 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
 
 
 def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
-    """Compose and check one run, build it, and let Hydra create its folder and call `fit`.
-
-    What is rejected before `fit` leaves no folder.
-    """
-    composed, launch = app.check(), job.launch
-    metric = composed.values.get(METRIC)
-    if starts_ranks(composed.values, launch):
+    """Check one run, and start its ranks or train it in this process."""
+    composed = app.check()
+    if starts_ranks(composed.values, job.launch):
         try:
             ended = Ended(job.run_ranks(composed.values, overrides, composed.run_dir))
         except RankError as error:
             return Ended(left_of(composed.run_dir), error)
     else:
-        check_tasks(composed.values["trainer"], launch)
-        run_dir = shared_run_dir(launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
-        composed = composed if run_dir == composed.run_dir else app.check(run_dir)
-        try:
-            built = [job.build(composed.values, run_dir)]
-        except (MemoryError, RuntimeError) as error:
-            if (explained := job.explain(error, overrides)) is error:
-                raise
-            raise explained from None
-        make_folder(run_dir.parent)
-        if built[0].is_finished:  # by an earlier run, which has a folder
-            ended = Ended(built[0].fit())
-        else:
-            fit = partial(job.fit, built)
-            ended = app.run(
-                lambda _: job.ended(fit, overrides, run_dir), run_dir, save_config=not launch.rank
-            )
+        ended = _run_here(app, job, composed, overrides)
+    metric = composed.values.get(METRIC)
     if ended.failure is None and metric is not None and RUN_DIR not in os.environ:  # else the parent says it
         return Ended(_sweep.log_metric(ended.report, metric))
     return ended
+
+
+def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
+    """Build a run, and fit it in the folder that Hydra creates: what is rejected before leaves none."""
+    check_tasks(composed.values["trainer"], job.launch)
+    run_dir = shared_run_dir(job.launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
+    composed = composed if run_dir == composed.run_dir else app.check(run_dir)
+    try:
+        built = [job.build(composed.values, run_dir)]
+    except (MemoryError, RuntimeError) as error:
+        if (explained := job.explain(error, overrides)) is error:
+            raise
+        raise explained from None
+    make_folder(run_dir.parent)
+    if built[0].is_finished:  # by an earlier run, which has a folder
+        return Ended(built[0].fit())
+    fit = partial(job.ended, partial(job.fit, built), overrides, run_dir)
+    return app.run(lambda _: fit(), run_dir, save_config=not job.launch.rank)
 
 
 def train_in_worker(words: Sequence[str]) -> None:

@@ -152,7 +152,7 @@ class RecipeChain:
     def settings(self) -> set[str]:
         """Return `GROUP.KEY` of each setting in recipes and experiments of the user; not in shipped ones."""
         loaded = (self.files.load_config(name) for name in self.recipes)
-        own = [each.config for each in loaded if each and each.path not in SHIPPED]
+        own: list[Any] = [each.config for each in loaded if each and each.path not in SHIPPED]
         groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
         return {f"{group}.{key}" for group, node in groups if isinstance(node, DictConfig) for key in node}
 

@@ -50,7 +50,6 @@ class YamlDocument:
 class _Loader(get_yaml_loader()):
     """OmegaConf's loader, which reads a date as a string, with a check of every node before it is built."""
 
-    @override
     def get_single_node(self) -> yaml.Node | None:
         try:
             root: yaml.Node | None = super().get_single_node()
