@@ -104,7 +104,10 @@ class RecipePath:
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """What a recipe and its experiment list by themselves, whatever options of several overrides choose."""
+    """What a recipe and its experiment list by themselves.
+
+    Overrides of groups of several options do not count; those of groups of one option do.
+    """
 
     recipe: str
     files: CachingConfigRepository

@@ -104,11 +104,12 @@ def _no_experiment(value: Any) -> ConfigError:
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
     """Remove settings that do not apply, except those that the user typed or wrote into the recipe's file."""
     explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
+    written = explicit | chain.settings()
     # Keys of a group's YAML that the class in a `_target_` of the user's does not take.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
         # Settings in a file are those of the class in the file, not of one that was typed.
-        own = explicit if f"{group}._target_" in explicit else explicit | chain.settings()
+        own = explicit if f"{group}._target_" in explicit else written
         if f"{group}._target_" not in own or not isinstance(node, DictConfig):
             continue
         by_user = {key for key in node if f"{group}.{key}" in own}
