@@ -70,7 +70,7 @@ def mine(tiny: list[str]) -> list[str]:
 
 
 def test_answers_come_without_torch_or_lightning() -> None:
-    """All in one process: the help of every verb, which names its own options, lists, a config, completion."""
+    """All in one process: each verb's help, which names its own options, lists, a config, and completion."""
     program = """
 import contextlib, io, sys, lightning_eff
 dir(lightning_eff)
