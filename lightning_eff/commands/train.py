@@ -14,16 +14,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
 from lightning_eff.commands import _parser, _sweep
 from lightning_eff.commands._rank import configure_logging, starts_ranks, told_to_parent
-from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
+from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app, resolve_job
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.sweeps import METRIC
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
-from lightning_eff.core.errors import EXIT_OK, RankError, exit_code, is_out_of_memory, root_cause_line
-from lightning_eff.core.log_filters import report_on_stdout
+from lightning_eff.core.errors import (
+    EXIT_OK,
+    RankError,
+    SweepRunError,
+    exit_code,
+    is_out_of_memory,
+    root_cause_line,
+)
+from lightning_eff.core.log_filters import report_on_stdout, reports_in_brief
+from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
@@ -35,7 +46,7 @@ from lightning_eff.launch.job import (
     num_ranks,
     shared_run_dir,
 )
-from lightning_eff.launch.ranks import error_log, run_ranks
+from lightning_eff.launch.ranks import STOPPED, error_log, run_ranks
 
 if TYPE_CHECKING:
     from lightning_eff.run import Run
@@ -59,7 +70,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
         job = Job(options.recipe, path, launch, as_json=options.json, is_sweep=options.multirun)
         if options.multirun:
-            _sweep.run_sweep(app, job)
+            _run_sweep(app, job)
             return EXIT_OK
         with redirect_stdout(sys.stderr) if options.json else report_on_stdout():
             ended = _run(app, job, options.overrides)
@@ -102,6 +113,16 @@ def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[
         return Ended(built[0].fit())
     fit = partial(job.ended, partial(job.fit, built), overrides, run_dir)
     return app.run(lambda _: fit(), run_dir, save_config=not job.launch.rank)
+
+
+def _run_sweep(app: RecipeApp, job: Job) -> None:
+    """Check and run a sweep; the standard output has the table of its runs alone, whatever ends it."""
+    folder, metric = app.check_sweep()
+    try:
+        with redirect_stdout(sys.stderr):
+            app.sweep(_SweepJob(job))
+    finally:
+        _sweep.show_runs(folder, metric, as_json=job.as_json)
 
 
 def train_in_worker(words: Sequence[str]) -> None:
@@ -208,3 +229,51 @@ class Job:
 
             add_out_of_memory(folder, self.recipe, reason, explained.found)
         return explained
+
+
+class _SweepJob:
+    """Called by Hydra for each run of a sweep, by a launcher plugin perhaps in another process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._home_pid = os.getpid()
+
+    @keep_overrides()
+    def __call__(self, cfg: DictConfig) -> float | None:
+        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it.
+
+        Returns:
+            The last value of the metric that the sweep optimizes.
+
+        Raises:
+            BaseException: The sweep was stopped.
+            SweepRunError: The run failed. Hydra's own sweeper runs the others before it raises it; one that
+                searches counts it.
+        """
+        hydra, job = HydraConfig.get(), self._job
+        if os.getpid() != self._home_pid:
+            job.launch = Launch.of()
+            configure_logging(job.launch)
+        folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        with reports_in_brief():  # else they would bury the table
+            ended = job.ended(partial(self._run, cfg, overrides, folder), overrides, folder)
+        if job.launch.rank:
+            return None
+        if ended.failure is None:
+            metric = cfg.get(METRIC)
+            return None if metric is None else _sweep.last_value(ended.report, metric)
+        if exit_code(ended.failure) in STOPPED:
+            raise ended.failure
+        # Of a class that can be pickled, with the place of the traceback, which the process takes with it.
+        place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
+        first, *rest = root_cause_line(ended.failure).splitlines()
+        text = "\n".join([f"{first}{place}", *rest])
+        raise SweepRunError(text, exit_code(ended.failure)) from ended.failure
+
+    def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
+        job = self._job
+        values = resolve_job(job.recipe, job.path, cfg, overrides)
+        check_tasks(values["trainer"], job.launch)
+        if starts_ranks(values, job.launch):
+            return job.run_ranks(values, overrides, folder)
+        return job.fit([job.build(values, folder)])
