@@ -44,7 +44,7 @@ PUBLIC = {
     "predict": "lightning_eff.planner.prediction",
     "predict_step": "lightning_eff.planner.prediction",
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
-    "register": "lightning_eff.config.composition",
+    "register": "lightning_eff.config.recipes",
     "release": "lightning_eff.callbacks.empty_cache",
     "resumable": "lightning_eff.callbacks.exact_resume",
     "step_context": "lightning_eff.precision.auto",

@@ -27,7 +27,7 @@ from lightning_eff.callbacks.triton_gemm import swap as swap
 from lightning_eff.checkpoint_io.durable import Durable as Durable
 from lightning_eff.comparison.modules import compare as compare
 from lightning_eff.comparison.result_table import comparison_table as comparison_table
-from lightning_eff.config.composition import register as register
+from lightning_eff.config.recipes import register as register
 from lightning_eff.core.model_surgery import Stage as Stage
 from lightning_eff.core.model_surgery import apply as apply
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy

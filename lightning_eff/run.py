@@ -42,7 +42,7 @@ from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageE
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import ray_worker
-from lightning_eff.launch.job import as_started
+from lightning_eff.launch.job import Launch, as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.text_sample import TextSample
 from lightning_eff.optimizer.module import ModuleOptimizer
@@ -106,8 +106,10 @@ class _LastStepCheckpoint(Checkpoint):
 
 
 @keep_overrides()
-def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
+def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None) -> Run:
     """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
+
+    `launch` says how this process was started; None reads it from the environment.
 
     Raises:
         ConfigError: A constructor rejects a value, the checkpoint does not exist, or as `check_parts`.
@@ -115,15 +117,16 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path) -> Run:
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
     """
-    restart = ray_worker.reported_checkpoint(run_dir)
+    launch = launch or Launch.of()
+    restart = ray_worker.reported_checkpoint(run_dir) if launch.by == "ray" else None
     ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
-    trainer = build_trainer(values)
+    trainer = build_trainer(values, launch)
     for callback in callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
-    rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
+    rules.raise_rejected(rules.verdict_on(trainer))
     data = make("data", values["data"])
     # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -161,7 +164,7 @@ def check_parts(
     choose_optimizers(trainer, model)
     # Rules about the module; the others were applied before, by `plan` perhaps for another device.
     applied = rules.run_facts(trainer)
-    findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer, model))
+    findings = rules.verdict_on(trainer, model)
     rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
     check_global_batch(values, trainer.world_size)
     for callback in callbacks_of(trainer):
@@ -254,16 +257,18 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
 
 
 @keep_overrides()
-def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
+def build_trainer(values: Mapping[str, Any], launch: Launch | None = None) -> pl.Trainer:
     """Instantiate the techniques and a Trainer with them, but neither model nor data.
 
     Args:
         values: A checked config.
+        launch: As in `build`.
 
     Raises:
         ConfigError: A technique rejects a value.
         UsageError: The Trainer rejects its arguments.
     """
+    launch = launch or Launch.of()
     for key in ("max_steps", "max_epochs"):
         if values["trainer"].get(key) == 0:
             raise ConfigError(key=f"trainer.{key}", value=0, allowed="at least 1, or -1 for no limit")
@@ -276,7 +281,7 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     callbacks = [
         _optimizer_callback(values),
         *(callback for callback in listed if callback is not None),
-        *ray_worker.callbacks(),
+        *([ray_worker.RayReport()] if launch.by == "ray" else []),
     ]
     named = (values.get(loggers.GROUP) or {}).items()
     listed_loggers = [make(f"{loggers.GROUP}.{name}", node) for name, node in named]
@@ -292,7 +297,7 @@ def build_trainer(values: Mapping[str, Any]) -> pl.Trainer:
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report names the devices that Lightning would log here
     try:
-        return pl.Trainer(**(keywords | as_started(values["trainer"])))
+        return pl.Trainer(**(keywords | as_started(values["trainer"], launch)))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
         text = f"trainer: {error}{remedy}"

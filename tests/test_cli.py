@@ -70,7 +70,7 @@ def mine(tiny: list[str]) -> list[str]:
 
 
 def test_answers_come_without_torch_or_lightning() -> None:
-    """All in one process: the help of every verb, which names its own options, lists, and completion."""
+    """All in one process: each verb's help, which names its own options, lists, a config, and completion."""
     program = """
 import contextlib, io, sys, lightning_eff
 dir(lightning_eff)
@@ -92,6 +92,7 @@ assert "--row" in answer("compare", "-h")
 assert answer("--version").startswith("lightning-eff ")
 answer("ls")
 assert "Costs:" in answer("ls", "triton_gemm")
+assert "max_steps: 7" in answer("train", "lm", "trainer.max_steps=7", "--cfg", "job")
 assert "precision=tf32" in answer("--complete", "train", "lm", "pre")
 assert answer("--complete", "train", "--mu") == "--multirun\\n"
 """

@@ -71,6 +71,14 @@ SOURCES = [
 ]
 # module:attribute, and the names of its first parameters
 PARAMETERS = [
+    (
+        "hydra._internal.config_loader_impl:ConfigLoaderImpl.load_configuration",
+        "self config_name overrides run_mode from_shell validate_sweep_overrides",
+    ),
+    (
+        "hydra._internal.defaults_list:_create_defaults_list",
+        "repo config_name overrides prepend_hydra skip_missing",
+    ),
     ("lightning.pytorch.plugins.precision:Precision._after_closure", "self model optimizer"),
     (
         "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
@@ -89,6 +97,9 @@ PARAMETERS = [
 # module:attribute, and what it has. Here is what is replaced, or not used where it is missing; where another
 # name is gone, whatever uses it fails with that name.
 NAMES = {
+    "omegaconf:_utils": "get_yaml_loader",
+    "hydra._internal.core_plugins.file_config_source:FileConfigSource": "load_config _get_header_dict",
+    "hydra._internal.hydra:Hydra": "run multirun show_cfg show_info",
     AUTOMATIC: "_training_step _make_zero_grad_fn _optimizer_step _on_before_zero_grad _optimizer_zero_grad",
     "torch._C._dynamo:eval_frame": "_set_lru_cache",
     "torch:Tensor": "_post_accumulate_grad_hooks",

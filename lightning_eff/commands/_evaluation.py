@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     launch = Launch.of()
     with reported_to_parent(launch):
         saved = find_saved_run(options, launch)
-        if starts_ranks(saved.values):
+        if starts_ranks(saved.values, launch):
             run_ranks(options.arguments, saved.run_dir, saved.values["trainer"], verb=options.verb)
             return EXIT_OK
         check_tasks(saved.values["trainer"], launch)

@@ -98,8 +98,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
         configure_logging(launch)
         composed = app.check()
     values, notes = _on_one_device(composed.values, options.overrides, launch)
-    from lightning_eff.config.ckpt_path import task_folder, with_base
-    from lightning_eff.config.evaluated import find_evaluated
+    from lightning_eff.config.ckpt_path import find_evaluated, task_folder, with_base
 
     typed = any(word.startswith("ckpt_path=") for word in options.overrides)
     # A run's own config has what it resumed from.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from lightning_eff.commands._recipe_file import SUFFIX
-from lightning_eff.config.recipes import RecipePath, read_chain
+from lightning_eff.config.recipes import RecipeLoader, RecipePath
 from lightning_eff.core.errors import EXIT_OK, ConfigError, check_path
 from lightning_eff.core.text import print_json, printable
 
@@ -16,10 +16,10 @@ from lightning_eff.core.text import print_json, printable
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     path = RecipePath.of(options.config_dir)
-    chain = read_chain(options.recipe, path)  # for its errors
+    chain = RecipeLoader(options.recipe, path).read_chain()  # for its errors
     source = path.folder_of(options.recipe) / f"{options.recipe}{SUFFIX}"
     target = _target(options.file, source)
-    built_on = [name for name, _ in chain.recipes if name != options.recipe]
+    built_on = [name for name in chain.recipes if name != options.recipe]
     if target.stem in built_on:
         text = f"another name: {options.recipe} builds on {target.stem}, and the copy would build on itself"
         remedies = [f"lightning-eff cp {options.recipe} {target.parent / f'my_{target.name}'}"]

@@ -28,7 +28,7 @@ def main(options: argparse.Namespace) -> int:
     named = {"--output-root": options.output_root, "RUN": options.word, "--checkpoint": options.checkpoint}
     for key, value in named.items():
         check_path(key, value)
-    from lightning_eff.config.folders import check_inside
+    from lightning_eff.config.validate import check_inside
 
     root = Path(options.output_root)
     run_dir = _find_run(options.word, root)
@@ -91,9 +91,8 @@ def _find_checkpoint(run: str, folder: Path, which: str) -> Path:
 
 def _read_values(run_dir: Path) -> dict[str, Any]:
     """Return the config that a run was built from, checked like a config to be trained."""
-    from lightning_eff.config.folders import check_folders
     from lightning_eff.config.strict_yaml import read_yaml
-    from lightning_eff.config.validate import TOP_LEVEL, check_config_values
+    from lightning_eff.config.validate import TOP_LEVEL, check_config_values, check_folders
     from lightning_eff.core.catalog import RESOLVED
 
     values = read_yaml(run_dir / RESOLVED, expect_mapping=True).content

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.config.recipes import RecipeChain, RecipePath, listed_options
+from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, suggest_name
@@ -285,9 +285,7 @@ def _format_rows(rows: Iterable[PlanRow]) -> str:
 def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str) -> str:
     """Return the recipe or override that chooses a group's option, and the overrides that change it."""
     is_many = group in MULTI_CHOICE_GROUPS
-    listing = [(recipe, listed_options(defaults, group)) for recipe, defaults in chain.recipes]
-    listed_in = [recipe for recipe, options in listing if options and (not is_many or name in options)]
-    setters = [f"recipe {[*listed_in, listing[0][0]][0]}"]
+    setters = [f"recipe {chain.setter(group, name if is_many else None)}"]
     for item in parse_overrides(overrides):
         path, _, rest = str(item.key_or_group).partition(".")
         if path != group:

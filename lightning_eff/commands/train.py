@@ -7,19 +7,21 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_eff.commands import _parser, _sweep
 from lightning_eff.commands._logging import configure_logging
-from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app
+from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app, resolve_job
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.config.recipes import RecipePath, read_chain
-from lightning_eff.config.resolution import resolve_config
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.config.sweeps import METRIC
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
@@ -47,6 +49,9 @@ from lightning_eff.launch.job import (
 )
 from lightning_eff.launch.ranks import STOPPED, error_log, reported_to_parent, run_ranks
 
+if TYPE_CHECKING:
+    from lightning_eff.run import Run
+
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
@@ -61,48 +66,64 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
         if (options.cfg or options.info) and not options.multirun:
-            app.check()
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
-        job = _Job(app.recipe, app.path, as_json=options.json)
+        job = Job(options.recipe, path, launch, as_json=options.json, is_sweep=options.multirun)
         if options.multirun:
-            return _run_sweep(app, job, as_json=options.json)
+            _run_sweep(app, job)
+            return EXIT_OK
         with redirect_stdout(sys.stderr) if options.json else report_on_stdout():
-            _run(app, job, options.overrides, launch)
+            ended = _run(app, job, options.overrides)
     if options.json and not launch.rank:
-        print_json(job.reports[0] if job.reports else job.failed_report)
-    if job.failures:
-        raise job.failures[0]
+        print_json(ended.report)
+    if ended.failure is not None:
+        raise ended.failure
     return EXIT_OK
 
 
-def _run(app: RecipeApp, job: _Job, overrides: Sequence[str], launch: Launch) -> None:
+def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
+    """Check one run, and start its ranks or train it in this process."""
     composed = app.check()
-    if starts_ranks(composed.values):
+    if starts_ranks(composed.values, job.launch):
         try:
-            job.reports.append(job.run_ranks(composed.values, overrides, composed.run_dir))
+            ended = Ended(job.run_ranks(composed.values, overrides, composed.run_dir))
         except RankError as error:
-            job.keep_failure(error, composed.run_dir)
+            return Ended(left_of(composed.run_dir), error)
     else:
-        run_dir = job.prepare(app, composed, overrides)
-        if not job.reports:  # else an earlier run has finished it
-            app.run(job, run_dir, save_config=not launch.rank)
+        ended = _run_here(app, job, composed, overrides)
     metric = composed.values.get(METRIC)
-    if job.reports and metric is not None and RUN_DIR not in os.environ:  # there, the parent says it
-        job.reports[0] = _sweep.log_metric(job.reports[0], metric)
+    if ended.failure is None and metric is not None and RUN_DIR not in os.environ:  # else the parent says it
+        return Ended(_sweep.log_metric(ended.report, metric))
+    return ended
 
 
-def _run_sweep(app: RecipeApp, job: _Job, *, as_json: bool) -> int:
-    """Run a sweep; the standard output has the table of its runs alone, whatever ends it."""
+def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
+    """Build a run, and fit it in the folder that Hydra creates: what is rejected before leaves none."""
+    check_tasks(composed.values["trainer"], job.launch)
+    run_dir = shared_run_dir(job.launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
+    composed = composed if run_dir == composed.run_dir else app.check(run_dir)
+    try:
+        built = [job.build(composed.values, run_dir)]
+    except (MemoryError, RuntimeError) as error:
+        if (explained := job.explain(error, overrides)) is error:
+            raise
+        raise explained from None
+    make_folder(run_dir.parent)
+    if built[0].is_finished:  # by an earlier run, which has a folder
+        return Ended(built[0].fit())
+    fit = partial(job.ended, partial(job.fit, built), overrides, run_dir)
+    return app.run(lambda _: fit(), run_dir, save_config=not job.launch.rank)
+
+
+def _run_sweep(app: RecipeApp, job: Job) -> None:
+    """Check and run a sweep; the standard output has the table of its runs alone, whatever ends it."""
     folder, metric = app.check_sweep()
-    job.is_sweep = True
     try:
         with redirect_stdout(sys.stderr):
-            app.sweep(job)
+            app.sweep(_SweepJob(job))
     finally:
-        _sweep.show_runs(folder, metric, as_json=as_json)
-    return EXIT_OK
+        _sweep.show_runs(folder, metric, as_json=job.as_json)
 
 
 def train_in_worker(words: Sequence[str]) -> None:
@@ -110,24 +131,33 @@ def train_in_worker(words: Sequence[str]) -> None:
     main(_parser.parse(["train", *words]))
 
 
-class _Job:
-    """Called by Hydra for each run; keeps reports and failures.
+@dataclass(frozen=True)
+class Ended:
+    """The report of a run; of one that failed what it has left of it, and the error to show."""
 
-    A launcher plugin may pickle it and call it in another process.
+    report: dict[str, Any]
+    failure: BaseException | None = None
+
+
+def left_of(folder: Path) -> dict[str, Any]:
+    """Return what a run that failed has left of its report."""
+    file = folder / "efficiency.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+@dataclass
+class Job:
+    """How a recipe's runs are started, in this process or in others, and what is shown of an error.
+
+    A launcher plugin may pickle it, and use it in another process.
     """
 
-    def __init__(self, recipe: str, path: RecipePath, *, as_json: bool = False) -> None:
-        self.recipe = recipe
-        self.path = path
-        self.as_json = as_json
-        self.reports: list[dict[str, Any]] = []
-        self.failures: list[BaseException] = []
-        self.failed_report: dict[str, Any] = {}
-        """What the run that failed last has left of its report."""
-        self.is_sweep = False
-        self._prepared: Any = None
-        self._memory = host_memory.host_memory_limit()
-        self._home_pid = os.getpid()
+    recipe: str
+    path: RecipePath
+    launch: Launch
+    as_json: bool
+    is_sweep: bool
+    _memory: Any = None
 
     def run_ranks(self, values: Mapping[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         """Run each rank in a process of its own, which composes its config once more; return the report."""
@@ -145,102 +175,38 @@ class _Job:
         is_read = self.as_json or self.is_sweep  # the standard output, for JSON or the table
         return run_ranks(words, folder, values["trainer"], as_json=is_read)
 
-    def prepare(self, app: RecipeApp, composed: Composed, overrides: Sequence[str]) -> Path:
-        """Build the only run before Hydra creates its folder; return the folder."""
+    def build(self, values: Mapping[str, Any], run_dir: Path) -> Run:
+        """Build a run from its checked config."""
         from lightning_eff import run  # takes seconds: after everything that is rejected without it
 
-        launch = Launch.of()
-        check_tasks(composed.values["trainer"], launch)
-        run_dir = shared_run_dir(launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
-        if run_dir != composed.run_dir:
-            composed = app.check(run_dir)
         self._memory = host_memory.host_memory_limit()  # after the imports, before the run allocates
-        try:
-            self._prepared = run.build(composed.values, recipe=self.recipe, run_dir=run_dir)
-        except (MemoryError, RuntimeError) as error:
-            explained = self._explain(error, overrides)
-            if explained is error:
-                raise
-            raise explained from None
-        if self._prepared.is_finished:
-            self.reports.append(self._prepared.fit())
-        make_folder(run_dir.parent)
-        return run_dir
+        return run.build(values, recipe=self.recipe, run_dir=run_dir, launch=self.launch)
 
-    @keep_overrides()
-    def __call__(self, cfg: DictConfig) -> float | None:
-        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it.
+    def fit(self, built: list[Run]) -> dict[str, Any]:
+        """Train the run in a list, which is empty afterwards; return its report.
 
-        Returns:
-            The last value of the metric that a sweep optimizes.
-
-        Raises:
-            BaseException: A sweep was stopped.
-            SweepRunError: A run of a sweep failed. Hydra's own sweeper runs the others before it raises it;
-                one that searches counts it. The failure of a single run is kept in `failures`.
+        No caller then holds the run, so that its memory can be freed if that was not enough.
         """
-        from hydra.core.hydra_config import HydraConfig
+        from lightning_eff.launch.stop import ended_together
 
-        hydra = HydraConfig.get()
-        if os.getpid() != self._home_pid:
-            configure_logging(Launch.of())
-        folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
-        report, failure = self._run_kept(cfg, overrides, folder)
-        if not self.is_sweep or Launch.of().rank:
-            return None
-        if failure is None:
-            metric = cfg.get(METRIC)
-            return None if metric is None else _sweep.last_value(report, metric)
-        if exit_code(failure) in STOPPED:
-            raise failure
-        # Of a class that can be pickled, with the place of the traceback, which the process takes with it.
-        place = f" (traceback: {path})" if (path := failure.__dict__.get("error_log")) else ""
-        first, *rest = root_cause_line(failure).splitlines()
-        raise SweepRunError("\n".join([f"{first}{place}", *rest]), exit_code(failure)) from failure
+        run = built.pop()
+        with ended_together(run.trainer, run.run_dir, self.launch):
+            return run.fit()
 
-    def _run_kept(
-        self, cfg: DictConfig, overrides: list[str], folder: Path
-    ) -> tuple[dict[str, Any], BaseException | None]:
-        """Run one job; return its report and what it failed with, and keep both."""
+    def ended(self, start: Callable[[], dict[str, Any]], overrides: Sequence[str], folder: Path) -> Ended:
+        """Run `start` in a run's folder; return its report, or what it failed with."""
         try:
-            with reports_in_brief() if self.is_sweep else nullcontext():  # else they would bury the table
-                self.reports.append(self._run(cfg, overrides, folder))
+            return Ended(start())
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
-            path = error_log(folder, Launch.of().rank)
+            path = error_log(folder, self.launch.rank)
             is_new = not (error.__dict__.get("is_reported") or path.exists())  # else a rank has written it
             if exit_code(error) != EXIT_OK and is_new:
                 text = hide_secrets("".join(traceback.format_exception(error)))
                 path.write_text(text, encoding="utf-8", errors="backslashreplace")
                 error.__dict__["error_log"] = str(path)
-            self.keep_failure(self._explain(error, overrides, folder), folder)
-            return {}, self.failures[-1]
-        return self.reports[-1], None
+            return Ended(left_of(folder), self.explain(error, overrides, folder))
 
-    def keep_failure(self, error: BaseException, folder: Path) -> None:
-        """Keep what a run failed with, and its report."""
-        self.failures.append(error)
-        file = folder / "efficiency.json"
-        self.failed_report = json.loads(file.read_text()) if file.is_file() else {}
-
-    def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
-        from lightning_eff import run
-        from lightning_eff.launch.stop import ended_together
-
-        launch, prepared = Launch.of(), self._prepared
-        self._prepared = None  # the run's tensors have no other owner
-        if prepared is None:
-            parsed = parse_overrides(overrides)
-            chain = read_chain(self.recipe, self.path, parsed)  # a sweep's, of what this job chooses
-            values = resolve_config(cfg, parsed, chain)
-            check_tasks(values["trainer"], launch)
-            if starts_ranks(values):
-                return self.run_ranks(values, overrides, folder)
-            self._memory = host_memory.host_memory_limit()
-            prepared = run.build(values, recipe=self.recipe, run_dir=folder)
-        with ended_together(prepared.trainer, prepared.run_dir, launch):
-            return prepared.fit()
-
-    def _explain(
+    def explain(
         self, error: BaseException, overrides: Sequence[str], folder: Path | None = None
     ) -> BaseException:
         """Return the error to show: out of memory gets the planner's advice, any other stays.
@@ -258,8 +224,56 @@ class _Job:
             lambda words: compose_recipe(self.recipe, [*overrides, *words], self.path).values,
             self._memory,
         )
-        if folder is not None and not Launch.of().rank:
+        if folder is not None and not self.launch.rank:
             from lightning_eff.report.files import add_out_of_memory
 
             add_out_of_memory(folder, self.recipe, reason, explained.found)
         return explained
+
+
+class _SweepJob:
+    """Called by Hydra for each run of a sweep, by a launcher plugin perhaps in another process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._home_pid = os.getpid()
+
+    @keep_overrides()
+    def __call__(self, cfg: DictConfig) -> float | None:
+        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it.
+
+        Returns:
+            The last value of the metric that the sweep optimizes.
+
+        Raises:
+            BaseException: The sweep was stopped.
+            SweepRunError: The run failed. Hydra's own sweeper runs the others before it raises it; one that
+                searches counts it.
+        """
+        hydra, job = HydraConfig.get(), self._job
+        if os.getpid() != self._home_pid:
+            job.launch = Launch.of()
+            configure_logging(job.launch)
+        folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        with reports_in_brief():  # else they would bury the table
+            ended = job.ended(partial(self._run, cfg, overrides, folder), overrides, folder)
+        if job.launch.rank:
+            return None
+        if ended.failure is None:
+            metric = cfg.get(METRIC)
+            return None if metric is None else _sweep.last_value(ended.report, metric)
+        if exit_code(ended.failure) in STOPPED:
+            raise ended.failure
+        # Of a class that can be pickled, with the place of the traceback, which the process takes with it.
+        place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
+        first, *rest = root_cause_line(ended.failure).splitlines()
+        text = "\n".join([f"{first}{place}", *rest])
+        raise SweepRunError(text, exit_code(ended.failure)) from ended.failure
+
+    def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
+        job = self._job
+        values = resolve_job(job.recipe, job.path, cfg, overrides)
+        check_tasks(values["trainer"], job.launch)
+        if starts_ranks(values, job.launch):
+            return job.run_ranks(values, overrides, folder)
+        return job.fit([job.build(values, folder)])

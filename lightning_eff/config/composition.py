@@ -17,65 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
+from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from typing_extensions import override
-from yaml import YAMLError
 
 from lightning_eff.config import hydra_errors, sweeps
-from lightning_eff.config.folders import check_run_dir, check_write_access
-from lightning_eff.config.hydra_section import check_hydra
 from lightning_eff.config.overrides import allow_new_keys, parse_overrides
-from lightning_eff.config.recipes import FOLDER, SEARCH_PATH, RecipeChain, RecipePath, read_chain
-from lightning_eff.config.resolution import resolve_config
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS, RECIPES
+from lightning_eff.config.recipes import RECIPE, RUN_DIR, TASK, RecipeChain, RecipeLoader, RecipePath
+from lightning_eff.config.resolution import check_keys, resolve_config
+from lightning_eff.config.validate import check_hydra, check_run_dir, check_write_access
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.core.remedies import keep_overrides
 
 VERSION_BASE = "1.3"
-RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
-"""What names the folder of the runs: the second where it is set."""
-RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
-HYDRA_FOLDERS = {
-    "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
-    "hydra.sweep.dir": (
-        "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
-        f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
-    ),
-}
-"""Hydra's default and what replaces it; any other value in a recipe or override stays."""
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 """Hydra's own logging is off, unless a recipe or an override chooses an option of these groups."""
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
-"""What Hydra 1.3 raises for a config that it cannot compose."""
-
-
-class ConfSearchPath(SearchPathPlugin):
-    """Adds this package's conf/ and recipes/ to Hydra's search path."""
-
-    @override
-    def manipulate_search_path(self, search_path: Any) -> None:
-        for folder in (CONF, RECIPES):
-            search_path.append(provider="lightning_eff", path=f"{FOLDER}{folder}")
-
-
-def register() -> None:
-    """Make the groups in conf/ available to any Hydra app of this process; repeated calls do nothing.
-
-    Example:
-        >>> register()
-    """
-    plugins = Plugins.instance()
-    if ConfSearchPath not in plugins.discover(SearchPathPlugin):
-        plugins.register(ConfSearchPath)
 
 
 @dataclass(frozen=True)
@@ -107,24 +67,26 @@ def compose_recipe(
         return app.check(writes=writes)
 
 
+def resolve_job(recipe: str, path: RecipePath, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """Check the config that Hydra composed for one job of a sweep, and return its values."""
+    parsed = parse_overrides(overrides)
+    return resolve_config(cfg, parsed, RecipeLoader(recipe, path).read_chain(parsed))
+
+
 @contextmanager
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
     """Start Hydra for one recipe, also inside a job of another Hydra app; the overrides may be a sweep's."""
     path = path or RecipePath()
     parsed = parse_overrides(overrides)
-    chain = read_chain(recipe, path, parsed)
-    parsed += parse_overrides(path.overrides(recipe))
-    register()
-    # Hydra allows one app and one config at a time: those of an outer job are put aside.
-    outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-    GlobalHydra.instance().hydra = None
+    loader = RecipeLoader(recipe, path)
+    with _habits_explained(parsed):
+        chain = loader.read_chain(parsed)
+    # Hydra has one config at a time: that of an outer job is put aside.
+    outer_config = HydraConfig.instance().cfg
+    setbase(VERSION_BASE)
     try:
-        folder = str(path.folder_of(recipe))
-        with initialize_config_dir(folder, job_name="train", version_base=VERSION_BASE):
-            yield RecipeApp(recipe, path, parsed, chain)
+        yield RecipeApp(recipe, loader, parsed, chain)
     finally:
-        # Hydra 1.3 restores a copy of the state that it found, so `instance` is asked again.
-        GlobalHydra.instance().hydra = outer_hydra
         HydraConfig.instance().cfg = outer_config
 
 
@@ -134,35 +96,30 @@ class RecipeApp:
     A sweep composes its own config once, because its launcher and folders are in it, and each job's once.
     """
 
-    def __init__(self, recipe: str, path: RecipePath, parsed: Sequence[Override], chain: RecipeChain) -> None:
+    def __init__(
+        self, recipe: str, loader: RecipeLoader, overrides: Sequence[Override], chain: RecipeChain
+    ) -> None:
         self.recipe = recipe
-        self.path = path
+        self.overrides = overrides
         self.chain = chain
-        self._parsed = parsed
-        chosen = {item.key_or_group for item in parsed} | {g for g in LOGGING_GROUPS if chain.options(g)}
-        listed = [
-            group for group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) if chain.options(group) is not None
-        ]
-        self._lines = allow_new_keys(parsed, listed=listed)
+        self._loader = loader
+        self._hydra: Any = Hydra("train", loader)
+        chosen = {*(item.key_or_group for item in overrides), *chain.chosen.override_choices}
+        self._lines = allow_new_keys(overrides, listed=chain.groups)
         self._lines += [f"{group}=none" for group in LOGGING_GROUPS if group not in chosen]
-        self._hydra: Any = GlobalHydra.instance().hydra
-        self._loader = _SharedLoader(self._hydra.config_loader)
-        self._cfg: DictConfig | None = None
 
     @keep_overrides()
     def check(self, run_dir: Path | None = None, *, writes: bool = True) -> Composed:
         """Compose the run and check it; a second call checks it with another `run_dir`."""
-        with self._habits_explained():
-            composed = self._check(self.config(), self._parsed, run_dir)
+        with _habits_explained(self.overrides):
+            composed = self._check(self.config(), self.overrides, run_dir)
             if writes:
                 check_write_access(Path(composed.values["output_root"]))
             return composed
 
     def config(self) -> DictConfig:
         """Return the config as Hydra composed it."""
-        if self._cfg is None:
-            self._cfg = self._compose(self._lines)
-        return self._cfg
+        return self._loader.compose(self._lines)
 
     @keep_overrides()
     def check_sweep(self) -> tuple[Path, str | None]:
@@ -171,8 +128,8 @@ class RecipeApp:
         Returns:
             The sweep's folder, and the metric that it optimizes.
         """
-        with self._habits_explained():
-            cfg = self._compose(self._lines, RunMode.MULTIRUN)
+        with _habits_explained(self.overrides):
+            cfg = self._loader.compose(self._lines, RunMode.MULTIRUN)
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             hydra_overrides = list(cfg.hydra.overrides.hydra)
             with _explained():
@@ -183,51 +140,36 @@ class RecipeApp:
             for job in jobs:
                 # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
                 overrides = parse_overrides(job)
-                chain = read_chain(self.recipe, self.path, overrides)  # of what this job chooses
-                composed = self._check(self._compose([*hydra_overrides, *job]), overrides, chain=chain)
+                cfg_of_job = self._loader.compose([*hydra_overrides, *job])
+                composed = self._check(cfg_of_job, overrides, chain=self._loader.read_chain(overrides))
                 metric = composed.values.get(sweeps.METRIC)
                 sweeps.check_metric(sweeper, metric, composed.values)
                 check_write_access(Path(composed.values["output_root"]))
                 sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
             return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
-    def run(self, job: Callable[[DictConfig], float | None], run_dir: Path, *, save_config: bool) -> None:
-        """Let Hydra run the checked config in `run_dir`, and write `.hydra/` there with `save_config`."""
+    def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
+        """Let Hydra create `run_dir`, with `.hydra/` if `save_config`, and call `job`; return its result."""
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
-        self._hydra.run(self.recipe, job, self._lines)
+        return self._hydra.run(self.recipe, job, self._lines).return_value
 
     def sweep(self, job: Callable[[DictConfig], float | None]) -> None:
         """Let Hydra run every job of the sweep."""
         self._hydra.multirun(self.recipe, job, self._lines)
 
     def show(self, cfg: str | None, *, info: str | None, package: str | None, resolve: bool) -> None:
-        """Print the composed config, or with `info` Hydra's information on it."""
+        """Print the composed config, or with `info` Hydra's information on it.
+
+        Keys and choices are checked. Classes are not: that would import them.
+        """
+        with _habits_explained(self.overrides):
+            check_keys(self.config(), self.overrides, self.chain)
         if info is not None:
             self._hydra.show_info(info, self.recipe, self._lines)
         else:
             self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
-
-    @contextmanager
-    def _habits_explained(self) -> Generator[None]:
-        """Add to an error what another tool's word in the overrides is called here."""
-        try:
-            yield
-        except (UsageError, ConfigError) as error:
-            typed = [item for item in self._parsed if item.key_or_group != SEARCH_PATH]  # that is `path`'s
-            explained = hydra_errors.with_habits(error, typed)
-            if explained is error:
-                raise
-            raise explained from error
-
-    def _compose(self, lines: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        try:
-            return self._loader.compose(self.recipe, list(lines), mode)
-        except MissingConfigException as error:
-            raise hydra_errors.missing_file(error, self.path, self.chain) from error
-        except COMPOSITION_ERRORS as error:
-            raise UsageError(hydra_errors.composition_error(error)) from error
 
     def _check(
         self,
@@ -253,6 +195,18 @@ class RecipeApp:
 
 
 @contextmanager
+def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
+    """Add to an error what another tool's word in the overrides is called here."""
+    try:
+        yield
+    except (UsageError, ConfigError) as error:
+        explained = hydra_errors.with_habits(error, overrides)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+@contextmanager
 def _explained() -> Generator[None]:
     """Turn an error of OmegaConf into one that names the key."""
     try:
@@ -263,34 +217,3 @@ def _explained() -> Generator[None]:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
         raise UsageError(text) from error
-
-
-class _SharedLoader:
-    """Replaces `load_configuration` of Hydra's config loader, so that each config is composed once.
-
-    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call that method, the last one twice
-    for each job of a sweep: to validate its overrides, and to launch it.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._composed: dict[tuple[str, ...], DictConfig] = {}
-        vars(loader)["load_configuration"] = self
-
-    def compose(self, recipe: str, overrides: list[str], mode: RunMode) -> DictConfig:
-        # The class's method: a bound one would be this object after a launcher has pickled it.
-        load: Any = type(self._loader).load_configuration
-        cfg: DictConfig = load(self._loader, recipe, overrides, mode, from_shell=False)
-        folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
-        for key, (default, replacement) in HYDRA_FOLDERS.items():
-            if folders[key.split(".")[1]]["dir"] == default:
-                named = OmegaConf.select(cfg, "task_name") is not None
-                OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
-        self._composed[recipe, *overrides] = cfg
-        return cfg
-
-    def __call__(self, config_name: str, overrides: list[str], run_mode: RunMode, **_: bool) -> DictConfig:
-        # What was composed for a check, or what a sweeper plugin has chosen since.
-        cfg = self._composed.get((config_name, *overrides))
-        cfg = self.compose(config_name, overrides, run_mode) if cfg is None else cfg
-        return copy.deepcopy(cfg)  # Hydra changes the config that it runs, and a sweep may repeat a job

@@ -6,13 +6,13 @@ Hydra's advice to append a misspelt key with `+` is left out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 
 from lightning_eff.config.habits import proposals
-from lightning_eff.config.recipes import RecipeChain, RecipePath
+from lightning_eff.config.strict_yaml import YamlDocument
 from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, suggest_name
@@ -32,18 +32,22 @@ PLUGINS = {
 
 
 def missing_file(
-    error: MissingConfigException, path: RecipePath, chain: RecipeChain
+    error: MissingConfigException, recipes: Sequence[str], documents: Mapping[str, YamlDocument]
 ) -> UsageError | EnvironmentLacksError:
-    """Return the error for an option, or a recipe behind one, that does not exist, with the nearest name."""
+    """Return the error for an option, or a recipe behind one, that does not exist, with the nearest name.
+
+    `documents` are the files that were read, by recipe or option: one of them lists it, or an override does.
+    """
     wanted = str(error.missing_cfg_file)
     for begin, (extra, about) in PLUGINS.items():
         if wanted.startswith(begin):
             text = f"{wanted}: hydra's {about} is missing\n  try: pip install 'lightning-eff[{extra}]'"
             return EnvironmentLacksError(text)
-    where = f"{chain.missing[wanted]}: " if wanted in chain.missing else ""
+    places = (place for name in documents for place, file in _listed(name, documents) if file == wanted)
+    where = next((f"{place}: " for place in places), "")
     group, _, option = wanted.rpartition("/")
     if not group:
-        return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, path.names())}")
+        return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, recipes)}")
     if group == "launch" and option in JOB_FILES:
         text = f"launch={option}: no such option; its job file is printed"
         return UsageError(f"{where}{text}\n  try: lightning-eff launch {JOB_FILES[option]} RECIPE")
@@ -51,10 +55,37 @@ def missing_file(
     return UsageError(f"{where}{group}={option}: no such option; {suggest_name(option, options)}")
 
 
-def composition_error(error: Exception) -> str:
+def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[str, str]]:
+    """Yield each file in the defaults list of a file that was read, with FILE:LINE."""
+    document, group = documents[name], name.rpartition("/")[0]
+    for line, entry in document.defaults:
+        if isinstance(entry, str):
+            files = [entry.partition("@")[0]]
+        else:
+            ((key, options),) = entry.items()
+            options = options if isinstance(options, list) else [options]
+            files = [f"{key.split()[-1].partition('@')[0]}/{option}" for option in options if option]
+        for file in files:
+            is_absolute = file.startswith("/") or not group
+            yield f"{document.file}:{line}", file.lstrip("/") if is_absolute else f"{group}/{file}"
+
+
+def _endless(name: str, documents: Mapping[str, YamlDocument], ancestors: Sequence[str] = ()) -> str:
+    """Return where a defaults list comes back to a file that it begins in, and through which files; or ''."""
+    ancestors = [*ancestors, name]
+    for place, file in reversed([*_listed(name, documents)]):
+        if file in ancestors:
+            return f"{place}: defaults that never end: {' -> '.join([*ancestors[-3:], file])}"
+        if file in documents and (found := _endless(file, documents, ancestors)):
+            return found
+    return ""
+
+
+def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
     """Return the text for any other error that Hydra 1.3 raises while it composes."""
     if isinstance(error, RecursionError):
-        return "the config is nested too deep, or its defaults never end"
+        endless = (_endless(name, documents) for name in documents)
+        return next(filter(None, endless), "the config is nested too deep, or its defaults never end")
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith(AMBIGUOUS):

@@ -69,36 +69,36 @@ def allow_new_keys(
         ['++trainer.max_time=00:01:00:00', '+callbacks=[a]']
     """
     lines: list[str] = []
-    for item in _merge_choices(overrides):
+    may_be_unlisted = (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS)
+    for item in overrides:
         line = str(item.input_line)
         group, _, key = str(item.key_or_group).partition(".")
+        if _is_choice(item):
+            continue
         if key and not item.is_delete() and group in TOP_LEVEL:
             line = "++" + line.lstrip("+")
-        elif (
-            group in (*MULTI_CHOICE_GROUPS, *OPTIONAL_GROUPS) and group not in listed and not item.is_delete()
-        ):
+        elif group in may_be_unlisted and group not in listed and not item.is_delete():
             line = "+" + line.lstrip("+")
         lines.append(line)
-    return lines
+    return [*lines, *_merge_choices([item for item in overrides if _is_choice(item)], listed)]
 
 
-def _merge_choices(overrides: Sequence[Override]) -> list[Override]:
-    """Return overrides with one list for each group of several options, to which `+` adds.
+def _merge_choices(choices: Sequence[Override], listed: Collection[str]) -> list[str]:
+    """Return one override for each group of several options, to which `+` adds.
 
     Hydra 1.3 replaces the lists of several recipes by a list and not by one option, and drops what `+` adds
     to a list that replaces. Of two that replace the first is left to be reported.
     """
-    choices = [item for item in overrides if _is_choice(item)]
-    merged = [item for item in overrides if not _is_choice(item)]
+    lines: list[str] = []
     for group in dict.fromkeys(str(item.key_or_group) for item in choices):
         own = [item for item in choices if str(item.key_or_group) == group]
         replacing = [item for item in own if not item.is_add()]
         last = [*replacing[-1:], *(item for item in own if item.is_add())]
         lists = [_options_of(item) for item in replacing[:-1]]
         lists.append([name for item in last for name in _options_of(item)])
-        sign = "" if replacing else "+"
-        merged += parse_overrides([f"{sign}{group}=[{','.join(names)}]" for names in lists])
-    return merged
+        sign = "" if replacing and group in listed else "+"
+        lines += [f"{sign}{group}=[{','.join(names)}]" for names in lists]
+    return lines
 
 
 def _is_choice(item: Override) -> bool:

@@ -1,26 +1,75 @@
-"""Find recipes, and read the defaults lists that a recipe builds on before Hydra composes it."""
+"""Find recipes and options in folders, have Hydra read them, and report what a recipe chooses by itself."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+import copy
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import (
+    Overrides,
+    _create_defaults_list,  # pyright: ignore[reportPrivateUsage]
+)
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
+from yaml import YAMLError
 
-from lightning_eff.config.strict_yaml import MAX_DEPTH, YamlDocument, file_error, is_file, read_yaml
-from lightning_eff.core.catalog import CONF, RECIPES
+from lightning_eff.config import hydra_errors
+from lightning_eff.config.strict_yaml import RecipeFiles, YamlDocument, is_file
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES
 from lightning_eff.core.errors import ConfigError, UsageError, check_path, suggest_name
 
-FOLDER = "file://"
-"""How Hydra's search path marks a folder."""
 SEARCH_PATH = "hydra.searchpath"
-EXPERIMENT = "experiment/"
-"""Folder of the user's files that change a recipe as a whole."""
+EXPERIMENT = "experiment"
+"""Group of the user's files that change a recipe as a whole."""
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
+"""What Hydra 1.3 raises for a config that it cannot compose."""
+SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
+RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
+"""What names the folder of the runs: the second where it is set."""
+RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
+HYDRA_FOLDERS = {
+    "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
+    "hydra.sweep.dir": (
+        "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+        f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
+    ),
+}
+"""Hydra's default and what replaces it; any other value in a recipe or override stays."""
+
+
+class ConfSearchPath(SearchPathPlugin):
+    """Adds this package's conf/ and recipes/ to Hydra's search path."""
+
+    @override
+    def manipulate_search_path(self, search_path: Any) -> None:
+        for folder in (CONF, RECIPES):
+            search_path.append(provider="lightning_eff", path=f"file://{folder}")
+
+
+def register() -> None:
+    """Make the groups in conf/ available to any Hydra app of this process; repeated calls do nothing.
+
+    Example:
+        >>> register()
+    """
+    plugins = Plugins.instance()
+    if ConfSearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(ConfSearchPath)
 
 
 @dataclass(frozen=True)
@@ -52,177 +101,180 @@ class RecipePath:
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
-    def overrides(self, recipe: str) -> list[str]:
-        """Return the override that adds the remaining folders to Hydra's search path."""
-        others = [f"{FOLDER}{folder}" for folder in self.folders if folder != self.folder_of(recipe)]
-        return [f"{SEARCH_PATH}={json.dumps(others)}"] if others else []
-
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """A recipe, the recipes that it builds on and the experiment, if any, each with its defaults list.
+    """What a recipe and its experiment list by themselves.
 
-    Later choices come first.
+    Overrides of groups of several options do not count; those of groups of one option do.
     """
 
-    recipes: Sequence[tuple[str, Sequence[Any]]] = ()
-    missing: Mapping[str, str] = field(default_factory=dict[str, str])
-    """FILE:LINE of each entry that names no file."""
-    keys: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
-    """What each file of a group brings: the names under which its options stand in the config."""
-    settings: frozenset[str] = frozenset()
-    """`GROUP.KEY` of each setting in recipes and experiments of the user; not those of shipped recipes."""
+    recipe: str
+    files: CachingConfigRepository
+    chosen: Overrides
+    """Hydra's record of choices: also of the recipe or experiment that overrides another one's."""
+    groups: Collection[str]
+    """Those that the recipe lists, so that an override may replace its choice."""
+    recipes: Sequence[str]
+    """The recipe, the recipes that it builds on, and the experiment."""
+    listed: Mapping[str, Sequence[tuple[str, str]]]
+    """By group: each option that a recipe lists, and that recipe."""
 
-    def options(self, group: str) -> set[str] | None:
-        """Return all options of a group that the recipes list; None if none of them lists the group."""
-        lists = [listed_options(defaults, group) for _, defaults in self.recipes]
-        found = [options for options in lists if options is not None]
-        return {name for options in found for name in options} if found else None
+    def options(self, group: str) -> list[str]:
+        """Return the options of a group that recipes list."""
+        return [option for option, _ in self.listed.get(group, ())]
+
+    def overriding(self, group: str) -> str | None:
+        """Return the recipe or experiment that replaces what others list of a group, if one does."""
+        metadata = self.chosen.override_metadata.get(group)
+        return metadata.containing_config_path if metadata is not None else None
+
+    def setter(self, group: str, name: str | None = None) -> str:
+        """Return the recipe that chooses an option, or without a name the option of a group of one."""
+        own = [recipe for option, recipe in self.listed.get(group, ()) if name in (None, option)]
+        return self.overriding(group) or next(iter(own), self.recipe)
 
     def names(self, group: str, options: Iterable[str]) -> set[str]:
-        """Return the names that options of a group have in the config; a file may bring several."""
-        return {name for option in options for name in self.keys.get(f"{group}/{option}", {option})}
+        """Return the names that options have in the config; a file may bring several."""
+        return {name for option in options for name in self._names(group, option)}
 
-    def overrides(self, group: str) -> bool:
-        """Return whether a defaults list replaces what others list of a group."""
-        return any(is_override(entry, group) for _, defaults in self.recipes for entry in defaults)
-
-
-def read_chain(recipe: str, path: RecipePath, overrides: Iterable[Override] = ()) -> RecipeChain:
-    """Read the files that Hydra is going to compose, options that the overrides choose among them.
-
-    Raises:
-        UsageError: There is no such recipe; a file cannot be read, or builds on itself, with file and line.
-        ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
-    """
-    overrides = list(overrides)
-    main = path.folder_of(recipe)
-    primary = main / f"{recipe.removesuffix('.yaml')}.yaml"
-    if not primary.exists():
-        hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
-        close = suggest_name(recipe, path.names())
-        if is_file(Path(primary.name)):
-            close = f"did you mean the file {primary.name} here?"
-        text = f"recipe {recipe!r} does not exist: {close}{hint}"
-        raise UsageError(text)
-    walk = _Walk([main, CONF, RECIPES, *path.folders])
-    searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
-    if is_file(primary):
-        content: dict[str, Any] = walk.read(primary, expect_mapping=True).content
-        # With interpolations resolved, as in Hydra.
-        searched.append(OmegaConf.select(OmegaConf.create(content), SEARCH_PATH))
-    for value in searched:
-        if value is not None:
-            raise ConfigError(SEARCH_PATH, value, allowed="nothing here: --config-dir DIR adds a folder")
-    chosen = [
-        f"{item.key_or_group}/{name}"
-        for item in overrides
-        for name in _as_list(item.value())
-        if isinstance(name, str) and "." not in item.key_or_group
-    ]
-    visited = [pair for name in (*chosen, recipe) for pair in walk.visit(name)]
-    recipes = [(name, [entry for _, entry in defaults]) for name, defaults in visited if is_recipe(name)]
-    return RecipeChain(recipes, walk.missing, walk.keys, frozenset(walk.settings))
-
-
-class _Walk:
-    """Reads files and the files in their defaults lists, each once, from folders in search order."""
-
-    def __init__(self, folders: list[Path]) -> None:
-        self.folders = folders
-        self.missing: dict[str, str] = {}
-        self.keys: dict[str, set[str]] = {}
-        self.settings: set[str] = set()
-        self.read = cache(read_yaml)
-        self._done: set[str] = set()
-
-    def visit(
-        self, name: str, ancestors: tuple[str, ...] = (), listed_at: str | None = None
-    ) -> Iterator[tuple[str, Sequence[tuple[int, Any]]]]:
-        """Yield each file's name and defaults list, last entry first; nothing for one that does not exist."""
-        files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self.folders)
-        file = next((candidate for candidate in files if is_file(candidate)), None)
-        if file is None and listed_at is not None:
-            self.missing[name] = listed_at
-        if file is None or name in self._done:
-            return
-        document = self.read(file, expect_mapping="/" not in name)
-        defaults = document.defaults
-        yield name, defaults
-        if is_recipe(name) and not {CONF, RECIPES} & {*file.parents}:  # of the user's own
-            content: dict[str, Any] = document.content if isinstance(document.content, dict) else {}
-            groups = ((group, node) for group, node in content.items() if isinstance(node, dict))
-            self.settings |= {f"{group}.{key}" for group, node in groups for key in node}
-        ancestors = (*ancestors, name)
-        for line, entry in reversed(defaults):
-            for child in _files_of(entry, name.rpartition("/")[0]):
-                if child in ancestors or len(ancestors) > MAX_DEPTH:
-                    cycle = " -> ".join([*ancestors[-3:], child])
-                    raise file_error(file, line, f"defaults that never end: {cycle}")
-                yield from self.visit(child, ancestors, f"{file}:{line}")
-        self._done.add(name)
-        self.keys[name] = self._keys(name, document)
-
-    def _keys(self, name: str, document: YamlDocument) -> set[str]:
-        """Return the names that a visited file and those in its defaults list have in their group."""
-        group, _, option = name.rpartition("/")
-        content: Any = document.content if isinstance(document.content, dict) else {}
-        parent, _, own = (document.package or "").rpartition(".")
+    def _names(self, group: str, option: str) -> set[str]:
+        loaded = self.files.load_config(f"{group}/{option}")
+        if loaded is None:
+            return {option}
+        package = loaded.header["package"] or ""
+        parent, _, own = package.rpartition(".")
         if parent == group:
             return {own}
-        if "_target_" in content or document.package:
+        if "_target_" in loaded.config or package:
             return {option}
-        files = [file for _, entry in document.defaults for file in _files_of(entry, group)]
-        inherited = [self.keys.get(file, {file}) for file in files if file.startswith(f"{group}/")]
-        return {str(key) for key in content if key != "defaults"}.union(*inherited)
+        inside = [each for each in loaded.defaults_list or () if isinstance(each, ConfigDefault)]
+        others = [str(each.path).removeprefix(f"/{group}/") for each in inside if not each.is_self()]
+        return {str(key) for key in loaded.config} | self.names(group, others)
+
+    def settings(self) -> set[str]:
+        """Return `GROUP.KEY` of each setting in recipes and experiments of the user; not in shipped ones."""
+        loaded = (self.files.load_config(name) for name in self.recipes)
+        own: list[Any] = [each.config for each in loaded if each and each.path not in SHIPPED]
+        groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
+        return {f"{group}.{key}" for group, node in groups if isinstance(node, DictConfig) for key in node}
 
 
-def is_recipe(name: str) -> bool:
-    """Return whether a file's name is that of a recipe or an experiment, not of a group's option."""
-    return "/" not in name or name.startswith(EXPERIMENT)
+class RecipeLoader(ConfigLoaderImpl):
+    """Hydra's loader for one recipe: it reads files by strict rules, and composes each config once.
 
+    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`, the last
+    one twice for each job of a sweep: to validate its overrides, and to launch it.
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _files_of(entry: Any, group: str) -> list[str]:
-    """Return the files that an entry of a defaults list names.
-
-    Example:
-        >>> _files_of({"override /model@net": "gpt"}, "data"), _files_of("lm", ""), _files_of("_self_", "")
-        (['model/gpt'], ['lm'], [])
+    Raises:
+        UsageError: There is no such recipe.
     """
-    if isinstance(entry, str):
-        names = [entry.partition("@")[0]]
-    else:
-        ((key, options),) = entry.items()
-        names = [f"{key.split()[-1].partition('@')[0]}/{name}" for name in _as_list(options) if name]
-    absolute = [name if name.startswith("/") or not group else f"{group}/{name}" for name in names]
-    return [name.lstrip("/") for name in absolute if name.rpartition("/")[2] != "_self_"]
 
+    def __init__(self, recipe: str, path: RecipePath) -> None:
+        main = path.folder_of(recipe)
+        name = f"{recipe.removesuffix('.yaml')}.yaml"
+        if not (main / name).exists():
+            hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
+            is_here = is_file(Path(name))
+            close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, path.names())
+            text = f"recipe {recipe!r} does not exist: {close}{hint}"
+            raise UsageError(text)
+        register()
+        search_path = create_config_search_path(str(main))
+        for folder in reversed(path.folders):
+            if folder != main:
+                search_path.append("--config-dir", str(folder), SearchPathQuery("lightning_eff", None))
+        super().__init__(search_path)
+        self._recipe = recipe
+        self._path = path
+        self._documents: dict[str, YamlDocument] = {}
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self.repository.sources = [
+            RecipeFiles(source.provider, source.path, self._documents)
+            if source.scheme() == "file"
+            else source
+            for source in self.repository.sources
+        ]
 
-def listed_options(defaults: Sequence[Any], group: str) -> list[str] | None:
-    """Return the options of a group in a defaults list; None if the list does not name the group.
+    @override
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        # Hydra changes the config that it runs, and a sweep may repeat a job.
+        return copy.deepcopy(self.compose(overrides, run_mode))
 
-    Example:
-        >>> listed_options(["lm", {"callbacks": ["a", "b"]}, {"override precision": "fp32"}], "callbacks")
-        ['a', 'b']
-    """
-    for entry in reversed(defaults):
-        if isinstance(entry, dict):
-            ((key, options),) = entry.items()
-            if str(key).split()[-1].lstrip("/") == group:
-                return [str(name) for name in _as_list(options)]
-    return None
+    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+        """Return the config that Hydra composes, the same object for the same overrides.
 
+        Raises:
+            UsageError: Hydra cannot compose it.
+            EnvironmentLacksError: A plugin of Hydra is not installed.
+        """
+        if tuple(overrides) in self._composed:
+            return self._composed[tuple(overrides)]
+        with self._explained():
+            cfg = super().load_configuration(self._recipe, list(overrides), mode, from_shell=False)
+        folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+        for key, (default, replacement) in HYDRA_FOLDERS.items():
+            if folders[key.split(".")[1]]["dir"] == default:
+                named = OmegaConf.select(cfg, "task_name") is not None
+                OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
+        self._composed[tuple(overrides)] = cfg
+        return cfg
 
-def is_override(entry: Any, group: str) -> bool:
-    """Return whether an entry of a defaults list replaces what others list of a group.
+    def read_chain(self, overrides: Iterable[Override] = ()) -> RecipeChain:
+        """Read the files that the recipe lists, with the experiment that the overrides choose.
 
-    Example:
-        >>> is_override({"override /logger": "csv"}, "logger"), is_override({"logger": "csv"}, "logger")
-        (True, False)
-    """
-    keys = [str(key).split() for key in entry] if isinstance(entry, dict) else []
-    return any(words[0] == "override" and words[-1].lstrip("/") == group for words in keys)
+        Raises:
+            UsageError: A file cannot be read, or builds on itself, with file and line.
+            ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
+        """
+        overrides = [item for item in overrides if str(item.key_or_group) not in MULTI_CHOICE_GROUPS]
+        files = CachingConfigRepository(self.repository)
+        searched = [item.value() for item in overrides if item.key_or_group == SEARCH_PATH]
+        with self._explained():
+            if (primary := files.load_config(self._recipe)) is not None:
+                searched.append(OmegaConf.select(primary.config, SEARCH_PATH))
+        for value in searched:
+            if value is not None:
+                allowed = "nothing here: --config-dir DIR adds a folder"
+                raise ConfigError(SEARCH_PATH, value, allowed=allowed)
+        with self._explained():
+            chosen = Overrides(files, overrides)
+            defaults = self._defaults(files, chosen)
+            groups = {str(each.config_path).rpartition("/")[0] for each in defaults}
+            groups |= {*chosen.known_choices_per_group}  # where the choice is none
+            if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
+                value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
+                added = GroupDefault(group=EXPERIMENT, value=value, external_append=True)
+                chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
+                chosen.append_group_defaults.append(added)
+                defaults = self._defaults(files, chosen)
+        paths = [(str(each.config_path), each.parent) for each in defaults]
+        recipes = [path for path, _ in paths if "/" not in path or path.startswith(f"{EXPERIMENT}/")]
+        listed: dict[str, list[tuple[str, str]]] = {}
+        for name, parent in paths:
+            group, _, option = name.rpartition("/")
+            if group and parent in recipes:  # else an option that builds on another one
+                listed.setdefault(group, []).append((option, parent))
+        return RecipeChain(self._recipe, files, chosen, groups, recipes, listed)
+
+    def _defaults(self, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
+        """Return each file that is composed, with the file that lists it; an unused override is no error."""
+        options: Any = {"prepend_hydra": False, "skip_missing": True}
+        return _create_defaults_list(files, self._recipe, chosen, **options)[0]
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """Turn what Hydra raises for files and overrides that it cannot compose into a short error."""
+        try:
+            yield
+        except MissingConfigException as error:
+            raise hydra_errors.missing_file(error, self._path.names(), self._documents) from error
+        except COMPOSITION_ERRORS as error:
+            raise UsageError(hydra_errors.composition_error(error, self._documents)) from error

@@ -14,15 +14,18 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_eff.config import loggers, validate
-from lightning_eff.config.folders import check_folders
+from lightning_eff.config import validate
+from lightning_eff.config.loggers import check_loggers
 from lightning_eff.config.recipes import RecipeChain
-from lightning_eff.config.validate import TOP_LEVEL
+from lightning_eff.config.validate import TOP_LEVEL, check_folders
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
 from lightning_eff.core.errors import ConfigError, suggest_name
 from lightning_eff.core.secret_values import keep_variables
 
 log = logging.getLogger(__name__)
+
+NO_LOGGER = "none"
+"""Option of the group `logger` that leaves it empty."""
 
 
 def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
@@ -36,19 +39,18 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
         EnvironmentLacksError: The package of a logger is not installed.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
-    loggers.name_settings(cfg, overrides, chain)
-    _check_keys(cfg, overrides, chain)
+    check_keys(cfg, overrides, chain)
     _drop_inapplicable(cfg, overrides, chain)
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     resolved: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     values = {str(key): value for key, value in resolved.items()}
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
-    loggers.check_loggers(values)
+    check_loggers(values)
     return keep_variables(values, OmegaConf.to_container(own, resolve=False))
 
 
-def _check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
+def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
     """Reject keys that nothing reads, options under another name, and choices that Hydra drops silently."""
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in content:
@@ -64,6 +66,11 @@ def _check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeCha
         if "_target_" in (cfg.get(group) or {}):
             allowed = f"each option under its own name: begin its YAML with `# @package {group}.NAME`"
             raise ConfigError(key=group, value=cfg[group]["_target_"], allowed=allowed)
+    _check_choices(cfg, overrides, chain)
+
+
+def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
+    """Reject a list with `none` in it, and options that Hydra dropped from a list."""
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)
@@ -72,10 +79,14 @@ def _check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeCha
         value = item.value()
         options: list[Any] = value if isinstance(value, list) else [value]
         present = list(cfg.get(group) or {})
+        if NO_LOGGER in options and len(options) > 1:
+            others = ",".join(str(name) for name in options if name != NO_LOGGER)
+            allowed, remedies = f"{NO_LOGGER} alone, or a list of loggers", [f"{group}=[{others}]"]
+            raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=remedies)
         for option in options:
             names = chain.names(group, [str(option)])
             dropped = [name for name in names if name not in present and f"{group}.{name}" not in removed]
-            if option not in (None, loggers.NONE) and dropped:
+            if option not in (None, NO_LOGGER) and dropped:
                 remedy = f"{group}=[{','.join([*present, str(option)])}]"
                 allowed = f"one list: Hydra dropped {option!r} and kept {present}"
                 raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
@@ -93,12 +104,13 @@ def _no_experiment(value: Any) -> ConfigError:
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
     """Remove settings that do not apply, except those that the user typed or wrote into the recipe's file."""
     explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
+    written = explicit | chain.settings()
     # Keys of a group's YAML that the class in a `_target_` of the user's does not take.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
         # Settings in a file are those of the class in the file, not of one that was typed.
-        own = explicit if f"{group}._target_" in explicit else explicit | chain.settings
-        if f"{group}._target_" not in own or not isinstance(node, DictConfig) or group == loggers.GROUP:
+        own = explicit if f"{group}._target_" in explicit else written
+        if f"{group}._target_" not in own or not isinstance(node, DictConfig):
             continue
         by_user = {key for key in node if f"{group}.{key}" in own}
         foreign = validate.foreign_keys(group, node.get("_target_"), set(node) - by_user)
@@ -111,11 +123,11 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     # A recipe's settings of an option that it lists and that an override took out of the list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
-        is_replaced = group in explicit or chain.overrides(group)
+        is_replaced = group in explicit or chain.overriding(group)
         if not is_replaced or not isinstance(node, DictConfig):
             continue
         by_user = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
-        names = chain.names(group, chain.options(group) or ()) - by_user
+        names = chain.names(group, chain.options(group)).union(chain.files.get_group_options(group)) - by_user
         absent = [name for name in names if name in node and "_target_" not in node[name]]
         with open_dict(node), open_dict(cfg):
             for name in absent:

@@ -1,21 +1,24 @@
-"""Read one YAML file under strict rules, and report the file and line of what breaks them.
+"""Read YAML files under strict rules, for Hydra and for ourselves; an error names the file and the line.
 
-Hydra's own reader ends in a PyYAML traceback for many faults. This one accepts plain values only, each key
-once and no aliases (`${key}` refers to a value), so that a short file cannot stand for a huge or endless one.
-Recipes, options and a run's `resolved.yaml` are all read here and nowhere else.
+Hydra's own reader ends in a PyYAML traceback for many faults, and reads some values as nobody means them.
+This one accepts plain values only, each key once and no aliases (`${key}` refers to a value), so that a short
+file cannot stand for a huge or endless one. Through `RecipeFiles` Hydra reads with it too, each file once.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from typing_extensions import override
 from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
@@ -23,77 +26,77 @@ from yaml.reader import ReaderError
 from lightning_eff.core.errors import UsageError
 
 MAX_DEPTH = 50
+TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 MAX_NUMBER_CHARACTERS = 100
+NO_MAPPING = "expected lines of key: value"
 _PREFIX = "tag:yaml.org,2002:"
-_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")  # Hydra reads it in the first line only
 _NUMBER_TAGS = {f"{_PREFIX}int", f"{_PREFIX}float"}
-_DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-"""Of characters that change the order in which a terminal shows others."""
 _PLAIN_TAGS = _NUMBER_TAGS | {f"{_PREFIX}{kind}" for kind in ("null", "bool", "str", "seq", "map")}
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, and those that change the order in which a terminal shows others."""
 
 
 @dataclass(frozen=True)
 class YamlDocument:
     """A file's plain content (None if it is empty), and the entries of its defaults list with their lines."""
 
+    file: Path
     content: Any
     defaults: Sequence[tuple[int, Any]] = ()
-    package: str | None = None
-    """What its `# @package` line says."""
+    header: str = ""
+    """The file's beginning, which may have a `# @package` line."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Checks each node while the file is composed; reads a date as a string, as Hydra does."""
+class _Loader(get_yaml_loader()):
+    """OmegaConf's loader, which reads a date as a string, with a check of every node before it is built."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_PREFIX}timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    depth = 0
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            root: yaml.Node | None = super().get_single_node()
+        except RecursionError:
+            raise MarkedYAMLError(problem=TOO_DEEP, problem_mark=self.get_mark()) from None
+        seen: set[int] = set()
+        nodes: list[tuple[Any, int, Any]] = [] if root is None else [(root, 1, root)]
+        for node, depth, place in nodes:  # which the loop itself extends
+            if id(node) in seen:
+                raise _fault(place, "aliases are not read: ${key} refers to another value")
+            seen.add(id(node))
+            if depth > MAX_DEPTH:
+                raise _fault(node, TOO_DEEP)
+            if node.tag not in _PLAIN_TAGS:
+                tag = node.tag.replace(_PREFIX, "!!")
+                raise _fault(node, f"tag {tag} is not allowed: expected plain values")
+            if not isinstance(node, yaml.ScalarNode):
+                nodes += [(inner, depth + 1, its_place) for inner, its_place in self._inside(node)]
+            elif found := _CONTROL.search(node.value):
+                raise _fault(node, f"the control character U+{ord(found[0]):04X} is not allowed")
+            elif node.tag in _NUMBER_TAGS:
+                self._check_number(node)
+        return root
 
-    @override
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
-            raise _fault(event, "aliases are not read: ${key} refers to another value")
-        self.depth += 1
-        if self.depth > MAX_DEPTH:  # before the recursion
-            raise _fault(event, f"nested deeper than {MAX_DEPTH} levels")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        if node is not None:
-            self._check(node)
-        return node
-
-    def _check(self, node: yaml.Node) -> None:
-        if node.tag not in _PLAIN_TAGS:
-            tag = node.tag.replace(_PREFIX, "!!")
-            raise _fault(node, f"tag {tag} is not allowed: expected plain values")
-        if isinstance(node, yaml.ScalarNode):
-            self._check_scalar(node)
+    def _inside(self, node: Any) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return the nodes in a list or mapping, each with the node whose line a fault in it names."""
+        if isinstance(node, yaml.SequenceNode):
+            return list(zip(node.value, node.value, strict=True))
         keys: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_PREFIX}null":
                 raise _fault(key, "a key must be a string")
             if key.value in keys:
                 raise _fault(key, f"duplicate key {key.value!r}")
             keys.add(key.value)
+        return [(inner, key) for key, value in node.value for inner in (key, value)]
 
-    def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        for char in node.value:
-            is_control = unicodedata.category(char) == "Cc" and char not in "\n\t"
-            if is_control or unicodedata.bidirectional(char) in _DIRECTIONS:
-                raise _fault(node, f"the control character U+{ord(char):04X} is not allowed")
-        if node.tag in _NUMBER_TAGS:
-            if len(node.value) > MAX_NUMBER_CHARACTERS:
-                text = f"a number of {len(node.value)} characters: expected at most {MAX_NUMBER_CHARACTERS}"
-                raise _fault(node, text)
-            if ":" in node.value:  # YAML 1.1: 1:30 is 90
-                raise _fault(node, f"{node.value} is a number in base 60: put it in quotes for a text")
-            try:
-                self.construct_object(node)
-            except ValueError:
-                raise _fault(node, f"{node.value!r} is not a number") from None
+    def _check_number(self, node: yaml.ScalarNode) -> None:
+        if len(node.value) > MAX_NUMBER_CHARACTERS:
+            text = f"a number of {len(node.value)} characters: expected at most {MAX_NUMBER_CHARACTERS}"
+            raise _fault(node, text)
+        if ":" in node.value:  # YAML 1.1: 1:30 is 90
+            raise _fault(node, f"{node.value} is a number in base 60: put it in quotes for a text")
+        try:
+            self.construct_object(node)
+        except ValueError:
+            raise _fault(node, f"{node.value!r} is not a number") from None
 
 
 def _fault(at: yaml.Node | yaml.Event, text: str) -> MarkedYAMLError:
@@ -125,9 +128,8 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
         root = loader.get_single_node()
         content = None if root is None else loader.construct_document(root)
         if expect_mapping and not isinstance(content, dict):
-            raise file_error(file, 1, "expected lines of key: value")
-        package = _PACKAGE.match(text)
-        return YamlDocument(content, _read_defaults(root, loader), package and package[1])
+            raise file_error(file, 1, NO_MAPPING)
+        return YamlDocument(file, content, _read_defaults(root, loader), text[:512])
     except OSError as error:
         raise file_error(file, 1, str(error.strerror)) from error
     except UnicodeDecodeError as error:
@@ -160,3 +162,34 @@ def _read_defaults(root: yaml.Node | None, loader: _Loader) -> list[tuple[int, A
             raise _fault(node, f"defaults: {entry!r}: expected a name, or one group: option")
         entries.append((node.start_mark.line + 1, entry))
     return entries
+
+
+class RecipeFiles(FileConfigSource):
+    """Hydra's source of recipes and options in one folder.
+
+    Args:
+        provider: Hydra's word for where the folder was named.
+        path: The folder.
+        documents: Takes what is read, by the name of the recipe or option. All folders of a search path share
+            it, so that each file is read once for all compositions.
+    """
+
+    def __init__(self, provider: str, path: str, documents: dict[str, YamlDocument]) -> None:
+        super().__init__(provider, path)
+        self.documents = documents
+
+    def __deepcopy__(self, _: Any) -> RecipeFiles:
+        return self  # Hydra copies its sources for each composition
+
+    @override
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.removesuffix(".yaml")
+        if name not in self.documents:
+            # An option may be empty.
+            self.documents[name] = read_yaml(Path(self.path, f"{name}.yaml"), expect_mapping="/" not in name)
+        document = self.documents[name]
+        if not isinstance(document.content, (dict, type(None))):
+            raise file_error(document.file, 1, NO_MAPPING)
+        config = OmegaConf.create(document.content or {})  # which Hydra changes
+        header = self._get_header_dict(document.header)
+        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)

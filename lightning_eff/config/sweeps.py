@@ -14,8 +14,8 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_eff.config.folders import check_inside
 from lightning_eff.config.overrides import parse_overrides
+from lightning_eff.config.validate import check_inside
 from lightning_eff.core.errors import ConfigError, UsageError
 
 GRID = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"

@@ -1,23 +1,34 @@
-"""Check what a config may instantiate: each `_target_`, its parameters and their types, before any call.
+"""Check a composed config before any of it is built: classes, their parameters and types, and folders.
 
-A group instantiates only classes of the group's base, a nested `_target_` only classes of `NESTED_BASES`.
+A group instantiates only classes of the group's base, a nested `_target_` only classes of `_nested_bases`.
 Functions are rejected: most of what a config could do harm with is one. Naming a class imports its module,
 which is the user's own, trusted Python. Types are checked against the constructor's annotations by beartype;
-what an annotation cannot express, the constructor checks itself.
+what an annotation cannot express, the constructor checks itself. A run writes only below `output_root`.
+Hydra's own section may name installed plugins and a sweeper's sampler, and runs no other code.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+import os
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lightning_eff.config.targets import resolve_class
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.plugin import Plugin
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
 from lightning_eff.core.arguments import check_value
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import ConfigError, suggest_name
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, check_path, suggest_name
 
 GROUP_BASES = {
     "model": "lightning.pytorch.LightningModule",
@@ -43,19 +54,35 @@ RUN_TYPES = {
 RUN_KEYS = tuple(RUN_TYPES)
 TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)
 """Keys at the top level of a composed config."""
-CALLED_LATER = ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
-"""Classes that become partials: their first argument (parameters, optimizer) exists only in `fit`."""
-NESTED_BASES = (
-    "torch.nn.Module",
-    "torch.utils.data.Dataset",
-    "torch.utils.data.Sampler",
-    *CALLED_LATER,
-    "lightning.pytorch.Callback",
-    "lightning.pytorch.loggers.Logger",
-)
 DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
 """Hydra's own keys. `_args_` is rejected: positional arguments cannot be checked by name."""
 _KIND = inspect.Parameter
+EXTRAS = {
+    "torchao": "optimizers",
+    "bitsandbytes": "optimizers",
+    "schedulefree": "optimizers",
+    "pytorch_optimizer": "optimizers",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet_ml": "comet",
+}
+"""Packages that an option may need, and this package's extra that installs them."""
+WRITTEN_FOLDERS = (
+    "run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir", "dir",
+    "offline_directory",
+)  # fmt: skip
+"""Keys whose value is a folder that a run writes to."""
+WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
+"""Keys whose value is appended to such a folder."""
+HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
+SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
+CALLED = "hydra.sweeper.custom_search_space"
+"""Where Optuna's sweeper takes the name of a function."""
+LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
+"""Keys from which Python's logging builds classes, or writes to a file."""
+_MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
+"""An interpolation whose resolver may return a mapping, and so a `_target_`; the excluded ones do not."""
 
 
 def check_config_values(values: dict[str, Any]) -> None:
@@ -80,7 +107,7 @@ def check_config_values(values: dict[str, Any]) -> None:
             raise ConfigError(required, values.get(required), allowed=allowed)
     for group, base in GROUP_BASES.items():
         for path, node in _nodes(group, values.get(group)):
-            _check_node(path, node, (base,))
+            _check_node(path, node, (resolve_class(path, base),))
 
 
 def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -91,18 +118,22 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
     if group == "launch" and "_target_" not in value:
         raise ConfigError(group, value, allowed="an option beside it", remedies=["launch=ray"])
-    if group not in MULTI_CHOICE_GROUPS or (group == "logger" and "_target_" in value):
-        yield group, value  # the only logger of a run of earlier versions has no name
+    if group not in MULTI_CHOICE_GROUPS:
+        yield group, value
         return
+    options = [file.stem for file in (CONF / group).glob("*.yaml")]
+    listed = [name for name, node in value.items() if isinstance(node, dict) and "_target_" in node]
     for name, node in value.items():
-        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+        if name in listed:
+            yield f"{group}.{name}", node
+        elif node is not None:
             allowed = f"an option in the list: {name!r} is not in {group}"
-            options = [file.stem for file in (CONF / group).glob("*.yaml")]
-            allowed += "" if name in options else f"; {suggest_name(name, options)}"
+            if listed and name not in options and not isinstance(node, dict):
+                allowed = f"a setting of one option: {' or '.join(f'{group}.{own}.{name}' for own in listed)}"
+            elif name not in options:
+                allowed += f"; {suggest_name(name, options)}"
             remedies = [f"+{group}={name}"] if name in options else []
             raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
-        if node is not None:
-            yield f"{group}.{name}", node
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -135,14 +166,19 @@ def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]
     return [] if takes_any else sorted(str(key) for key in keys if str(key) not in known)
 
 
-def _check_node(path: str, node: dict[str, Any], bases: Sequence[str]) -> None:
+def _check_node(path: str, node: dict[str, Any], bases: tuple[type, ...]) -> None:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
     target = node.get("_target_")
     found = resolve_class(path, target)
     is_kept = path == "optimizer" and target == MODULE_OPTIMIZER
-    if not is_kept and not any(issubclass(found, resolve_class(path, base)) for base in bases):
-        expected = bases[0] if len(bases) == 1 else f"one of {', '.join(bases)}"
+    if not is_kept and not issubclass(found, bases):
+        names = [f"{base.__module__}.{base.__qualname__}" for base in bases]
+        expected = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
-    if issubclass(found, tuple(resolve_class(path, base) for base in CALLED_LATER)):
+    # These become partials: their first argument (parameters, optimizer) exists only in `fit`.
+    if issubclass(found, (Optimizer, LRScheduler)):
         node["_partial_"] = True
     _check_parameters(path, node, found, partial=bool(node.get("_partial_")))
 
@@ -161,7 +197,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
         if key == "_args_" or (key not in names and not takes_any):
             allowed = f"a parameter of {owner.__name__}; {suggest_name(key, names)}"
             raise ConfigError(key=f"{path}.{key}", value=value, allowed=allowed)
-        if not _check_nested(f"{path}.{key}", value):
+        if not (isinstance(value, (dict, list)) and _check_nested(f"{path}.{key}", value)):
             check_value(f"{path}.{key}", value, hints.get(key, Any), none="null")
     variadic = (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
     needed = [name for name in names if name not in node and parameters[name].kind not in variadic]
@@ -172,16 +208,26 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
 
 
 def _check_nested(path: str, value: Any) -> bool:
-    """Check every `_target_` below a value; return whether there was one."""
+    """Check every `_target_` below a mapping or a list; return whether there was one."""
     if isinstance(value, dict) and "_target_" in value:
-        _check_node(path, value, NESTED_BASES)
+        _check_node(path, value, _nested_bases())
         return True
-    children: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        children = [(f"{path}.{key}", item) for key, item in value.items()]
-    elif isinstance(value, list):
+    children = [(f"{path}.{key}", item) for key, item in value.items()] if isinstance(value, dict) else []
+    if isinstance(value, list):
         children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    return any([_check_nested(*child) for child in children])  # noqa: C419 - every child is to be checked
+    inside = [_check_nested(*child) for child in children if isinstance(child[1], (dict, list))]
+    return any(inside)
+
+
+def _nested_bases() -> tuple[type, ...]:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loggers import Logger
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import Dataset, Sampler
+
+    return Module, Dataset, Sampler, Optimizer, LRScheduler, Callback, Logger
 
 
 def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
@@ -195,18 +241,158 @@ def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
     return parameters, any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
 
 
-def walk_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield path, last key and value of everything that is neither mapping nor list.
+def walk_leaves(node: Any) -> list[tuple[str, str, Any]]:
+    """Return path, last key and value of everything that is neither mapping nor list, in order.
 
     Example:
-        >>> list(walk_leaves({"a": {"b": 1}, "c": [2]}))
+        >>> walk_leaves({"a": {"b": 1}, "c": [2]})
         [('a.b', 'b', 1), ('c[0]', 'c', 2)]
     """
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from walk_leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from walk_leaves(value, f"{path}[{index}]")
-    else:
-        yield path, path.rpartition(".")[2].partition("[")[0], node
+    leaves: list[tuple[str, str, Any]] = []
+    nodes: list[tuple[str, str, Any]] = [("", "", node)]
+    while nodes:
+        path, name, value = nodes.pop()
+        if isinstance(value, Mapping):
+            inside = [(f"{path}.{key}".lstrip("."), str(key), item) for key, item in value.items()]
+            nodes += reversed(inside)
+        elif isinstance(value, list):
+            nodes += reversed([(f"{path}[{index}]", name, item) for index, item in enumerate(value)])
+        else:
+            leaves.append((path, name, value))
+    return leaves
+
+
+def resolve_class(path: str, target: object) -> type:
+    """Return the class that a `_target_` names.
+
+    Raises:
+        ConfigError: It is not an importable name, or names something that is not a class.
+        EnvironmentLacksError: It belongs to a package that is not installed, or its module needs one.
+
+    Example:
+        >>> resolve_class("model", "os.system")
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: model._target_='os.system': expected a class, ...
+    """
+    key = f"{path}._target_"
+    names = target.split(".") if isinstance(target, str) else []
+    if not isinstance(target, str) or len(names) < 2 or not all(name.isidentifier() for name in names):
+        raise ConfigError(key, target, allowed="the dotted name of a class, for example my_project.Net")
+    found: Any = _import_module(key, target, names[0])
+    for count, name in enumerate(names[1:], start=2):
+        if hasattr(found, name):
+            found = getattr(found, name)
+        elif inspect.ismodule(found):
+            public = [attribute for attribute in vars(found) if not attribute.startswith("_")]
+            found = _import_module(key, target, ".".join(names[:count]), public)
+        else:
+            raise ConfigError(key, target, allowed=f"a class; {found!r} has no {name!r}")
+    if isinstance(found, type):
+        return found
+    kind = "module" if inspect.ismodule(found) else "function" if callable(found) else type(found).__name__
+    raise ConfigError(key, target, allowed=f"a class, not a {kind}")
+
+
+def _import_module(key: str, target: str, module: str, siblings: Sequence[str] = ()) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, SyntaxError) as error:
+        missing = str(error.name or "") if isinstance(error, ModuleNotFoundError) else None
+        extra = EXTRAS.get((missing or "").partition(".")[0])
+        if extra is not None:
+            text = f"{key}={target!r} needs the package {str(missing).partition('.')[0]}"
+            text += f"\n  try: pip install 'lightning-eff[{extra}]'"
+            raise EnvironmentLacksError(text) from error
+        if not missing or not f"{module}.".startswith(f"{missing}."):  # an import inside the module failed
+            allowed = f"a class that can be imported; importing its module fails: {error}"
+            raise ConfigError(key, target, allowed=allowed) from error
+        parent, _, name = module.rpartition(".")
+        reason = f"{parent} has no {name!r}" if parent else f"no module {module!r}"
+        hint = suggest_name(name, siblings) if siblings else "the current folder is on the import path"
+        raise ConfigError(key, target, allowed=f"a class that can be imported; {reason}: {hint}") from error
+
+
+def check_inside(key: str, value: str, root: Path) -> None:
+    """Reject a path that is not below `root` once symbolic links are followed."""
+    check_path(key, value)
+    resolved = Path(value).resolve()
+    if not resolved.is_relative_to(root):
+        allowed = f"a folder under output_root={str(root)!r}"
+        raise ConfigError(key, value, allowed=allowed, remedies=[f"output_root={resolved.parent}"])
+
+
+def check_folders(values: Mapping[str, Any], root: Path) -> None:
+    """Reject folders outside `root`, and names that lead out of their folder."""
+    check_path("output_root", root)
+    if not str(root.resolve()).isprintable():  # the run's own YAML could not be read again
+        allowed = "a folder without control characters in its path"
+        raise ConfigError(key="output_root", value=str(root.resolve()), allowed=allowed)
+    if values.get("task_name") == "":
+        raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
+    for path, key, value in walk_leaves(values):
+        if not isinstance(value, str):
+            continue
+        if key in WRITTEN_FOLDERS:
+            check_inside(path, value, root.resolve())
+        # model.name is only read: the name of a hub model, or a folder.
+        if key in WRITTEN_NAMES and path != "model.name" and {"..", "/"} & {*Path(value).parts}:
+            raise ConfigError(path, value, allowed="a name that does not leave its folder")
+
+
+def check_write_access(root: Path) -> None:
+    """Reject a folder of all runs that cannot be written to, or created."""
+    existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        allowed = f"a folder with write access; {existing} has none"
+        raise ConfigError(key="output_root", value=str(root), allowed=allowed)
+
+
+def check_run_dir(cfg: DictConfig) -> None:
+    """Reject a run's and a sweep's folder outside of `output_root`."""
+    root = cfg.get("output_root")
+    if not str(root or "").strip():
+        allowed = "a folder; a recipe that builds on baseline has one"
+        raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
+    check_path("output_root", str(root))
+    if cfg.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(key="hydra.mode", value="MULTIRUN", allowed="RUN; the option -m runs a sweep")
+    folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}
+    if cfg.hydra.output_subdir is not None:
+        folders["hydra.output_subdir"] = Path(cfg.hydra.run.dir) / str(cfg.hydra.output_subdir)
+    for key, value in folders.items():
+        check_inside(key, str(value), Path(str(root)).resolve())
+
+
+def check_hydra(section: Any) -> None:
+    """Check the classes in Hydra's own section, which is not resolved yet.
+
+    Raises:
+        ConfigError: A class is not expected there, is no plugin, or depends on a resolver.
+    """
+    for name, kind in HYDRA_PLUGINS.items():
+        node = section.get(name.rpartition(".")[2])
+        target = node.get("_target_") if isinstance(node, Mapping) else node
+        known = [f"{plugin.__module__}.{plugin.__name__}" for plugin in Plugins.instance().discover(kind)]
+        if target not in known:
+            hint = suggest_name(str(target), known)
+            allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
+            key = f"{name}._target_"
+            raise ConfigError(key, target, allowed=allowed)
+    # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds what `env_copy` names.
+    if variables := [*(section["job"].get("env_set") or ())]:
+        allowed = "none, nor in env_copy: set environment variables where you start the run"
+        raise ConfigError("hydra.job.env_set", variables, allowed=allowed)
+    for path, key, value in walk_leaves({"hydra": section}):
+        owner = path.removesuffix("._target_")
+        if path == CALLED and value is not None:
+            raise ConfigError(path, value, allowed="null: no function is called by its name")
+        if isinstance(value, str) and _MAKES_A_MAPPING.match(value):
+            raise ConfigError(path, value, allowed="a value, or the name of one in ${}")
+        if LOG_CLASSES.match(path) or (key == "_target_" and owner not in (*HYDRA_PLUGINS, SAMPLER)):
+            raise ConfigError(path, value, allowed="no class here")
+        if (
+            key == "_target_"
+            and owner == SAMPLER
+            and not issubclass(resolve_class(owner, value), resolve_class(owner, SAMPLER_BASE))
+        ):
+            raise ConfigError(path, value, allowed=f"a class derived from {SAMPLER_BASE}")

@@ -99,7 +99,7 @@ def accepts(hint: Any, value: Any) -> bool:
         return any(accepts(arg, value) for arg in args)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
-    items = _items(origin, args, value)
+    items = _items(origin, args, value) if args else None
     if items is not None:
         return all(accepts(arg, item) for arg, item in items)
     base: Any = args[0] if origin is Annotated else hint

@@ -2,8 +2,9 @@
 
 Each technique states facts about itself (core/technique.py) and never checks which others are present. Here
 the facts are compared with each other, with Lightning's callbacks and plugins, and with the run. The same
-rules are applied three times: to a Trainer that has no model yet, in `setup`, and in `on_fit_start`. A fact
-that is not known yet is absent, so a rule about it applies later.
+rules are applied three times: to a Trainer that has no model yet, to one with its model, and when `fit`
+starts. A fact that is not known yet is absent, so a rule about it applies later. The verdict is kept on the
+Trainer: all techniques ask for it, and each states its facts once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lightning_eff.core.machine import machine_facts
 from lightning_eff.core.technique import (
     PACKAGE,
     SUITE,
+    Facts,
     HasFacts,
     Rule,
     Technique,
@@ -38,6 +40,9 @@ from lightning_eff.core.technique import (
     name_of,
 )
 from lightning_eff.core.torch_private import batch_norm_class
+
+_VERDICT = "lightning_eff_verdict"
+"""Attribute of a Trainer with its findings, and the objects that they are about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +66,22 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
 
     `run` has facts of the run and the machine, description by name; one that is not known yet is absent.
     """
-    components = list(objects)
-    present = dict(run)
-    for component in components:
+    present, stated, counts = dict(run), list[tuple[str, Facts]](), Counter[str]()
+    for component in objects:
         kind = component if isinstance(component, type) else type(component)
-        if kind.__module__.startswith(f"{PACKAGE}."):
-            provided = component.facts().provides if isinstance(component, HasFacts) else ()
-            names = [name_of(component), *provided]
-        else:
+        name = name_of(component)
+        facts = component.facts() if isinstance(component, HasFacts) else Facts()
+        names = [name, *facts.provides]
+        if not kind.__module__.startswith(f"{PACKAGE}."):
             # A class of a library is named with its bases: a user's subclass of BatchSizeFinder is one too.
             bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
-            names = [f"{package}/{name}" for package, name in bases if package not in ("builtins", PACKAGE)]
-        if isinstance(component, Technique) and not isinstance(component, type):
-            names.append(SUITE)
-        present |= dict.fromkeys(names, name_of(component))
-    stated = [
-        (name_of(component), component.facts()) for component in components if isinstance(component, HasFacts)
-    ]
+            names = [f"{package}/{title}" for package, title in bases if package not in ("builtins", PACKAGE)]
+        if isinstance(component, Technique):
+            counts[name] += 1
+            names += [] if isinstance(component, type) else [SUITE]
+        present |= dict.fromkeys(names, name)
+        stated.append((name, facts))
     stated += [(title, LIBRARY_RULES[name]) for name, title in present.items() if name in LIBRARY_RULES]
-    counts = Counter(name_of(component) for component in components if isinstance(component, Technique))
     reason = "it is listed twice, and each copy would undo what the other did"
     findings = [
         RuleFinding(technique=name, rule=Rule(name=name, reason=reason, remedies=("remove one",)), found=name)
@@ -167,6 +169,23 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
     )
 
 
+def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> list[RuleFinding]:
+    """Apply the rules to a Trainer, and keep the findings on it until more is known.
+
+    More is known with the model, with callbacks that the model adds, and when the optimizers exist. Every
+    technique asks in each of its hooks.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    stating = [callback for callback in callbacks if isinstance(callback, HasFacts)]
+    # By id, so that nothing of an earlier `fit` stays in memory.
+    moment = [id(each) for each in (module, *stating, *trainer.optimizers)]
+    kept_moment, findings = vars(trainer).get(_VERDICT, (None, []))
+    if kept_moment != moment:
+        findings = check_rules(trainer_components(trainer), run_facts(trainer, module))
+        vars(trainer)[_VERDICT] = moment, findings
+    return findings
+
+
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:
     """Raise one error that lists every rejected finding.
 
@@ -219,7 +238,7 @@ def enforce(
     """
     del stage
     reject_legacy_trainer(self, trainer)
-    findings = check_rules(trainer_components(trainer), run_facts(trainer, pl_module))
+    findings = verdict_on(trainer, pl_module)
     raise_rejected(findings)
     if not trainer.optimizers:
         return  # in `setup`: `on_fit_start` knows the optimizers too, and warns once

@@ -20,63 +20,72 @@ HIDDEN = "***"
 MIN_CHARACTERS = 6
 """Of a value that is replaced in texts: a shorter one may be a part of any word."""
 _SECRET = re.compile(
-    r"(^|_)(token|password|passwd|passphrase|secret|credentials?|(api|access|auth|private|secret)_?key)$",
+    r"(?!(?-i:(.*_)?(bos|eos|sos|unk|sep|pad|cls|class|mask|special|start|end|prefix|suffix|image|audio|video)_token$))"
+    r"(.*_)?(token|password|passwd|passphrase|secret|credentials?|(api|access|auth|private|secret)_?key)$",
     re.IGNORECASE,
 )
-_OF_A_VOCABULARY = re.compile(
-    r"(^|_)(bos|eos|sos|unk|sep|pad|cls|class|mask|special|start|end|prefix|suffix|image|audio|video)_token$"
-)
+"""Names of secrets; a vocabulary's special tokens are none."""
 _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
-def is_secret(key: object, value: object) -> bool:
+def secret_variables() -> dict[str, str]:
+    """Return the variables of the environment that are named like a secret: name by value, longest first."""
+    long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
+    named = [(value, name) for value, name in long if _SECRET.match(name)]
+    return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
+
+
+def is_secret(key: object, value: object, variables: Mapping[str, str] | None = None) -> bool:
     """Return whether a value is a secret: a text under a key that is named like one, or with one in it.
+
+    `variables` are `secret_variables()`, for whoever asks often.
 
     Example:
         >>> is_secret("api_token", "x"), is_secret("eos_token", "</s>"), is_secret("use_auth_token", True)
         (True, False, False)
     """
-    return isinstance(value, str) and bool(value) and (_is_named(key) or hide_secrets(value) != value)
+    if not isinstance(value, str) or not value:
+        return False
+    known = secret_variables() if variables is None else variables
+    return bool(_SECRET.match(str(key))) or any(secret in value for secret in known)
 
 
-def _is_named(key: object) -> bool:
-    return bool(_SECRET.search(str(key)) and not _OF_A_VOCABULARY.search(str(key)))
-
-
-def keep_variables(values: Any, source: Any, path: str = "") -> Any:
+def keep_variables(values: Any, source: Any) -> Any:
     """Return a resolved config in which each secret is an interpolation of the environment.
 
     Args:
-        values: The config, or a part of it.
+        values: The config.
         source: The same before it was resolved.
-        path: Of the part, in the config.
 
     Raises:
         ConfigError: The config itself has a secret.
     """
-    if isinstance(values, list):
-        sources = source if isinstance(source, list) else [None] * len(values)
-        return [
-            keep_variables(value, each, f"{path}[{index}]")
-            for index, (value, each) in enumerate(zip(values, sources, strict=True))
-        ]
-    if isinstance(values, Mapping):
-        sources = source if isinstance(source, Mapping) else {}
-        return {
-            key: keep_variables(value, sources.get(key), f"{path}.{key}".lstrip("."))
-            for key, value in values.items()
-        }
-    key = path.rpartition(".")[2]
-    if not is_secret(key, values):
-        return values
-    if isinstance(source, str) and _VARIABLE.search(source) and "${" not in _VARIABLE.sub("", source):
-        return source
-    kept = hide_secrets(values, "${{oc.env:{}}}")
-    if kept == values:
-        allowed = "a variable of the environment, since a run's files hold its config"
-        remedies = [f"'{path}=${{oc.env:{key.upper()}}}'"]
-        raise ConfigError(path, HIDDEN, allowed=allowed, remedies=remedies)
-    return kept
+    variables = secret_variables()
+
+    def keep(values: Any, source: Any, path: str) -> Any:
+        if isinstance(values, list):
+            sources = source if isinstance(source, list) else [None] * len(values)
+            pairs = enumerate(zip(values, sources, strict=True))
+            return [keep(value, each, f"{path}[{index}]") for index, (value, each) in pairs]
+        if isinstance(values, Mapping):
+            sources = source if isinstance(source, Mapping) else {}
+            items = values.items()
+            return {key: keep(value, sources.get(key), f"{path}.{key}".lstrip(".")) for key, value in items}
+        if not isinstance(values, str):
+            return values
+        key = path.rpartition(".")[2]
+        if not is_secret(key, values, variables):
+            return values
+        if isinstance(source, str) and _VARIABLE.search(source) and "${" not in _VARIABLE.sub("", source):
+            return source
+        kept = hide_secrets(values, "${{oc.env:{}}}")
+        if kept == values:
+            allowed = "a variable of the environment, since a run's files hold its config"
+            remedies = [f"'{path}=${{oc.env:{key.upper()}}}'"]
+            raise ConfigError(path, HIDDEN, allowed=allowed, remedies=remedies)
+        return kept
+
+    return keep(values, source, "")
 
 
 def without_secrets(values: Any) -> Any:
@@ -86,17 +95,20 @@ def without_secrets(values: Any) -> Any:
         >>> without_secrets({"width": 3, "hubs": [{"token": "x", "name": "y"}]})
         {'width': 3, 'hubs': [{'name': 'y'}]}
     """
-    if isinstance(values, Mapping):
-        return {key: without_secrets(value) for key, value in values.items() if not is_secret(key, value)}
-    if isinstance(values, (list, tuple)):
-        return [without_secrets(value) for value in values if not is_secret("", value)]
-    return values
+    variables = secret_variables()
+
+    def without(values: Any) -> Any:
+        if isinstance(values, Mapping):
+            return {key: without(item) for key, item in values.items() if not is_secret(key, item, variables)}
+        if isinstance(values, (list, tuple)):
+            return [without(item) for item in values if not is_secret("", item, variables)]
+        return values
+
+    return without(values)
 
 
 def hide_secrets(text: str, shown: str = HIDDEN) -> str:
     """Return a text with `shown`, which may have the name, for values of variables named like a secret."""
-    named = {value: name for name, value in os.environ.items() if _is_named(name)}
-    for value in sorted(named, key=len, reverse=True):
-        if len(value) >= MIN_CHARACTERS:
-            text = text.replace(value, shown.format(named[value]))
+    for value, name in secret_variables().items():
+        text = text.replace(value, shown.format(name))
     return text

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_eff.core.remedies import TO_ADAMW, Remedy
-from lightning_eff.core.secret_values import HIDDEN, is_secret
+from lightning_eff.core.secret_values import HIDDEN, is_secret, secret_variables
 
 PACKAGE = __name__.partition(".")[0]
 SUITE = PACKAGE
@@ -85,8 +85,9 @@ def config_of(technique: object) -> dict[str, Any]:
         >>> config_of(EmptyCache(every_n_steps=5))["every_n_steps"]
         5
     """
+    variables = secret_variables()
     return {
-        name: HIDDEN if is_secret(name, value) else _plain(value)
+        name: HIDDEN if is_secret(name, value, variables) else _plain(value)
         for name in inspect.signature(type(technique)).parameters
         if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
     }

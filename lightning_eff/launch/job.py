@@ -230,9 +230,8 @@ def check_not_started(launch: Launch) -> None:
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
 
-def starts_ranks(values: Mapping[str, Any]) -> bool:
+def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
     """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
-    launch = Launch.of()
     if values.get("launch") and launch.by != "ray":
         check_not_started(launch)
         return True

@@ -218,17 +218,12 @@ class RayReport(Checkpoint):
         self._report(trainer)
 
 
-def callbacks() -> list[pl.Callback]:
-    """Return what a Trainer needs in addition if Ray has started this process."""
-    return [RayReport()] if Launch.of().by == "ray" else []
-
-
 def reported_checkpoint(folder: Path) -> Path | None:
     """Return the newest intact checkpoint in the run's folder once one has been reported to Ray, else None.
 
     A worker that Ray has started again resumes from it.
     """
-    if Launch.of().by != "ray" or importlib.import_module("ray.train").get_checkpoint() is None:
+    if importlib.import_module("ray.train").get_checkpoint() is None:
         return None
     found = newest_valid(folder)
     log.info("Ray has started the workers again: resumes from %s", found)

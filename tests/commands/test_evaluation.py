@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_eff.config.evaluated import find_evaluated
+from lightning_eff.config.ckpt_path import find_evaluated
 from lightning_eff.core.errors import ConfigError
 from tests.support.command_line import Command
 from tests.support.own_recipe import MODULE, RECIPE

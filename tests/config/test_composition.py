@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.config import composition, targets
-from lightning_eff.config.recipes import RecipePath
+from lightning_eff.config import composition, validate
+from lightning_eff.config.recipes import RecipePath, register
 from lightning_eff.core.catalog import RECIPES
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
 
@@ -105,8 +105,8 @@ REJECTED_AT = {
     "callbacks=[empty_cache] callbacks=optimizer_choice": "callbacks",
     "model.d_model={_target_:subprocess.Popen}": "model.d_model._target_",
     "model.d_model=[{_target_:os.system}]": "model.d_model[0]._target_",
-    "logger._target_=${model._target_}": "logger.csv._target_",
-    "logger.name=../../../escaped": "logger.csv.name",
+    "logger.csv._target_=${model._target_}": "logger.csv._target_",
+    "logger.csv.name=../../../escaped": "logger.csv.name",
     "+hydra.job.env_set.LD_PRELOAD=x": "hydra.job.env_set",
     "hydra.job.env_copy=[PATH]": "hydra.job.env_set",
     "strategy=ddp strategy._args_=[1]": "strategy._args_",
@@ -280,8 +280,8 @@ def test_any_hydra_app_can_use_the_groups() -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    composition.register()
-    composition.register()
+    register()
+    register()
     with initialize_config_dir(str(Path.cwd()), version_base="1.3"):
         cfg = hydra_compose(overrides=["+callbacks=empty_cache"])
     assert cfg.callbacks.empty_cache.every_n_steps == 100
@@ -291,7 +291,7 @@ def test_any_hydra_app_can_use_the_groups() -> None:
 def test_a_missing_extra_is_one_line_and_the_pip_command(
     target: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(targets.EXTRAS, "not_there", "optimizers")
+    monkeypatch.setitem(validate.EXTRAS, "not_there", "optimizers")
     monkeypatch.syspath_prepend(empty_folder)
     (empty_folder / "needs_it.py").write_text("from not_there.optim import Adam")
     with pytest.raises(EnvironmentLacksError) as error:
@@ -309,7 +309,7 @@ def test_a_word_that_is_a_file_here_is_said_to_be_one(empty_folder: Path) -> Non
 def test_every_extra_is_declared() -> None:
     text = (RECIPES.parent / "pyproject.toml").read_text()
     declared = tomllib.loads(text)["project"]["optional-dependencies"]
-    for package, extra in targets.EXTRAS.items():
+    for package, extra in validate.EXTRAS.items():
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
 
 

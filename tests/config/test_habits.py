@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_eff.config.composition import compose_recipe
-from lightning_eff.config.habits import HABITS, proposals
+from lightning_eff.config.habits import proposals, read_habits
 from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, parameter_keys
 from lightning_eff.core.errors import UsageError
@@ -22,7 +22,7 @@ VALUES = {
     **dict.fromkeys(("output_dir", "out_dir", "log_dir", "paths.output_dir"), "elsewhere"),
     **dict.fromkeys((*RESUMES, "trainer.ckpt_path", "trainer.resume_from_checkpoint"), "last"),
 }  # fmt: skip
-ROWS = [row.partition("=")[::2] for row in HABITS]
+ROWS = [row.partition("=")[::2] for row in read_habits()]
 PROPOSED = {row: proposals(row[0], row[1] or VALUES.get(row[0], "2")) for row in ROWS}
 
 

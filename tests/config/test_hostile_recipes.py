@@ -18,6 +18,10 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "latin": (f"{TOP}output_root: café\n".encode("latin-1"), "mine/latin.yaml:2: byte 0xe9 is not UTF-8"),
     "tag": (f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n", "mine/tag.yaml:2: tag !!"),
     "alias": (f"{TOP}trainer: &a\n  x: *a\n", "mine/alias.yaml:3: aliases are not read: ${key} refers to"),
+    "reused": (
+        f"{TOP}trainer:\n  max_steps: &n 2\n  max_epochs: *n\n",
+        "mine/reused.yaml:4: aliases are",
+    ),
     "nested": (f"{TOP}seed: {'[' * 3000}{']' * 3000}\n", "mine/nested.yaml:2: nested deeper than 50 levels"),
     "digits": (f"{TOP}seed: {'1' * 5000}\n", "mine/digits.yaml:2: a number of 5000 characters"),
     "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:2: '0x_' is not a number"),
@@ -130,7 +134,7 @@ LONG = "a" * 5000
 LONG_PATHS: dict[str, tuple[str, ...]] = {
     "ckpt_path": ("train", "lm", f"ckpt_path={LONG}"),
     "output_root": ("train", "lm", f"output_root=/tmp/{LONG}"),
-    "logger.csv.save_dir": ("train", "lm", f"logger.save_dir=outputs/{LONG}"),
+    "logger.csv.save_dir": ("train", "lm", f"logger.csv.save_dir=outputs/{LONG}"),
     "--config-dir": ("train", "lm", "--config-dir", LONG),
     "callbacks.peft_adapter.base_checkpoint": (
         *("train", "lora", "trainer.accelerator=cpu"), f"callbacks.peft_adapter.base_checkpoint={LONG}",

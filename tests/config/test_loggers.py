@@ -1,4 +1,4 @@
-"""Several loggers by name, settings without a name, packages that are not there, and what each one writes."""
+"""Several loggers by name, packages that are not there, and what each one writes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from tests.support.logged import events_of, rows_of
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 CSV = "lightning.pytorch.loggers.CSVLogger"
-TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
 FILES = {
     "logger/bare.yaml": f"_target_: {CSV}\nsave_dir: ${{run_dir}}\n",
-    "unnamed.yaml": "defaults: [lm, _self_]\nlogger:\n  name: mine\n",
     "adds.yaml": "defaults:\n  - lm\n  - logger: [tensorboard]\n  - _self_\nlogger:\n  csv: {name: mine}\n",
-    "overrides.yaml": "defaults:\n  - lm\n  - override logger: bare\n  - _self_\nlogger:\n  name: mine\n",
-    "own_class.yaml": f"defaults: [lm, _self_]\nlogger:\n  _target_: {TENSORBOARD}\n  name: mine\n",
+    "overrides.yaml": "defaults:\n  - lm\n  - override logger: tensorboard\n  - _self_\n"
+    "logger:\n  tensorboard: {name: mine}\n",
 }
 
 
@@ -44,16 +42,10 @@ FORMS: list[tuple[str, list[str], dict[str, str | None]]] = [
     ("lm", ["+logger=tensorboard", "~logger.csv"], {"tensorboard": "tensorboard"}),
     ("lm", ["logger=none"], {}),
     ("lm", ["logger=[]"], {}),
-    # Without a name: the only logger's.
-    ("lm", ["logger.name=mine"], {"csv": "mine"}),
-    ("lm", ["logger=tensorboard", "logger.name=mine"], {"tensorboard": "mine"}),
-    ("lm", ["logger=bare"], {"bare": None}),
-    ("unnamed", [], {"csv": "mine"}),
-    ("unnamed", ["+logger=tensorboard"], {"csv": "mine", "tensorboard": "tensorboard"}),
     ("adds", [], {"csv": "mine", "tensorboard": "tensorboard"}),
     ("adds", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
-    ("overrides", [], {"bare": "mine"}),
-    ("own_class", [], {"csv": "mine"}),
+    ("overrides", [], {"tensorboard": "mine"}),
+    ("overrides", ["logger=csv"], {"csv": "metrics"}),
 ]
 
 
@@ -62,20 +54,14 @@ def test_forms_of_choosing_loggers(recipe: str, overrides: list[str], names: dic
     assert {name: node.get("name") for name, node in compose(recipe, *overrides).items()} == names
 
 
-def test_another_class_for_the_only_logger_takes_what_it_knows() -> None:
-    target = "lightning.pytorch.loggers.logger.DummyLogger"
-    assert compose("lm", f"logger._target_={target}") == {"csv": {"_target_": target}}
-    assert compose("own_class")["csv"]["_target_"] == TENSORBOARD
-
-
 REFUSED = [
-    ([*BOTH, "logger.name=x"], "logger.name", "of one logger: logger.csv.name or logger.tensorboard.name"),
-    (["logger=none", "logger.name=x"], "logger.name", "a logger that has it; there is none"),
-    (["logger.nme=x"], "logger.csv.nme", "did you mean 'name'"),
+    ([*BOTH, "logger.name=x"], "logger.name", "of one option: logger.csv.name or logger.tensorboard.name"),
+    (["logger.csv.nme=x"], "logger.csv.nme", "did you mean 'name'"),
+    (["logger=[csv,none]"], "logger", "none alone, or a list of loggers"),
     (["logger.tensorboard.name=x"], "logger.tensorboard", "'tensorboard' is not in logger"),
     (["logger.tensorbord.name=x"], "logger.tensorbord", "did you mean 'tensorboard'"),
     (["logger=comet", "logger.comet.online=false"], "logger.comet.online", "logs nothing at all"),
-    (["logger=[csv,bare]"], "logger", "begin its YAML with `# @package logger.NAME`"),
+    (["logger=bare"], "logger", "begin its YAML with `# @package logger.NAME`"),
 ]
 
 

@@ -18,7 +18,7 @@ from lightning_eff.core.errors import ConflictError, EnvironmentLacksError
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.progress import Progress
-from tests.support.models import make_trainer
+from tests.support.models import Deep, make_loader, make_trainer
 
 
 class Stating(pl.Callback):
@@ -97,3 +97,17 @@ def test_plugins_that_replace_layers_late_are_refused_with_surgery_alone(plugin:
 def test_a_static_graph_is_read_off_the_strategy() -> None:
     assert "run/static_graph" in rules.run_facts(make_trainer(strategy=DDPStrategy(static_graph=True)))
     assert "run/static_graph" not in rules.run_facts(make_trainer())
+
+
+def test_facts_are_stated_once_a_moment_however_many_techniques_ask() -> None:
+    moments: list[bool] = []
+
+    class Counted(Stating):
+        def facts(self) -> Facts:
+            moments.append(bool(trainer.optimizers))
+            return self.stated
+
+    asking = [GradientCheckpointing(), EmptyCache(every_n_steps=1)]
+    trainer = make_trainer(callbacks=[*asking, Counted(facts=Facts())], max_steps=1)
+    trainer.fit(Deep(), make_loader())
+    assert moments == [False, True], "with the model, and when the optimizers exist"

@@ -20,7 +20,7 @@ from lightning_eff.commands._migration.tables import (
     read_file,
     read_table,
 )
-from lightning_eff.config.recipes import RecipePath, read_chain
+from lightning_eff.config.recipes import RecipeLoader, RecipePath
 from lightning_eff.config.strict_yaml import is_file, read_yaml
 from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
@@ -190,8 +190,8 @@ class Migration:
                 convert(self, parts)
         chosen = self.settings.pop("recipe", None)
         self.recipe = chosen.word.partition("=")[2] if chosen else self.table.recipe
-        chain = read_chain(self.recipe, RecipePath())
-        listed = {name: chain.options(name) or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
+        chain = RecipeLoader(self.recipe, RecipePath()).read_chain()
+        listed = {name: {*chain.options(name)} or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
             is_listed = option in listed.get(group, ())
