@@ -132,6 +132,7 @@ class Attention(Managed):
     """
 
     exact = True
+    lowers = ("activations", "time")
 
     @check_arguments
     def __init__(self, *, backend: str | Sequence[str] | None = None, packing: Packing = "auto") -> None:

@@ -44,7 +44,16 @@ from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.recompute import ContextFn, RecomputedBlock, noop_context_fn
-from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import (
+    MEMORY_BUDGET,
+    RECOMPUTE,
+    TRANSFORM,
+    Facts,
+    Outcome,
+    Rule,
+    Try,
+    name_of,
+)
 from lightning_eff.report.advice import Observed, Suggestion
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
@@ -180,6 +189,12 @@ class GradientCheckpointing(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (
+        Try(),
+        Try(overrides=("callbacks.gradient_checkpointing.policy=selective",)),
+        Try(overrides=("callbacks.gradient_checkpointing.policy=offload",), needs=("run/cuda",)),
+    )
 
     @check_arguments
     def __init__(

@@ -43,7 +43,7 @@ from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import has_windows, is_container
 
@@ -149,6 +149,8 @@ class TiledConv(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (Try(needs=("peak/convolution",)),)
 
     @check_arguments
     def __init__(

@@ -45,7 +45,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.shards import full_shape
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
 
@@ -163,6 +163,8 @@ class TiledMLP(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (Try(),)
 
     @check_arguments
     def __init__(
