@@ -90,19 +90,17 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: TrialRounds) -> None:
-    """Run all rounds; the trials that helped alone are combined after the second one."""
+    """Run all rounds; the trials that helped alone are combined."""
     planned = _selected(options, values)
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
-    for number in range(1, options.rounds + 1):
-        comparison.run_round(trials)
-        if number == min(2, options.rounds):
-            helped = [planned[name] for name in helpful(comparison.table_rows()) if name in planned]
-            combined = combine_trials(helped, functools.partial(_is_allowed, options))
-            if combined is not None:
-                trials.append(recipe_trial(options, COMBINED, combined, without=OWN_GROUPS))
-                for _ in range(number):
-                    comparison.run_round(trials[-1:])
+
+    def combine() -> list[Trial]:
+        helped = [planned[name] for name in helpful(comparison.table_rows()) if name in planned]
+        own = combine_trials(helped, functools.partial(_is_allowed, options))
+        return [] if own is None else [recipe_trial(options, COMBINED, own, without=OWN_GROUPS)]
+
+    comparison.run_rounds(trials, options.rounds, combine=combine)
 
 
 def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, list[str]]:

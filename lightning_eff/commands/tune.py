@@ -1,9 +1,8 @@
 """Find the fastest combination of techniques that fits, with the same training and global batch.
 
-It is `compare` over a search: each change is measured alone, the faster half again, then all combinations of
-those that were faster beyond the noise, and twice the faster half of all. The recipe runs in every round, and
-twice before the first, so that ratios are of one time and the noise is known. Memory is checked twice: before
-a trial by the planner's prediction, and after it by its measured peak.
+It is `compare` over a search, with the recipe as the baseline: each change is measured alone, the faster half
+again, then all combinations of those that were faster beyond the noise, and once more the faster half of all.
+Memory is checked twice: before a trial by the planner's prediction, and after it by its measured peak.
 
 Every result is written to a file as soon as it is known, so that the same command continues after an
 interruption. The file is keyed by everything that a result depends on.
@@ -62,8 +61,7 @@ from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4
 """Changes of which all combinations are tried: those that helped most alone."""
-NUM_HALVINGS = 2
-"""Rounds at the end, each of the faster half."""
+NUM_ROUNDS = 3
 UNCHANGED: Change = ()
 FILE = "tune.json"
 
@@ -88,12 +86,12 @@ def main(options: argparse.Namespace) -> int:
         changes = _changes(options, recipe, base)
     folder = Path(values["output_root"]).resolve() / "tune"
     folder /= f"{options.recipe}_{fingerprint(values, memory, base, options.limit_s, options.steps)}"
-    rounds = TrialRounds(folder / "runs", options.limit_s, folder / FILE)
+    rounds = TrialRounds(folder / "runs", options.limit_s, until=until, file=folder / FILE)
 
     def trial(change: Change) -> Trial:
         return recipe_trial(options, name_of(change), (*base, *change))
 
-    search = Search(recipe, rounds, trial, until, base)
+    search = Search(recipe, rounds, trial, base)
     try:
         best = search.run(changes)
     finally:
@@ -181,14 +179,12 @@ class Search:
         recipe: Predicts the memory of a step.
         rounds: Runs the trials; it has the results of earlier calls too.
         trial: Returns the trial of a change.
-        until: Time of the monotonic clock after which no trial starts.
         base: Changes without which the recipe does not fit, part of every trial.
     """
 
     recipe: AdvisedRecipe
     rounds: TrialRounds
     trial: Callable[[Change], Trial]
-    until: float
     base: Change = UNCHANGED
 
     def run(self, changes: Sequence[Change]) -> Change:
@@ -197,44 +193,36 @@ class Search:
         Raises:
             UsageError: The recipe itself cannot be measured.
         """
-        for _ in range(2):  # their difference is the noise
-            self._measure([])
-        recipe = next((row for row in self.rows() if row.technique == BASELINE), None)
-        if recipe is not None and (recipe.reason or recipe.excluded):
-            text = (
-                f"nothing can be compared, since the recipe itself fails: {recipe.reason or recipe.excluded}"
-            )
-            raise UsageError(text)
-        self._measure(changes)
-        self._measure(self._faster_half(changes))
-        combined = combinations(self._faster(changes))
-        self._measure(combined)
-        left: Sequence[Change] = [*changes, *combined]
-        for _ in range(NUM_HALVINGS):
-            left = self._faster_half(left)
-            self._measure(left)
-        return next(iter(self._faster(left)), UNCHANGED)
+        first = self._tried([UNCHANGED])
+        self.rounds.run_round(first)  # and once more in the first round: their difference is the noise
+        for row in self.rows():
+            if row.reason or row.excluded:
+                reason = row.reason or row.excluded
+                raise UsageError(f"nothing can be compared, since the recipe itself fails: {reason}")
+        self.rounds.run_rounds(
+            [*first, *self._tried(changes)], NUM_ROUNDS, combine=self._combined, keep=self._faster_half
+        )
+        return next(map(self._change_of, faster(self.rows())), UNCHANGED)
 
-    def _measure(self, changes: Sequence[Change]) -> None:
-        """Run a round of the unchanged recipe and what is expected to fit, as far as there is time."""
+    def _change_of(self, row: ComparisonRow) -> Change:
+        return tuple(row.overrides[len(self.base) :])
+
+    def _tried(self, changes: Sequence[Change]) -> list[Trial]:
+        """Return the trials of what the rules allow and is expected to fit, as far as there is time."""
         trials: list[Trial] = []
-        for change in (UNCHANGED, *changes):
-            name = name_of(change)
-            is_new = name not in self.rounds.results
-            if is_new and time.monotonic() >= self.until:
-                break
-            if is_new and (reason := self._why_not(change)):
-                self.rounds.add_refused(name, list(change), reason)
-            trials.append(self.trial(change))
-        self.rounds.run_round(trials, until=self.until)
-
-    def _why_not(self, change: Change) -> str:
-        """Return why a change is not tried: the rules reject it, or it is not expected to fit."""
-        try:
-            needed = self._predicted_bytes(change)
-        except PRE_RUN_ERRORS as error:
-            return root_cause_line(error).splitlines()[0]
-        return "" if needed is None else self._why_too_large(needed, "predicted")
+        for change in changes:
+            trial = self.trial(change)
+            if trial.name not in self.rounds.results:
+                if time.monotonic() >= self.rounds.until:
+                    break
+                try:
+                    reason = self._why_too_large(self._predicted_bytes(change) or 0, "predicted")
+                except PRE_RUN_ERRORS as error:
+                    reason = root_cause_line(error).splitlines()[0]
+                if reason:
+                    self.rounds.add_refused(trial, reason)
+            trials.append(trial)
+        return trials
 
     def _predicted_bytes(self, change: Change) -> int | None:
         with quietly():  # warnings of the recipe have been shown
@@ -244,30 +232,30 @@ class Search:
         size, free = human_bytes(num_bytes), self.recipe.memory.free_bytes
         return f"{how} peak {size}, more than {human_bytes(free)}" if num_bytes > free else ""
 
+    def _combined(self) -> list[Trial]:
+        """Return all combinations of the changes that were faster alone."""
+        return self._tried(combinations([self._change_of(row) for row in faster(self.rows())]))
+
+    def _faster_half(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the recipe's trial, and of the others that may be proposed the faster half."""
+        rates = {row.technique: row.samples_per_s or 0.0 for row in self.rows() if can_win(row)}
+        able = sorted((each for each in trials if each.name in rates), key=lambda each: -rates[each.name])
+        return [*trials[:1], *able[: (len(able) + 1) // 2]]
+
     def rows(self) -> list[ComparisonRow]:
         """Return the table so far; what does not fit or has a part without effect is excluded too."""
         rows = self.rounds.table_rows()
         for row in rows:
-            own = tuple(row.overrides)[len(self.base) :]
+            change = self._change_of(row)
             if row.status != MEASURED or row.excluded:
                 continue
             if row.peak_bytes is not None:
                 row.excluded = self._why_too_large(row.peak_bytes, "measured")
-            elif self._predicted_bytes(own) is None:  # as of a compiled model on a CPU
+            elif self._predicted_bytes(change) is None:  # as of a compiled model on a CPU
                 row.excluded = "its memory is neither predicted nor measured"
-            if row.idle and not row.excluded and own:
+            if row.idle and not row.excluded and change:
                 row.excluded = f"{NO_EFFECT}: {', '.join(row.idle)}"
         return rows
-
-    def _faster(self, changes: Sequence[Change]) -> list[Change]:
-        """Return the changes that are faster than the recipe beyond the noise, the fastest first."""
-        by_name = {name_of(change): change for change in changes}
-        return [by_name[row.technique] for row in faster(self.rows()) if row.technique in by_name]
-
-    def _faster_half(self, changes: Sequence[Change]) -> list[Change]:
-        rates = {row.technique: row.samples_per_s or 0.0 for row in self.rows() if can_win(row)}
-        able = sorted((c for c in changes if name_of(c) in rates), key=lambda c: -rates[name_of(c)])
-        return able[: (len(able) + 1) // 2]
 
 
 def _report(options: argparse.Namespace, search: Search, best: Change, file: Path) -> int:
@@ -283,7 +271,7 @@ def _report(options: argparse.Namespace, search: Search, best: Change, file: Pat
         sys.stderr.write("error: nothing could be measured; the lines above say why\n")
         return EXIT_FAILED
     lines = [comparison_table(rows), f" {verdict(rows)}", f" measured: {file}"]
-    if time.monotonic() >= search.until:
+    if time.monotonic() >= search.rounds.until:
         lines.append(" time ran out; the same command continues")
     words = ["lightning-eff", "train", *words_of(options.given, options.config_dir), *options.overrides]
     lines.append(shlex.join([*words, *change]))

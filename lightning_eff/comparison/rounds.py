@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class TrialRounds:
     Args:
         folder: Where they run.
         limit_s: Seconds after which a trial is killed.
+        until: Time of the monotonic clock after which no trial starts.
         file: Where results are kept, each as soon as it is known, so that the same command continues after an
             interruption; None keeps nothing.
 
@@ -50,12 +51,15 @@ class TrialRounds:
         ConfigError: The file is damaged.
     """
 
-    def __init__(self, folder: Path, limit_s: float, file: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, limit_s: float, *, until: float = math.inf, file: Path | None = None
+    ) -> None:
         self.results: dict[str, list[TrialResult]] = {}
         self._overrides: dict[str, list[str]] = {}
         self._folder = folder
         self._limit_s = limit_s
         self._file = file
+        self.until = until
         self._num_asked: Counter[str] = Counter()
         """Rounds that each trial took part in: results of an earlier process are taken for the first ones."""
         self._num_rounds = 0
@@ -70,19 +74,39 @@ class TrialRounds:
         kept = [each for each in self.results.pop(BASELINE, []) if each.status == MEASURED]
         self.results |= {BASELINE: kept} if kept else {}
 
-    def add_refused(self, name: str, overrides: list[str], reason: str) -> None:
+    def add_refused(self, trial: Trial, reason: str) -> None:
         """Add a row for a trial that is not run."""
-        self._overrides[name] = overrides
-        self.results[name] = [TrialResult(NOT_RUN, reason)]
-        sys.stderr.write(f" {name}: {NOT_RUN}: {reason}\n")
+        self._overrides[trial.name] = trial.overrides
+        self.results[trial.name] = [TrialResult(NOT_RUN, reason)]
+        sys.stderr.write(f" {trial.name}: {NOT_RUN}: {reason}\n")
 
-    def run_round(self, trials: Sequence[Trial], *, until: float = math.inf) -> None:
-        """Run each trial once, except those that have failed; every other round in reverse order.
+    def run_rounds(
+        self,
+        trials: Sequence[Trial],
+        num_rounds: int,
+        *,
+        combine: Callable[[], list[Trial]],
+        keep: Callable[[Sequence[Trial]], Sequence[Trial]] = lambda trials: trials,
+    ) -> None:
+        """Run all rounds; the trials of what helped alone in the first two take part in the third one.
 
         Args:
-            trials: Those of this round.
-            until: Time of the monotonic clock after which no trial starts.
+            trials: Those of the first round.
+            num_rounds: Number of rounds.
+            combine: Returns those of what helped.
+            keep: Returns which of a round's take part in the next one.
         """
+        for number in range(1, num_rounds + 1):
+            self.run_round(trials)
+            trials = keep(trials)
+            if number == min(2, num_rounds):
+                combined = combine()
+                for _ in range(number):
+                    self.run_round(combined)
+                trials = keep([*trials, *combined])
+
+    def run_round(self, trials: Sequence[Trial]) -> None:
+        """Run each trial once, except those that have failed; every other round in reverse order."""
         self._overrides |= {trial.name: trial.overrides for trial in trials}
         self._num_rounds += 1
         for trial in reversed(trials) if self._num_rounds % 2 == 0 else trials:
@@ -91,7 +115,7 @@ class TrialRounds:
             number = self._num_asked[trial.name]
             if len(before) >= number or any(result.status != MEASURED for result in before):
                 continue
-            if time.monotonic() >= until:
+            if time.monotonic() >= self.until:
                 return
             folder = self._folder / f"{number}-{list(self._overrides).index(trial.name)}"
             result = subprocess_trial.run(trial.train, folder=folder, limit_s=self._limit_s)

@@ -85,7 +85,7 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
         other=[report(9.0), TrialResult(FAILED, "no end after 3 s")],
     )
     comparison = TrialRounds(tmp_path, limit_s=60.0)
-    comparison.add_refused("never", [], "needs CUDA")
+    comparison.add_refused(turns.trial("never"), "needs CUDA")
     for _ in range(3):
         comparison.run_round([turns.trial(name) for name in NAMES])
     rows = comparison.table_rows()
@@ -101,18 +101,18 @@ def test_results_are_read_again_and_a_damaged_file_is_named(tmp_path: Path) -> N
     """Two rounds of which one is kept: the baseline, which failed, runs twice, the other once."""
     file = tmp_path / "kept.json"
     first = Turns(baseline=[TrialResult(FAILED, "a bug")], one=[report(20.0)])
-    TrialRounds(tmp_path, 60.0, file).run_round([first.trial("baseline"), first.trial("one")])
+    TrialRounds(tmp_path, 60.0, file=file).run_round([first.trial("baseline"), first.trial("one")])
     second = Turns(baseline=[report(10.0), report(12.0)], one=[report(24.0)])
-    comparison = TrialRounds(tmp_path, 60.0, file)
+    comparison = TrialRounds(tmp_path, 60.0, file=file)
     for _ in range(2):
         comparison.run_round([second.trial("baseline"), second.trial("one")])
     assert second.asked == ["baseline", "one", "baseline"]
     _, one = comparison.table_rows()
     assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (24.0, 4.0, 2.0)
-    late = TrialRounds(tmp_path, 60.0)
-    late.run_round([second.trial("one")], until=0.0)
+    late = TrialRounds(tmp_path, 60.0, until=0.0)
+    late.run_round([second.trial("one")])
     assert late.table_rows()[0].reason == "interrupted before its turn"
     for content in ('["a", {', '{"a": 1}', '["a", {"state": 1}]'):
         file.write_text(content)
         with pytest.raises(ConfigError, match="damaged"):
-            TrialRounds(tmp_path, 60.0, file)
+            TrialRounds(tmp_path, 60.0, file=file)
