@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +101,106 @@ def test_every_technique_and_nothing_that_cannot_be_had_is_a_lazy_name() -> None
 
 def test_the_stub_has_the_names_that_can_be_imported() -> None:
     assert STUB.read_text(encoding="utf-8") == stub(), "write it anew: make stubs"
+
+
+LOUD = '''"""Say hello.
+
+Saves: nothing.
+Costs: nothing.
+When not: always.
+Conflicts: none.
+Source: none.
+"""
+
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.technique import Outcome, Try
+from lightning_eff.report.advice import Observed, Suggestion
+
+
+class Loud(Managed):
+    """Say hello."""
+
+    lowers = ("activations",)
+    try_as = (Try(overrides=("callbacks.loud.times=2",)),)
+
+    def __init__(self, *, times: int = 1) -> None:
+        self.times = times
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion:
+        return Suggestion(technique=Loud(times=3), why="it is quiet")
+
+    def outcome(self) -> Outcome:
+        return Outcome(did=f"said hello {self.times} times")
+'''
+ASKED = """
+import json, sys
+from lightning_eff import Loud
+from lightning_eff.cli import main
+from lightning_eff.comparison.trial_plan import changes_of, single_technique_trials
+from lightning_eff.config.composition import compose_recipe
+from lightning_eff.planner.advice import memory_candidates
+
+values = compose_recipe("baseline", sys.argv[1:]).values
+found = [single_technique_trials(values)["loud"], changes_of(values, ()), memory_candidates(())]
+print(json.dumps(found))
+run = ["train", "baseline", *sys.argv[1:], "--json"]
+for words in (["ls"], run, [*run, "+callbacks=loud"]):
+    sys.stdout.flush()
+    assert main(words) == 0
+"""
+
+
+def test_a_new_technique_is_its_files_and_nothing_else(tiny: list[str], tmp_path: Path) -> None:
+    """`ls`, `compare`, `tune`, advice and report find it in a copy of the package."""
+    for name in ("lightning_eff", "conf", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "copy/lightning_eff/callbacks/loud.py").write_text(LOUD)
+    text = "# @package callbacks.loud\n_target_: lightning_eff.callbacks.loud.Loud\ntimes: 1  # hellos\n"
+    (tmp_path / "copy/conf/callbacks/loud.yaml").write_text(text)
+    words = [sys.executable, "-W", "ignore", "-c", ASKED, *tiny]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "copy")}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    listed = "\n".join(rest)
+    row, changes, candidates = json.loads(first)
+    assert row[0] == "callbacks=[exact_resume,loud]"
+    assert "callbacks.loud.times=2" in row
+    own = ["+callbacks=loud", "callbacks.loud.times=2"]
+    assert own in changes
+    assert own in candidates
+    assert re.search(r"^ ?callbacks/loud +technique +Say hello\.", listed, re.MULTILINE)
+    assert "+callbacks=loud callbacks.loud.times=3" in listed, "the report advises it"
+    assert "said hello 1 times" in listed, "the report has what it did"
+
+
+LISTS = {
+    "__init__": "functions to import, by the module that has them",
+    "commands/_examples": "examples of --help",
+    "config/habits": "words of other tools, and what means them here",
+    "core/library_rules": "rules about classes of libraries, which state none themselves",
+    "microbatching/lightning_loop": "remedies of what two techniques share",
+}
+"""Modules outside the techniques that name three of them or more, and why."""
+
+
+def test_no_module_lists_techniques_without_a_reason() -> None:
+    options = {entry.name for entry in catalog.options() if entry.kind == "technique"}
+    names = {name.partition("/")[2] for name in options if not name.startswith("monitors/")}
+    names -= {"attention", "auto", "float8", "module", "torch"}  # words of other meanings too
+    found: set[str] = set()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(PACKAGE)
+        if path.parts[0] in lightning_eff.TECHNIQUE_FOLDERS:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented
+        ]
+        if len(names & set(re.findall(r"\w+", "\n".join(texts)))) >= 3:
+            found.add(str(path.with_suffix("")))
+    assert found == LISTS.keys()

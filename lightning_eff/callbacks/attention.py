@@ -133,6 +133,7 @@ class Attention(Managed):
     """
 
     exact = True
+    lowers = ("activations", "time")
 
     @check_arguments
     def __init__(self, *, backend: str | Sequence[str] | None = None, packing: Packing = "auto") -> None:

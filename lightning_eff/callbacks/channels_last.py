@@ -36,7 +36,7 @@ from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.remedies import TO_ADAMW, Remedy
-from lightning_eff.core.technique import Facts, Outcome, Rule
+from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of axes: batch, channels, and two or three of space."""
@@ -55,6 +55,8 @@ class ChannelsLast(Managed):
     """
 
     exact = True
+    lowers = ("time",)
+    try_as = (Try(),)
 
     def __init__(self) -> None:
         self._takes: set[tuple[int, int]] = set()  # axes and channels of the images that convolutions take

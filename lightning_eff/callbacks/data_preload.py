@@ -46,7 +46,7 @@ from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arguments
 from lightning_eff.core.machine import num_cores
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.technique import Outcome
+from lightning_eff.core.technique import Outcome, Try
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.live_bytes import tensors_in
 
@@ -84,6 +84,9 @@ class DataPreload(Managed):
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: num_workers=-1: expected 'auto', or a whole number ...
     """
+
+    lowers = ("time",)
+    try_as = (Try(),)
 
     @check_arguments
     def __init__(

@@ -29,7 +29,7 @@ from lightning_eff.core import allocator
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.technique import Outcome
+from lightning_eff.core.technique import Outcome, Try
 from lightning_eff.core.text import human_bytes
 
 
@@ -84,6 +84,8 @@ class EmptyCache(Managed):
     """
 
     exact = True
+    lowers = ("cached memory",)
+    try_as = (Try(overrides=("callbacks.empty_cache.every_n_steps=4",)),)
 
     @check_arguments
     def __init__(self, *, every_n_steps: Count = 100) -> None:

@@ -60,6 +60,9 @@ class ExactResume(Managed):
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], logger=False, accelerator="cpu")
     """
 
+    try_as = ()
+    """Every recipe has it."""
+
     @check_arguments
     def __init__(
         self,

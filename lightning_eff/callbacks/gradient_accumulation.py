@@ -40,7 +40,7 @@ from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP, WITHOUT_ACCUMULATION
-from lightning_eff.core.technique import Facts, Outcome, Rule
+from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.microbatching import lightning_loop
 
 
@@ -70,6 +70,19 @@ class GradientAccumulation(Managed):
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: global_batch_size=0: expected a whole number ...
     """
+
+    lowers = ("activations",)
+    try_as = (
+        Try(
+            overrides=(
+                f"{PREFIX}.num_batches=null",
+                f"{PREFIX}.global_batch_size={{global_batch}}",
+                "data.batch_size={part}",
+            ),
+            needs=("callbacks/gradient_accumulation",),
+            excludes=("run/batch_norm",),
+        ),
+    )
 
     @check_arguments
     def __init__(

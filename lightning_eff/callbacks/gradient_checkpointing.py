@@ -46,7 +46,16 @@ from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.remedies import WITH_TORCH_COMPILE, WITHOUT_TORCH_COMPILE, Remedy
-from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import (
+    MEMORY_BUDGET,
+    RECOMPUTE,
+    TRANSFORM,
+    Facts,
+    Outcome,
+    Rule,
+    Try,
+    name_of,
+)
 from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import Observed, Suggestion
 
@@ -358,6 +367,12 @@ class GradientCheckpointing(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (
+        Try(),
+        Try(overrides=("callbacks.gradient_checkpointing.policy=selective",)),
+        Try(overrides=("callbacks.gradient_checkpointing.policy=offload",), needs=("run/cuda",)),
+    )
 
     @check_arguments
     def __init__(

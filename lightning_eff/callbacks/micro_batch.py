@@ -44,7 +44,7 @@ from lightning_eff.core.arguments import BelowOne, Count, accepts, check_argumen
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.remedies import WITHOUT_MICRO_BATCH, Remedy
-from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict, name_of
+from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.mean_check import check_mean
 from lightning_eff.microbatching.micro_batch_size import FIXED_SIZE, MicroBatchSize, kept_names
@@ -81,6 +81,14 @@ class MicroBatch(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (
+        Try(
+            overrides=("callbacks.micro_batch.micro_batch_size={part}",),
+            # There the loader's batch can be smaller; and batch norms see a micro-batch.
+            excludes=("callbacks/gradient_accumulation", "run/batch_norm"),
+        ),
+    )
 
     @check_arguments
     def __init__(

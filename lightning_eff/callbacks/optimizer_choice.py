@@ -41,7 +41,7 @@ from lightning_eff.core.optimization.build import (
 from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
 from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.shards import full_shape
-from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique
+from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.live_bytes import state_bytes
 
@@ -76,6 +76,9 @@ class OptimizerChoice(Managed):
         >>> choice = OptimizerChoice(optimizer=adamw)
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
+
+    lowers = ("optimizer state",)
+    try_as = (Try(option="optimizer/adamw_8bit_bnb", changes="keeps the optimizer's state in 8 bits"),)
 
     def __init__(
         self,

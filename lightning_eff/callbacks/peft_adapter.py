@@ -53,6 +53,7 @@ from lightning_eff.core.technique import (
     Facts,
     Outcome,
     Rule,
+    Try,
     Verdict,
     name_of,
 )
@@ -138,6 +139,9 @@ class PeftAdapter(Managed):
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
+
+    lowers = ("gradients", "optimizer state")
+    try_as = (Try(changes="trains fewer weights"),)
 
     @check_arguments
     def __init__(

@@ -47,7 +47,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, Remedy
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import (
     Chain,
@@ -166,6 +166,8 @@ class TiledConv(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (Try(needs=("peak/convolution",)),)
 
     @check_arguments
     def __init__(

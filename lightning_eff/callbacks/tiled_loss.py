@@ -37,7 +37,7 @@ from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarn
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.remedies import TO_FSDP2, Remedy
-from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.cross_entropy import tile_rows_of
 from lightning_eff.microbatching import lightning_loop
@@ -112,6 +112,8 @@ class TiledLoss(Managed):
     """
 
     exact = True
+    lowers = ("activations", "time")
+    try_as = (Try(),)
 
     @check_arguments
     def __init__(self, *, head: str | None = None, tile_budget_mib: Positive | None = None) -> None:

@@ -51,7 +51,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, Remedy
 from lightning_eff.core.shards import GatheredAtOnce, full_shape
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
 
@@ -173,6 +173,8 @@ class TiledMLP(Managed):
     """
 
     exact = True
+    lowers = ("activations",)
+    try_as = (Try(),)
 
     @check_arguments
     def __init__(

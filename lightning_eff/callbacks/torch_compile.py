@@ -51,6 +51,7 @@ from lightning_eff.core.technique import (
     Facts,
     Outcome,
     Rule,
+    Try,
     name_of,
 )
 from lightning_eff.core.text import human_bytes
@@ -158,6 +159,8 @@ class TorchCompile(Managed):
     """
 
     exact = True
+    lowers = ("time",)
+    try_as = (Try(),)
 
     @check_arguments
     def __init__(

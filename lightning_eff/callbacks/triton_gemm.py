@@ -39,7 +39,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, WITHOUT_TRITON_GEMM, Remedy
 from lightning_eff.core.shards import full_shape
-from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Verdict, name_of
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.linear import Accumulation, TritonLinear, forget_copies
@@ -129,6 +129,8 @@ class TritonGemm(Managed):
     """
 
     exact = True
+    lowers = ("time",)
+    try_as = (Try(),)
 
     @check_arguments
     def __init__(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.commands._parser import parse
-from lightning_eff.comparison import judgement
+from lightning_eff.comparison.judgement import helpful, verdict
 from lightning_eff.comparison.result_table import BASELINE, MEASURED, comparison_page, comparison_table
 from lightning_eff.comparison.rounds import Trial, TrialRounds
 from lightning_eff.comparison.subprocess_trial import REPORT_FILE
@@ -27,7 +27,6 @@ from lightning_eff.comparison.trial_plan import (
     COMBINED,
     bare_trial,
     combine_trials,
-    helpful,
     merge_overrides,
     single_technique_trials,
     trial_overrides,
@@ -41,7 +40,6 @@ from lightning_eff.core.errors import (
     PRE_RUN_ERRORS,
     ConfigError,
     UsageError,
-    root_cause_line,
     suggest_name,
 )
 from lightning_eff.core.text import json_safe, print_json
@@ -74,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
             "steps": options.steps,
             "rounds": options.rounds,
             "environment": reports[0].get("environment", {}) if reports else {},
-            "verdict": judgement.verdict(rows),
+            "verdict": verdict(rows),
             "rows": [asdict(row) for row in rows],
         })  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,30 +89,17 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: TrialRounds) -> None:
-    """Run all rounds; the trials that helped alone are combined after the second one."""
+    """Run all rounds; the trials that helped alone are combined."""
+    planned = _selected(options, values)
+    trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
+    trials.insert(1, recipe_trial(options, AS_IT_IS, []))
 
-    def trial(name: str, own: list[str]) -> Trial:
-        words = [options.recipe, *_overrides(options, own), *RecipePath.of(options.config_dir).options()]
-        return Trial(name, own, functools.partial(train_recipe, words))
+    def combine() -> list[Trial]:
+        helped = [planned[name] for name in helpful(comparison.table_rows()) if name in planned]
+        own = combine_trials(helped, functools.partial(_is_allowed, options))
+        return [] if own is None else [recipe_trial(options, COMBINED, own, without=OWN_GROUPS)]
 
-    planned: dict[str, list[str]] = {}
-    for name, own in _selected(options, values).items():
-        reason = _refusal(options, own)
-        if reason is None:
-            planned[name] = own
-        else:
-            comparison.add_refused(name, own, reason)
-    trials = [trial(name, own) for name, own in planned.items()]
-    trials.insert(1, trial(AS_IT_IS, []))
-    for number in range(1, options.rounds + 1):
-        comparison.run_round(number, trials)
-        if number == min(2, options.rounds):
-            helped = [planned[name] for name in helpful(comparison.table_rows())]
-            combined = combine_trials(helped, lambda own: _refusal(options, own) is None)
-            if combined is not None:
-                trials.append(trial(COMBINED, combined))
-                for earlier in range(1, number + 1):
-                    comparison.run_round(earlier, trials[-1:])
+    comparison.run_rounds(trials, options.rounds, combine=combine)
 
 
 def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, list[str]]:
@@ -135,28 +120,21 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
     return trials
 
 
-def _overrides(options: argparse.Namespace, own: Sequence[str]) -> list[str]:
-    """Return the user's overrides, the trial's own, and those that all trials share."""
-    groups = OWN_GROUPS if own else ()
-    return trial_overrides(
-        options.overrides, own, steps=options.steps, limit_s=options.limit_s, without=groups
-    )
-
-
-def _refusal(options: argparse.Namespace, own: Sequence[str]) -> str | None:
-    """Return why a trial cannot run here, in one line; None if it can."""
+def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
+    """Return whether the rules allow a combination; of all other trials their own process says it."""
     from lightning_eff.core import rules
     from lightning_eff.run import build_trainer
 
+    overrides = _overrides(options, own, OWN_GROUPS)
     try:
-        path = RecipePath.of(options.config_dir)
         with redirect_stdout(sys.stderr):
-            trainer = build_trainer(compose_recipe(options.recipe, _overrides(options, own), path).values)
+            path = RecipePath.of(options.config_dir)
+            trainer = build_trainer(compose_recipe(options.recipe, overrides, path).values)
         findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
         rules.raise_rejected(findings)
-    except PRE_RUN_ERRORS as error:
-        return root_cause_line(error).splitlines()[0]
-    return None
+    except PRE_RUN_ERRORS:
+        return False
+    return True
 
 
 def check_local(values: Mapping[str, Any]) -> None:
@@ -164,6 +142,21 @@ def check_local(values: Mapping[str, Any]) -> None:
     if values.get("launch"):
         allowed = "none: a trial is a process of this machine"
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
+
+
+def recipe_trial(
+    options: argparse.Namespace, name: str, own: Sequence[str], *, without: Sequence[str] = ()
+) -> Trial:
+    """Return a trial of the recipe with the user's overrides, but those of some groups, and its own."""
+    path = RecipePath.of(options.config_dir)
+    words = [options.recipe, *_overrides(options, own, without), *path.options()]
+    return Trial(name, list(own), functools.partial(train_recipe, words))
+
+
+def _overrides(options: argparse.Namespace, own: Sequence[str], without: Sequence[str]) -> list[str]:
+    return trial_overrides(
+        options.overrides, own, steps=options.steps, limit_s=options.limit_s, without=without
+    )
 
 
 def train_recipe(words: Sequence[str], folder: Path) -> int:

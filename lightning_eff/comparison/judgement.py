@@ -32,6 +32,8 @@ FAR = 10.0
 """Times the baseline's largest loss, from which a row is one that diverges."""
 SMALLER = 0.97
 """Ratio of peaks below which a row needs less memory."""
+SAME_LOSS = 0.02
+"""Fraction of the loss by which a technique that helps may change it."""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
@@ -109,6 +111,30 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
     return max([2 * statistics.median(spreads), *(max(each, 1 / each) - 1 for each in without_effect)])
 
 
+def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the rows that may be recommended and are faster than the baseline beyond the noise, best first.
+
+    After one round the noise is unknown, and no row is.
+    """
+    level = noise(rows)
+    if level is None:
+        return []
+    found = [row for row in rows if can_win(row) and (row.speed_ratio or 0.0) > 1 + level]
+    return sorted(found, key=lambda row: -(row.speed_ratio or 0.0))
+
+
+def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return which trials are faster or smaller than the baseline at the same loss, the best first."""
+    fast = {row.technique for row in faster(rows)}
+    helped: dict[str, float] = {}
+    for row in rows:
+        is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
+        is_better = row.technique in fast or (row.peak_ratio or 1.0) < SMALLER
+        if can_win(row) and not row.idle and is_same and is_better:
+            helped[row.technique] = (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0)
+    return sorted(helped, key=helped.__getitem__)
+
+
 def describe_noise(rows: Sequence[ComparisonRow]) -> str:
     """Return a sentence on the noise of these rows; empty if nothing was measured."""
     level = noise(rows)
@@ -122,15 +148,12 @@ def verdict(rows: Sequence[ComparisonRow]) -> str:
     """Return which row beats the baseline in speed and in memory, or that none does, and the noise."""
     if not any(row.speed_ratio for row in rows):
         return "Nothing can be compared: the baseline was not measured."
-    candidates, level = [row for row in rows if can_win(row)], noise(rows)
-    speeds = {row.technique: row.speed_ratio for row in candidates if row.speed_ratio}
-    peaks = {row.technique: row.peak_ratio for row in candidates if row.peak_ratio}
-    fastest = max(speeds, key=speeds.__getitem__, default="")
+    peaks = {row.technique: row.peak_ratio for row in rows if can_win(row) and row.peak_ratio}
     smallest = min(peaks, key=peaks.__getitem__, default="")
     sentences: list[str] = []
-    if level is not None and speeds.get(fastest, 0.0) > 1 + level:
-        sentences.append(f"Fastest: {fastest}, {speeds[fastest]:.2f} times the baseline.")
-    elif level is not None:
+    if found := faster(rows):
+        sentences.append(f"Fastest: {found[0].technique}, {found[0].speed_ratio:.2f} times the baseline.")
+    elif noise(rows) is not None:
         sentences.append("Nothing is faster than the baseline beyond the noise.")
     if peaks.get(smallest, 1.0) < SMALLER:
         sentences.append(f"Least memory: {smallest}, {peaks[smallest]:.2f} of the baseline.")

@@ -68,8 +68,8 @@ def compare(
         raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
     with tempfile.TemporaryDirectory(prefix="compare-") as results:
         comparison = TrialRounds(Path(results), limit_s)
-        for number in range(1, rounds + 1):
-            comparison.run_round(number, planned)
+        for _ in range(rounds):
+            comparison.run_round(planned)
         return comparison.table_rows()
 
 

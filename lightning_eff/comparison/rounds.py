@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.judgement import compare_to_baseline
 from lightning_eff.comparison.result_table import (
+    BASELINE,
     FAILED,
     MEASURED,
     NOT_RUN,
@@ -17,6 +22,10 @@ from lightning_eff.comparison.result_table import (
     TrialResult,
     summarize_rounds,
 )
+from lightning_eff.core.errors import ConfigError
+
+KEPT = ("measured", "losses", "ledger", "precision", "draws_random_numbers")
+"""Parts of a trial's report that a row is made of."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +38,99 @@ class Trial:
 
 
 class TrialRounds:
-    """The results of all trials so far; they run in `folder`, and are killed after `limit_s` seconds."""
+    """The results of all trials so far.
 
-    def __init__(self, folder: Path, limit_s: float) -> None:
+    Args:
+        folder: Where they run.
+        limit_s: Seconds after which a trial is killed.
+        until: Time of the monotonic clock after which no trial starts.
+        file: Where results are kept, each as soon as it is known, so that the same command continues after an
+            interruption; None keeps nothing.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, limit_s: float, *, until: float = math.inf, file: Path | None = None
+    ) -> None:
         self.results: dict[str, list[TrialResult]] = {}
         self._overrides: dict[str, list[str]] = {}
         self._folder = folder
         self._limit_s = limit_s
+        self._file = file
+        self.until = until
+        self._num_asked: Counter[str] = Counter()
+        """Rounds that each trial took part in: results of an earlier process are taken for the first ones."""
+        self._num_rounds = 0
+        try:
+            for line in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
+                name, result = json.loads(line)
+                self.results.setdefault(name, []).append(TrialResult(**result))
+        except (OSError, ValueError, TypeError) as error:
+            allowed = "results of earlier trials; this file is damaged"
+            raise ConfigError(key="", value=str(file), allowed=allowed, remedies=[f"rm {file}"]) from error
+        # A failure of the baseline is forgotten: no setting shows whether its code has been fixed.
+        kept = [each for each in self.results.pop(BASELINE, []) if each.status == MEASURED]
+        self.results |= {BASELINE: kept} if kept else {}
 
-    def add_refused(self, name: str, overrides: list[str], reason: str) -> None:
-        """Add a row for a trial that cannot run."""
-        self._overrides[name] = overrides
-        self.results[name] = [TrialResult(NOT_RUN, reason)]
+    def add_refused(self, trial: Trial, reason: str) -> None:
+        """Add a row for a trial that is not run."""
+        self._overrides[trial.name] = trial.overrides
+        self.results[trial.name] = [TrialResult(NOT_RUN, reason)]
+        sys.stderr.write(f" {trial.name}: {NOT_RUN}: {reason}\n")
 
-    def run_round(self, number: int, trials: Sequence[Trial]) -> None:
-        """Run each trial once, except those that failed in an earlier round; even rounds in reverse order."""
+    def run_rounds(
+        self,
+        trials: Sequence[Trial],
+        num_rounds: int,
+        *,
+        combine: Callable[[], list[Trial]],
+        keep: Callable[[Sequence[Trial]], Sequence[Trial]] = lambda trials: trials,
+    ) -> None:
+        """Run all rounds; the trials of what helped alone in the first two take part in the third one.
+
+        Args:
+            trials: Those of the first round.
+            num_rounds: Number of rounds.
+            combine: Returns those of what helped.
+            keep: Returns which of a round's take part in the next one.
+        """
+        for number in range(1, num_rounds + 1):
+            self.run_round(trials)
+            trials = keep(trials)
+            if number == min(2, num_rounds):
+                combined = combine()
+                for _ in range(number):
+                    self.run_round(combined)
+                trials = keep([*trials, *combined])
+
+    def run_round(self, trials: Sequence[Trial]) -> None:
+        """Run each trial once, except those that have failed; every other round in reverse order."""
         self._overrides |= {trial.name: trial.overrides for trial in trials}
-        for trial in reversed(trials) if number % 2 == 0 else trials:
+        self._num_rounds += 1
+        for trial in reversed(trials) if self._num_rounds % 2 == 0 else trials:
             before = self.results.setdefault(trial.name, [])
-            if any(result.status != MEASURED for result in before):
+            self._num_asked[trial.name] += 1
+            number = self._num_asked[trial.name]
+            if len(before) >= number or any(result.status != MEASURED for result in before):
                 continue
+            if time.monotonic() >= self.until:
+                return
             folder = self._folder / f"{number}-{list(self._overrides).index(trial.name)}"
             result = subprocess_trial.run(trial.train, folder=folder, limit_s=self._limit_s)
             before.append(result)
+            self._keep(trial.name, result)
             rate = result.report.get("measured", {}).get("samples_per_s")
             outcome = f"{rate:.1f} samples/s" if rate else f"{result.status}: {result.reason}"
             sys.stderr.write(f" round {number}, {trial.name}: {outcome}\n")
+
+    def _keep(self, name: str, result: TrialResult) -> None:
+        if self._file is not None:
+            report = {key: result.report[key] for key in KEPT if key in result.report}
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps([name, asdict(replace(result, report=report))])}\n")
 
     def table_rows(self) -> list[ComparisonRow]:
         """Return the table so far: measured rows first, then failed, then not run; ratios to the baseline."""

@@ -1,73 +1,112 @@
-"""Plan which runs are compared: no technique, each one alone, the recipe as it is, all that helped combined.
+"""Plan which trials are compared, each as the overrides that make it of the recipe.
 
-A plan is a trial's overrides by its name. Every technique takes part, listed as in `ls`; `train`'s own rules
-reject those that cannot run alone. All trials share the recipe's model, data, seed and global batch.
+For `compare`: no technique, each one alone, the recipe as it is, all that helped combined. For `tune`: one
+change of the recipe at a time. The techniques say how they are tried (core/technique.py, `Try`). All trials
+share the recipe's model, data, seed and global batch; `train`'s own rules reject those that cannot run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from lightning_eff.comparison.judgement import SMALLER, can_win
-from lightning_eff.comparison.result_table import BASELINE, ComparisonRow
+import yaml
+
+from lightning_eff.comparison.result_table import BASELINE
 from lightning_eff.comparison.subprocess_trial import TRAINING_FRACTION
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.core import catalog
+from lightning_eff.core.technique import MEMORY, TIME, Try, ways_to_try
 from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
 """What the baseline sets besides the batch; every recipe resumes exactly, which costs no measurable time."""
-NOT_ALONE = ("callbacks/optimizer_choice", "callbacks/exact_resume", "optimizer/module")
-"""Every recipe has the first two already; the module's own optimizers are what it has, and no technique."""
-EFFECTIVE = {
-    "in_backward": ["trainer.gradient_clip_val=null"],
-    "empty_cache": ["callbacks.empty_cache.every_n_steps=4"],
-}
-"""Settings with which a technique has an effect within a few steps."""
-FASTER = 1.1
-"""Ratio of speeds from which a technique is combined with others; the combination is judged like any row."""
-SAME_LOSS = 0.02
-"""Fraction of the loss by which a technique that helps may change it."""
+Change = tuple[str, ...]
+"""Overrides that change one thing of a recipe, or several."""
+PARTS = (2, 4)
+"""Parts of a device's samples that `tune` tries to compute at once."""
 
 
 def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the baseline, and each technique alone on top of it, for a composed recipe."""
     trials = {BASELINE: bare_trial(values)}
+    ways = {way.option: way for _, way in reversed(ways_to_try())}  # the first of each option
+    left_out = catalog.techniques_with("try_as").keys() - ways.keys()
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
         choice = f"{group}={option}"
         is_technique = entry.kind == "technique" or (group == "strategy" and num_ranks(values["trainer"]) > 1)
-        if entry.name in NOT_ALONE:
+        if entry.name in left_out:
             continue
+        way = ways.get(entry.name, Try())
         if group == "callbacks":
-            trials[option] = bare_trial(values, f"callbacks=[{option}]", option)
+            trials[option] = bare_trial(values, f"callbacks=[{option}]", way)
         elif choice not in BARE and (
             group == "precision" or (group in ("optimizer", "strategy") and is_technique)
         ):
-            trials[choice] = bare_trial(values, choice, option)
+            trials[choice] = bare_trial(values, choice, way)
     return trials
 
 
-def bare_trial(values: Mapping[str, Any], override: str = "", technique: str = "") -> list[str]:
+def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = None) -> list[str]:
     """Return overrides of the recipe without techniques but one, in steps of the recipe's global batch."""
     own = [override] if override else []
     size = global_batch_size(values)
     if size:
         on_device = max(1, size // num_ranks(values["trainer"]))
+        own.append(f"data.batch_size={on_device}")
         # A quarter of the batch, or a third, or a half, whichever divides it first.
-        smaller = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
-        if technique == "gradient_accumulation":
-            accumulation: Any = (values.get("callbacks") or {}).get(technique) or {}
-            has_number = accumulation.get("num_batches") is not None  # the recipe's, in place of the size
-            own += [f"callbacks.{technique}.num_batches=null"] * has_number
-            own += [f"callbacks.{technique}.global_batch_size={size}", f"data.batch_size={smaller}"]
-        else:
-            own.append(f"data.batch_size={on_device}")
-        if technique == "micro_batch":
-            own.append(f"callbacks.micro_batch.micro_batch_size={smaller}")
-    return merge_overrides(BARE, [*own, *EFFECTIVE.get(technique, ())])
+        part = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
+        own += [] if way is None else way.filled(part=part, global_batch=size)
+    return merge_overrides(BARE, own)
+
+
+def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change]:
+    """Return each change of a recipe that leaves the training as it is, as overrides.
+
+    A technique that is off is added in each of its ways. One that is on is removed, unless it is part of the
+    training, and set to its other ways.
+
+    Args:
+        values: The composed recipe.
+        facts: What is known about its run and its peak, by name.
+    """
+    callbacks: Mapping[str, Any] = values.get("callbacks") or {}
+    on = {f"callbacks/{name}" for name, node in callbacks.items() if node}
+    size = global_batch_size(values)
+    on_device = size // num_ranks(values["trainer"])
+    found: dict[Change, None] = {}
+    for technique, way in ways_to_try():
+        helps = not {TIME, *MEMORY}.isdisjoint(technique.lowers)
+        if way.changes or not helps or not way.is_worth({*facts, *on}):
+            continue
+        is_on = way.option in on
+        if is_on and way.option not in way.needs:
+            found[f"~{way.option.replace('/', '.')}",] = None
+        for parts in (1, *PARTS) if is_on else PARTS:
+            if size and on_device % parts:
+                continue
+            words = [
+                *([] if is_on else [catalog.use_of(way.option)]),
+                *way.filled(part=on_device // parts, global_batch=size),
+            ]
+            new = tuple(word for word in words if not _is_set(values, word))
+            found |= {new: None} if new else {}
+    return list(found)
+
+
+def _is_set(values: Mapping[str, Any], override: str) -> bool:
+    """Return whether a composed recipe has the value, or the option, of an override."""
+    key, _, value = override.partition("=")
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if "." in key:
+        return str(found) == ("None" if value == "null" else value)
+    file = catalog.CONF / key / f"{value}.yaml"
+    option = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {None: None}
+    return isinstance(found, Mapping) and all(found.get(name) == item for name, item in option.items())
 
 
 def global_batch_size(values: Mapping[str, Any]) -> int:
@@ -80,18 +119,6 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
     num_batches = accumulation.get("num_batches") or values["trainer"].get("accumulate_grad_batches") or 1
     default = batch_size * num_ranks(values["trainer"]) * num_batches
     return size if isinstance(size, int) else default
-
-
-def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return which techniques are faster or smaller than the baseline at the same loss, the best first."""
-    helped: dict[str, float] = {}
-    for row in rows:
-        speed, peak = row.speed_ratio or 1.0, row.peak_ratio or 1.0
-        is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
-        is_candidate = can_win(row) and not row.idle and row.technique != AS_IT_IS
-        if is_candidate and is_same and (speed > FASTER or peak < SMALLER):
-            helped[row.technique] = peak / speed
-    return sorted(helped, key=helped.__getitem__)
 
 
 def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]], bool]) -> list[str] | None:

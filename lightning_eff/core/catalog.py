@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
@@ -92,9 +96,35 @@ def options(folders: Sequence[Path] = ()) -> list[Entry]:
         technique = module.exists()
         summary = module_docstring(module).partition("\n")[0] if technique else yaml_header(file)
         kind = "technique" if technique and group not in ("model", "data", *OPTIONAL_GROUPS) else "option"
-        adds = group in MULTI_CHOICE_GROUPS and file.stem != "none"
-        use = f"{'+' if adds else ''}{group}={file.stem}"
-        found.append(Entry(f"{group}/{file.stem}", kind, summary, use))
+        name = f"{group}/{file.stem}"
+        found.append(Entry(name, kind, summary, use_of(name)))
+    return found
+
+
+def use_of(option: str) -> str:
+    """Return the override that chooses an option.
+
+    Example:
+        >>> use_of("callbacks/empty_cache"), use_of("precision/auto"), use_of("logger/none")
+        ('+callbacks=empty_cache', 'precision=auto', 'logger=none')
+    """
+    group, _, name = option.partition("/")
+    return f"{'+' * (group in MULTI_CHOICE_GROUPS and name != 'none')}{group}={name}"
+
+
+@functools.cache
+def techniques_with(attribute: str) -> dict[str, Any]:
+    """Import the classes of the techniques whose files define an attribute or a method of the class; by name.
+
+    Other modules are not imported: some need seconds.
+    """
+    found: dict[str, Any] = {}
+    for name in (entry.name for entry in options() if entry.kind == "technique"):
+        text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+        if re.search(rf"^    (def )?{attribute}\b", text, re.MULTILINE):
+            target: str = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
+            module, _, kind = target.rpartition(".")
+            found[name] = getattr(importlib.import_module(module), kind)
     return found
 
 

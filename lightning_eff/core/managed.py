@@ -69,6 +69,8 @@ class Managed(RejectsTransformersTrainer, pl.Callback):
 
     exact = False
     """Whether steps have the plain run's loss, but for the order of additions and for other random draws."""
+    lowers: tuple[str, ...] = ()
+    """What there is less of with it: `time`, or categories of memory."""
     setup = rules.enforce
     on_fit_start = rules.enforce
     on_save_checkpoint = checkpoint_stamp.save_stamp

@@ -4,21 +4,28 @@ A technique needs no base class for this. Its configuration is read off its cons
 kept in an attribute of the same name. Its optional method `facts()` returns what it needs and excludes,
 `outcome()` what it did, `components()` the objects with rules of their own that it adds to a run (an
 optimizer, for example), or their classes. core/rules.py compares the facts of all techniques of a run.
-A class attribute `exact = True` promises the loss of the plain run, up to the order of additions and to other
-random draws; comparison/judgement.py holds it to that.
+
+Three class attributes are for `compare`, `tune` and the planner's advice, so that no other module lists
+techniques (`ways_to_try` collects them). `exact = True` promises the loss of the plain run, up to the order
+of additions and to other random draws; comparison/judgement.py holds it to that. `lowers` names what there is
+less of with it: `time`, or memory of some category. `try_as` says how to try it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_eff.core import catalog
 from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.secret_values import HIDDEN, is_secret, secret_variables
 
+TIME = "time"
+MEMORY = ("parameters", "gradients", "optimizer state", "activations")
+"""What a technique may lower of a step: its time, and categories of its memory (report/recording.py)."""
 PACKAGE = __name__.partition(".")[0]
 SUITE = PACKAGE
 """Provided by every technique of this package that changes a run; monitors do not provide it."""
@@ -162,6 +169,52 @@ class Facts:
     provides: tuple[str, ...] = ()
     needs: tuple[Rule, ...] = ()
     excludes: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One way to try a technique on a recipe.
+
+    `compare` takes the first way of each option and asks for no condition, since its table has a row for
+    every technique. `tune` and the planner's advice try each way that is worth it. A technique without
+    `try_as` is in the table and nowhere else; one whose `try_as` lacks its own option is not in the table.
+
+    Args:
+        overrides: Settings besides the option. `{part}` stands for a part of the samples that a device has in
+            an optimizer step, `{global_batch}` for the samples of all devices.
+        option: Option to choose, as in `precision/bf16_mixed`; empty for the technique's own.
+        needs: Facts without which it is not worth a try: of the run (`run/cuda`), an option that is on, or an
+            operation whose results are held at the peak (`peak/convolution`).
+        excludes: Facts with which it is not worth a try.
+        changes: What it changes about the training, besides rounding; `tune` changes nothing.
+    """
+
+    overrides: tuple[str, ...] = ()
+    option: str = ""
+    needs: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    changes: str = ""
+
+    def filled(self, *, part: int, global_batch: int) -> list[str]:
+        """Return the overrides with these numbers of samples; of 0 samples only those that name none."""
+        return [
+            words.format(part=part, global_batch=global_batch)
+            for words in self.overrides
+            if part or "{" not in words
+        ]
+
+    def is_worth(self, facts: Collection[str]) -> bool:
+        """Return whether the facts include all that it needs, and nothing that it excludes."""
+        return set(self.needs) <= set(facts) and not set(self.excludes) & set(facts)
+
+
+def ways_to_try() -> list[tuple[Any, Try]]:
+    """Return every technique's class with each way to try it, whose `option` is filled in."""
+    return [
+        (technique, replace(way, option=way.option or name))
+        for name, technique in catalog.techniques_with("try_as").items()
+        for way in technique.try_as
+    ]
 
 
 @runtime_checkable

@@ -102,6 +102,8 @@ class AdamWBf16(Optimizer):
         torch.bfloat16
     """
 
+    lowers = ("optimizer state",)
+
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest it in place of an AdamW whose state is in float32."""

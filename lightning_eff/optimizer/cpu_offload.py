@@ -29,7 +29,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.remedies import TO_ADAMW
-from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Try, Verdict
 from lightning_eff.core.text import human_bytes
 
 HOST = torch.device("cpu")
@@ -68,6 +68,9 @@ class CpuOffload(PerParameter):
         >>> with pytest.warns(NoEffectWarning, match="on the CPU already"):
         ...     optimizer.step()
     """
+
+    lowers = ("optimizer state",)
+    try_as = (Try(needs=("run/cuda",), changes="chooses AdamW with its defaults"),)
 
     @check_arguments
     def __init__(

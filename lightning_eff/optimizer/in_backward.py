@@ -36,7 +36,7 @@ from lightning_eff.core.remedies import (
     WITHOUT_MICRO_BATCH,
     Remedy,
 )
-from lightning_eff.core.technique import Facts, Outcome, Rule
+from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
@@ -88,6 +88,14 @@ class InBackward(PerParameter):
         >>> layer.weight.grad is None, len(optimizer.state)
         (True, 2)
     """
+
+    lowers = ("gradients",)
+    try_as = (
+        Try(
+            overrides=("trainer.gradient_clip_val=null",),
+            changes="clips no gradients",
+        ),
+    )
 
     @check_arguments
     def __init__(

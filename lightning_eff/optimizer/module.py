@@ -57,6 +57,9 @@ class ModuleOptimizer(Managed):
         >>> trainer = pl.Trainer(callbacks=[ModuleOptimizer()], logger=False, accelerator="cpu")
     """
 
+    try_as = ()
+    """It is what the module has, and no technique."""
+
     def __init__(self) -> None:
         self._optimizers: Sequence[Any] = ()
         self._schedules: list[str] = []

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_eff.core import rules
+from lightning_eff.core import catalog, rules
 from lightning_eff.core.errors import PRE_RUN_ERRORS
+from lightning_eff.core.technique import MEMORY, ways_to_try
 from lightning_eff.core.text import WIDTH, human_bytes, text_table
 from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
 from lightning_eff.planner.dry_run import ExampleBatch, dry_run
@@ -32,25 +33,6 @@ ADAPTERS: Options = ("+callbacks=peft_adapter",)
 """Trains other parameters than the recipe: tried, but never chosen."""
 TRIED_MICRO_BATCHES = 8
 """Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
-CONVOLUTIONS: Options = ("+callbacks=tiled_conv",)
-"""Tried where outputs of convolutions are among the largest tensors at the peak."""
-CHECKPOINTING = "callbacks.gradient_checkpointing.policy"
-CANDIDATES: tuple[Options, ...] = (
-    ("+callbacks=tiled_loss",),
-    ("+callbacks=gradient_checkpointing",),
-    ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=selective"),
-    ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
-    ("optimizer=adamw_8bit_bnb",),
-    ("precision=bf16_mixed",),
-    ("precision=bf16_true",),
-    ADAPTERS,
-)
-"""Candidates on every device; `lightning-eff ls` shows how each changes the training."""
-HOST_CANDIDATES: tuple[Options, ...] = (
-    ("+callbacks=gradient_checkpointing", f"{CHECKPOINTING}=offload"),
-    ("optimizer=cpu_offload",),
-)
-"""Further candidates on a GPU."""
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 MIN_HALVING = 0.03
@@ -178,10 +160,12 @@ class AdvisedRecipe:
         """
         size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         micro_batch = (MICRO_BATCH, f"callbacks.micro_batch.micro_batch_size={size}")
-        candidates = (*CANDIDATES, micro_batch, *(HOST_CANDIDATES if self.memory.is_cuda else ()))
         peak = self.forecast(before).peak
-        if peak is not None and any(holder.operation == "convolution" for holder in peak.holders):
-            candidates = (CONVOLUTIONS, *candidates)
+        facts = {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set[str]()
+        candidates = [
+            *memory_candidates({*facts, *(["run/cuda"] if self.memory.is_cuda else [])}),
+            micro_batch,
+        ]
         is_on = {f"+callbacks={name}" for name in self.values.get("callbacks") or {}}
         tried = [
             self.saving(before, each)
@@ -191,6 +175,21 @@ class AdvisedRecipe:
             and time.monotonic() < until
         ]
         return sorted(tried, key=lambda saving: -(saving.saved_bytes or 0))
+
+
+def memory_candidates(facts: Collection[str]) -> list[Options]:
+    """Return each way of a technique to lower a step's memory; sizes of batches are chosen elsewhere.
+
+    Args:
+        facts: Of the device and of the peak, by name.
+    """
+    found: list[Options] = []
+    for technique, way in ways_to_try():
+        has_sizes = any("{part}" in words for words in way.overrides)
+        if has_sizes or set(MEMORY).isdisjoint(technique.lowers) or not way.is_worth(facts):
+            continue
+        found.append((catalog.use_of(way.option), *way.overrides))
+    return found
 
 
 def mutually_exclusive(first: str, second: str) -> bool:

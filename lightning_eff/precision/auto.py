@@ -41,7 +41,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision, cast_floats, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.remedies import TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32
-from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
+from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.precision._tf32 import set_tf32
 
@@ -110,6 +110,13 @@ class AutoPrecision(Precision):
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: precision='bf16': expected 'auto', or one of bf16-mixed, ...
     """
+
+    lowers = ("activations", "time")
+    try_as = (
+        Try(),
+        Try(option="precision/bf16_mixed", changes="computes in 16 bits"),
+        Try(option="precision/bf16_true", changes="keeps weights in 16 bits"),
+    )
 
     __repr__ = rules.plugin_repr
     _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"

@@ -128,6 +128,8 @@ class Float8(AutoPrecision):
         lightning_eff.core.errors.ConfigError: recipe='delayed': expected one of rowwise, ...
     """
 
+    lowers = ("time",)
+
     __repr__ = rules.plugin_repr
     stage = Stage.FLOAT8
 

@@ -100,6 +100,8 @@ class QuantizedBase(AutoPrecision):
         lightning_eff.core.errors.ConfigError: quant_type='int4': expected one of nf4, fp4, int8, bf16, fp16
     """
 
+    lowers = ("parameters",)
+
     __repr__ = rules.plugin_repr
     _slow_text = "matrix products in {0} will be slow: {1}"
     stage = Stage.QUANTIZE

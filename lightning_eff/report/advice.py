@@ -8,7 +8,6 @@ not suggested, nor what it used already, with or without an effect.
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.optim import AdamW
 from lightning_eff.core import catalog, rules
 from lightning_eff.core.errors import root_cause_line
 from lightning_eff.core.remedies import Remedy
-from lightning_eff.core.technique import SUITE, Verdict, name_of, non_default_config
+from lightning_eff.core.technique import Verdict, name_of, non_default_config
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.module_tracker import BACKWARD, STEP
 from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation, Recorder
@@ -53,13 +52,13 @@ class Suggestion:
         """Override to paste, Python where no recipe runs, or the change."""
         if self.technique is None:
             return self.change
-        group, _, name = name_of(self.technique).partition("/")
-        added = f"{'+' * (group in catalog.MULTI_CHOICE_GROUPS)}{group}={name}"
+        name = name_of(self.technique)
+        added, path = catalog.use_of(name), name.replace("/", ".")
         if isinstance(self.technique, type):
             python = f"OptimizerChoice(optimizer=partial({self.technique.__name__}, lr=...))"
             return str(Remedy(added, python))
         options = non_default_config(self.technique)
-        words = [added, *(f"{group}.{name}.{key}={value}" for key, value in options.items())]
+        words = [added, *(f"{path}.{key}={value}" for key, value in options.items())]
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         return str(Remedy(" ".join(words), f"{type(self.technique).__name__}({arguments})"))
 
@@ -201,12 +200,12 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     facts = rules.run_facts(run.trainer, run.module)
     before = {str(each) for each in rules.check_rules(components, facts)}
     found: list[tuple[int, dict[str, Any]]] = []
-    for suggest in _suggesting():
+    for name, technique in catalog.techniques_with("suggest").items():
         each: Suggestion | None = None
         try:
-            each = suggest(run)
+            each = technique.suggest(run)
         except Exception as error:  # noqa: BLE001 - it calls a user's modules, and the run has ended well
-            rank_zero_info(f"no advice by {suggest.__qualname__}: {root_cause_line(error)}")
+            rank_zero_info(f"no advice by {name}: {root_cause_line(error)}")
         is_time = each is not None and each.peak_bytes is None
         if each is None or not (is_time or run.is_worth(each.peak_bytes or 0)):
             continue
@@ -215,24 +214,10 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         findings = rules.check_rules([*components, *added], facts)
         new = [finding for finding in findings if str(finding) not in before]
         is_rejected = any(finding.rule.verdict == Verdict.REJECTED for finding in new)
-        if is_rejected or any(name_of(technique) in used for technique in added):
+        if is_rejected or any(name_of(one) in used for one in added):
             continue
         notes = [f"{finding.found}: {finding.rule.reason}" for finding in new]
         saved_bytes = None if each.peak_bytes is None else run.peak_bytes - each.peak_bytes
         row = {"try": each.remedy, "saved_bytes": saved_bytes, "why": "; ".join([each.why, *notes])}
         found.append((saved_bytes or 0, row))
     return [row for _, row in sorted(found, key=lambda pair: -pair[0])][:MAX_SUGGESTIONS]
-
-
-def _suggesting() -> Iterator[Any]:
-    """Yield `suggest` of each callback and optimizer that has one; other modules are not imported."""
-    for group in ("callbacks", "optimizer"):
-        for file in sorted((catalog.PACKAGE / group).glob("[a-z]*.py")):
-            if "    def suggest(" in file.read_text(encoding="utf-8"):
-                module = importlib.import_module(f"{SUITE}.{group}.{file.stem}")
-                own = [
-                    each
-                    for each in vars(module).values()
-                    if getattr(each, "__module__", "") == module.__name__
-                ]
-                yield from (each.suggest for each in own if hasattr(each, "suggest"))

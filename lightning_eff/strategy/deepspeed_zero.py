@@ -89,6 +89,8 @@ class DeepSpeedZero(DeepSpeedStrategy):
         lightning_eff.core.errors.ConfigError: stage=4: expected one of 1, 2, 3
     """
 
+    lowers = ("parameters", "gradients", "optimizer state")
+
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, whatever the stage."""

@@ -121,6 +121,8 @@ class FSDP2(ModelParallelStrategy):
         lightning_eff.core.errors.ConfigError: param_dtype='int4': expected one of bf16, fp16, fp32, or None
     """
 
+    lowers = ("parameters", "gradients", "optimizer state")
+
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
     """Checkpoints have the layout of a single device, so techniques may read them in their hooks."""

@@ -67,7 +67,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
     assert rows["strategy=fsdp2"]["status"] == "not run"
     assert "one device" in rows["strategy=fsdp2"]["reason"]
     assert "micro_batch.micro_batch_size=4" in " ".join(rows["micro_batch"]["overrides"])
-    assert len(in_process) == 6
+    assert len(in_process) == 7
     assert not list(tmp_path.glob("outputs/compare/*/runs"))
     assert found["command"].startswith("lightning-eff compare lm")
     assert found["environment"]["torch"]

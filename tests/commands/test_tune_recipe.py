@@ -7,7 +7,8 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,24 +16,19 @@ from typing import Any
 import pytest
 
 from lightning_eff.commands import tune
-from lightning_eff.commands.tune import (
-    UNCHANGED,
-    Results,
-    Search,
-    fingerprint,
-    single_changes,
-)
+from lightning_eff.commands.tune import UNCHANGED, Search, fingerprint, name_of
 from lightning_eff.comparison import subprocess_trial
 from lightning_eff.comparison.result_table import CHANGES_LOSS, FAILED, MEASURED, NO_EFFECT, TrialResult
+from lightning_eff.comparison.rounds import Trial, TrialRounds
+from lightning_eff.comparison.trial_plan import Change
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core.errors import (
     EXIT_OK,
     EXIT_OUT_OF_MEMORY,
-    ConfigError,
     ConflictError,
     UsageError,
 )
-from lightning_eff.planner.advice import Advice, AdvisedRecipe, Options
+from lightning_eff.planner.advice import Advice, AdvisedRecipe
 from lightning_eff.planner.device_memory import DeviceMemory
 from tests.support.command_line import Command
 
@@ -44,36 +40,53 @@ EFFECTS = {  # of speed and of memory, by a word
     "data.batch_size=4": (0.8, 0.5),
     "data.batch_size=16": (1.1, 1.9),
 }
-CHANGES: list[Options] = [(word,) for word in EFFECTS]
+CHANGES: list[Change] = [(word,) for word in EFFECTS]
 
 
 class World:
     """Trials and predictions of a recipe whose speed and memory are products of `EFFECTS`."""
 
-    def __init__(self, folder: Path, *, limit: float = 1e9, lies: float = 1.0, clash: Options = ()) -> None:
-        self.trials: list[tuple[Options, int]] = []
+    def __init__(self, folder: Path, *, limit: float = 1e9, lies: float = 1.0, clash: Change = ()) -> None:
+        self.trials: list[Change] = []
         self.lies, self.clash = lies, clash
         memory = DeviceMemory("here", int(limit * MIB))
         recipe: Any = SimpleNamespace(forecast=self.forecast, memory=memory)
-        until = time.monotonic() + 1000
-        self.search = Search(recipe, Results(folder / "tune.json"), self.train, until)
+        rounds = TrialRounds(folder, 60.0, file=folder / "tune.json")
+        self.search = Search(recipe, rounds, self.trial)
 
-    def figures(self, change: Options) -> tuple[float, int]:
+    def figures(self, change: Change) -> tuple[float, int]:
         rate, peak = 100.0, 100.0 * MIB
         for word in change:
             rate, peak = rate * EFFECTS[word][0], peak * EFFECTS[word][1]
         return rate, round(peak)
 
-    def forecast(self, change: Options) -> Any:
+    def forecast(self, change: Change) -> Any:
         if len(self.clash) > 1 and set(self.clash) <= set(change):
             text = "these two exclude each other"
             raise ConflictError(text)
         return SimpleNamespace(num_bytes=round(self.figures(change)[1] / self.lies))
 
-    def train(self, change: Options, steps: int) -> TrialResult:
-        self.trials.append((change, steps))
+    def trial(self, change: Change) -> Trial:
+        return Trial(name_of(change), list(change), functools.partial(self.answer, change))
+
+    def answer(self, change: Change, _: Path) -> Any:
+        self.trials.append(change)
+        return self.train(change)
+
+    def train(self, change: Change) -> TrialResult:
         rate, peak = self.figures(change)
         return TrialResult(MEASURED, report={"measured": {"samples_per_s": rate, "peak_bytes": peak}})
+
+    def left_out(self) -> dict[str, str]:
+        return {row.technique: text for row in self.search.rows() if (text := row.reason or row.excluded)}
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(train: Callable[[Path], TrialResult], *, folder: Path, limit_s: float) -> TrialResult:
+        return train(folder)
+
+    monkeypatch.setattr(subprocess_trial, "run", run)
 
 
 def fits(change: Sequence[str], world: World, limit: float) -> bool:
@@ -82,11 +95,12 @@ def fits(change: Sequence[str], world: World, limit: float) -> bool:
 
 def test_it_finds_the_best_of_all_combinations(tmp_path: Path) -> None:
     world = World(tmp_path)
-    best, steps = world.search.run(CHANGES, 8)
+    best = world.search.run(CHANGES)
     assert set(best) == {"+callbacks=torch_compile", "precision=auto", "data.batch_size=16"}
-    assert steps > 8, "the last ones are measured again, for longer"
-    tried = [change for change, number in world.trials if number == 8]
-    assert len(tried) == len(set(tried)), "no trial runs twice"
+    counts = Counter(world.trials)
+    assert counts[UNCHANGED] == 4, "before the first round, and in each"
+    assert counts[best] == 3, "the last ones are measured again"
+    assert counts["data.batch_size=4",] == 1, "the slow ones are not"
 
 
 @pytest.mark.parametrize("lies", [1.0, 3.0], ids=["predicted", "only measured"])
@@ -98,130 +112,121 @@ def test_it_never_proposes_what_does_not_fit(tmp_path: Path, lies: float) -> Non
         world = World(tmp_path / str(number), limit=limit, lies=lies)
         if limit < 100:
             with pytest.raises(UsageError, match=r"the recipe itself fails: (predicted|measured) peak 100"):
-                world.search.run(CHANGES, 8)
+                world.search.run(CHANGES)
             continue
-        best, _ = world.search.run(CHANGES, 8)
-        assert fits(best, world, limit)
+        assert fits(world.search.run(CHANGES), world, limit)
         if lies == 1.0:
-            assert all(fits(change, world, limit) for change, _ in world.trials), "not even tried"
+            assert all(fits(change, world, limit) for change in world.trials), "not even tried"
 
 
 def test_what_the_rules_reject_is_left_out_with_the_reason(tmp_path: Path) -> None:
     world = World(tmp_path, clash=("+callbacks=torch_compile", "precision=auto"))
-    best, _ = world.search.run(CHANGES, 8)
+    best = world.search.run(CHANGES)
     assert set(best) == {"+callbacks=torch_compile", "data.batch_size=16"}
-    reasons = [reason for change, reason in world.search.left_out.items() if "precision=auto" in change]
+    reasons = [reason for name, reason in world.left_out().items() if "precision=auto" in name]
     assert reasons == ["these two exclude each other"] * 2
 
 
 def test_it_continues_where_it_stopped(tmp_path: Path) -> None:
     first = World(tmp_path)
-    train, calls = first.search.train, itertools.count()
+    train, calls = first.train, itertools.count()
 
-    def killed(change: Options, steps: int) -> TrialResult:
-        if next(calls) == 3:
+    def killed(change: Change) -> TrialResult:
+        if next(calls) == 5:
             raise KeyboardInterrupt
-        return train(change, steps)
+        return train(change)
 
-    first.search.train = killed
+    first.train = killed
     with pytest.raises(KeyboardInterrupt):
-        first.search.run(CHANGES, 8)
-    second = World(tmp_path)
-    found = second.search.run(CHANGES, 8)
-    assert not set(first.trials) & set(second.trials), "nothing is measured twice"
-    assert found == World(tmp_path / "whole").search.run(CHANGES, 8)
+        first.search.run(CHANGES)
+    second, whole = World(tmp_path), World(tmp_path / "whole")
+    assert second.search.run(CHANGES) == whole.search.run(CHANGES)
+    done = Counter(first.trials[:-1]) + Counter(second.trials)
+    assert done == Counter(whole.trials), "nothing is measured more often"
 
 
 def test_a_small_gain_or_no_time_leaves_the_recipe(tmp_path: Path) -> None:
     world = World(tmp_path)
-    assert world.search.run([("+callbacks=channels_last",)], 8)[0] == UNCHANGED
+    assert world.search.run([("+callbacks=channels_last",)]) == UNCHANGED
+    noisy = World(tmp_path / "noisy")
+    speeds = itertools.cycle((1.0, 0.9))
+    train = noisy.train
+
+    def slower(change: Change) -> TrialResult:
+        report = train(change).report["measured"]
+        rate = report["samples_per_s"] * next(speeds)
+        return TrialResult(MEASURED, report={"measured": report | {"samples_per_s": rate}})
+
+    noisy.train = slower
+    assert noisy.search.run([("data.batch_size=16",)]) == UNCHANGED, "10 % are noise here"
     late = World(tmp_path / "late")
-    late.search.until = time.monotonic()
-    assert late.search.run(CHANGES, 8)[0] == UNCHANGED
-    assert (late.search.unfinished, late.trials) == (True, [])
+    late.search.rounds.until = time.monotonic()
+    assert late.search.run(CHANGES) == UNCHANGED
+    assert late.trials == []
 
 
 def test_what_fails_or_has_no_known_memory_is_left_out(tmp_path: Path) -> None:
     """`auto` fails, and the peak of the smaller batch is neither predicted nor measured."""
     world = World(tmp_path)
-    forecast, train = world.forecast, world.search.train
+    forecast, train = world.forecast, world.train
 
-    def trial(change: Options, steps: int) -> TrialResult:
-        found = train(change, steps)
+    def trial(change: Change) -> TrialResult:
+        found = train(change)
         if "precision=auto" in change:
             return TrialResult(FAILED, "out of memory")
         return TrialResult(MEASURED, report={"measured": found.report["measured"] | {"peak_bytes": None}})
 
-    def unknown(change: Options) -> Any:
+    def unknown(change: Change) -> Any:
         return SimpleNamespace(num_bytes=None) if "data.batch_size=4" in change else forecast(change)
 
     world.search.recipe = SimpleNamespace(forecast=unknown, memory=world.search.recipe.memory)  # pyright: ignore[reportAttributeAccessIssue]
-    world.search.train = trial
-    best, _ = world.search.run(CHANGES, 8)
-    assert set(best) == {"+callbacks=torch_compile", "data.batch_size=16"}
-    assert world.search.left_out == {
-        ("precision=auto",): "out of memory",
-        ("data.batch_size=4",): "its memory is neither predicted nor measured",
+    world.train = trial
+    assert set(world.search.run(CHANGES)) == {"+callbacks=torch_compile", "data.batch_size=16"}
+    assert world.left_out() == {
+        "precision=auto": "out of memory",
+        "data.batch_size=4": "its memory is neither predicted nor measured",
     }
-    assert [change for change, _ in world.trials].count(("precision=auto",)) == 1
+    assert world.trials.count(("precision=auto",)) == 1
 
 
-def test_a_recipe_whose_code_was_fixed_is_tried_again_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_recipe_whose_code_was_fixed_is_tried_again(tmp_path: Path) -> None:
     broken = World(tmp_path)
-    broken.search.train = lambda change, steps: TrialResult(FAILED, "a bug")
+    broken.train = lambda change: TrialResult(FAILED, "a bug")
     with pytest.raises(UsageError, match="the recipe itself fails: a bug"):
-        broken.search.run(CHANGES, 8)
-    assert "precision=auto" in World(tmp_path).search.run(CHANGES, 8)[0]
-    for content in ('{"a": ', "[]", '{"": {"8": {"state": 1}}}'):
-        (tmp_path / "tune.json").write_text(content)
-        with pytest.raises(ConfigError, match="damaged"):
-            World(tmp_path)
+        broken.search.run(CHANGES)
+    assert "precision=auto" in World(tmp_path).search.run(CHANGES)
 
 
-def test_results_are_kept_apart_by_settings_memory_what_makes_the_recipe_fit_and_time() -> None:
+def test_results_are_kept_apart_by_settings_memory_what_makes_the_recipe_fit_and_length() -> None:
     values = compose_recipe("lm", []).values
     other = values | {"data": values["data"] | {"batch_size": 3}}
     names = [
-        fingerprint(settings, DeviceMemory("here", size), base, limit_s)
-        for settings, size, base, limit_s in (
-            (values, 1, (), 9.0), (values, 2, (), 9.0), (values, 1, ("+callbacks=tiled_conv",), 9.0),
-            (values, 1, (), 8.0), (other, 1, (), 9.0), (values, 1, (), 9.0),
+        fingerprint(settings, DeviceMemory("here", size), base, limit_s, steps)
+        for settings, size, base, limit_s, steps in (
+            (values, 1, (), 9.0, 8), (values, 2, (), 9.0, 8), (values, 1, ("+callbacks=tiled_conv",), 9.0, 8),
+            (values, 1, (), 8.0, 8), (values, 1, (), 9.0, 9), (other, 1, (), 9.0, 8), (values, 1, (), 9.0, 8),
         )
     ]  # fmt: skip
-    assert (len(set(names)), names[0]) == (5, names[5])
+    assert (len(set(names)), names[0]) == (6, names[6])
 
 
 def test_a_change_that_promises_the_same_loss_and_has_another_is_not_proposed(tmp_path: Path) -> None:
     """The compiler, which is the fastest, has another loss; `auto` may; the results are read again."""
     world = World(tmp_path)
-    train = world.search.train
+    train = world.train
 
-    def trial(change: Options, steps: int) -> TrialResult:
+    def trial(change: Change) -> TrialResult:
         is_compiled = "+callbacks=torch_compile" in change
         ledger = [{"technique": "callbacks/torch_compile", "status": "applied", "exact": True}] * is_compiled
         more = {"losses": [(1, 2.1 if change else 2.0)], "ledger": ledger, "precision": "32-true"}
-        return TrialResult(MEASURED, report={**train(change, steps).report, **more})
+        return TrialResult(MEASURED, report={**train(change).report, **more})
 
-    world.search.train = trial
+    world.train = trial
     for _ in range(2):
-        best, _ = world.search.run(CHANGES, 8)
-        assert set(best) == {"precision=auto", "data.batch_size=16"}
-        assert world.search.left_out == {("+callbacks=torch_compile",): CHANGES_LOSS}
-        world.search = World(tmp_path).search
-
-
-def test_changes_keep_the_global_batch() -> None:
-    words = [" ".join(each) for each in single_changes(compose_recipe("lm", []).values, has_batch_norm=False)]
-    assert "data.batch_size=8" in words
-    assert "data.batch_size=16" not in words, "it has that"
-    assert "~callbacks.tiled_loss" in words
-    assert not any("micro_batch" in word or "global_batch" in word for word in words)
-    values = compose_recipe("images", []).values
-    images = [" ".join(each) for each in single_changes(values, has_batch_norm=False)]
-    assert not any(word.startswith("data.batch_size") for word in images), "there the batch is the loader's"
-    assert sum("micro_batch_size=" in word for word in images) == 2
-    normed = [" ".join(each) for each in single_changes(values, has_batch_norm=True)]
-    assert set(images) - set(normed) == {word for word in images if "micro_batch" in word}
+        assert set(world.search.run(CHANGES)) == {"precision=auto", "data.batch_size=16"}
+        assert world.left_out() == {"+callbacks=torch_compile": CHANGES_LOSS}
+        world = World(tmp_path)
+    assert not world.trials
 
 
 @pytest.fixture
@@ -238,7 +243,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return TrialResult(MEASURED, report={"measured": figures, "ledger": ledger})
 
     monkeypatch.setattr(subprocess_trial, "run", run)
-    monkeypatch.setattr(AdvisedRecipe, "forecast", lambda *_: SimpleNamespace(num_bytes=MIB))
+    monkeypatch.setattr(AdvisedRecipe, "forecast", lambda *_: SimpleNamespace(num_bytes=MIB, peak=None))
     monkeypatch.setattr(tune, "advise", lambda *_, **__: Advice())
     return commands
 
@@ -252,8 +257,9 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     last = out.splitlines()[-1]
     assert last.startswith("lightning-eff train lm ")
     assert "+callbacks=" in last
-    assert "times the recipe, peak 1.0 MiB of " in out
-    assert all(any(word == "trainer.max_steps=8" for word in words) for words in trials[:1])
+    assert "baseline " in out
+    assert "Fastest: " in out
+    assert all("trainer.max_steps=8" in words for words in trials)
     typed = [[word for word in each if word.startswith("data.batch_size=")] for each in trials]
     assert {each[-1] for each in typed} == {"data.batch_size=4"}, "what the user has set stays"
     number = len(trials)
@@ -262,7 +268,8 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     assert (again[0], again[1], len(trials)) == (EXIT_OK, out, number)
     found = json.loads(command(*words, "--json")[1])
     assert last.endswith(" ".join(found["overrides"]))
-    assert found["left_out"]["+callbacks=channels_last"] == NO_EFFECT
+    excluded = {row["technique"]: row["excluded"] for row in found["rows"]}
+    assert excluded["+callbacks=channels_last"] == NO_EFFECT
 
 
 def test_a_limit_that_nothing_fits_is_said(

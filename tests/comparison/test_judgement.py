@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.comparison.judgement import can_win, compare_to_baseline, describe_noise, noise, verdict
+from lightning_eff.comparison.judgement import (
+    can_win,
+    compare_to_baseline,
+    describe_noise,
+    helpful,
+    noise,
+    verdict,
+)
 from lightning_eff.comparison.result_table import (
     BASELINE,
     CHANGES_LOSS,
     DIVERGES,
+    FAILED,
     MEASURED,
     NO_EFFECT,
     ComparisonRow,
@@ -167,3 +175,23 @@ def test_a_row_that_diverges_does_not_win(loss: float) -> None:
 def test_another_precision_is_an_effect() -> None:
     rows = judged(row(BASELINE, (1.0, 1.0)), row("recipe", (2.0, 2.0), IDLE, precision="bf16-mixed"))
     assert not rows["recipe"].excluded
+
+
+def known(name: str, speed: float, peak: float, *, status: str = MEASURED, **more: Any) -> ComparisonRow:
+    """Return a row of known ratios, whose rounds differ by 5 %: 10 % is noise."""
+    rates = {"samples_per_s": speed, "samples_per_s_spread": 0.05 * speed}
+    return ComparisonRow(name, status, speed_ratio=speed, peak_ratio=peak, **rates, **more)
+
+
+def test_only_what_is_better_beyond_the_noise_at_the_same_loss_helps() -> None:
+    rows = [
+        known(BASELINE, 1.0, 0.5), known("fast", 1.2, 1.0),
+        known("same", 1.05, 0.98), known("small", 0.5, 0.25),
+        known("other loss", 2.0, 0.5, loss=1.0, loss_difference=0.03),
+        known("near loss", 2.0, 0.5, loss=1.0, loss_difference=-0.02),
+        known("failed", 2.0, 0.5, status=FAILED), known("idle", 2.0, 0.5, reason="no effect"),
+    ]  # fmt: skip
+    assert helpful(rows) == ["near loss", "small", "fast"]
+    for each in rows:
+        each.samples_per_s_spread = None
+    assert helpful(rows) == ["near loss", "small"], "one round says nothing about speed"

@@ -11,6 +11,7 @@ import pytest
 from lightning_eff.comparison import result_table, subprocess_trial
 from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, ComparisonRow, TrialResult
 from lightning_eff.comparison.rounds import Trial, TrialRounds
+from lightning_eff.core.errors import ConfigError
 
 NAMES = ("baseline", "one", "other")
 
@@ -38,8 +39,8 @@ class Turns:
 
     def run(self, folder: Path, *, rounds: int = 3) -> list[ComparisonRow]:
         comparison = TrialRounds(folder, limit_s=60.0)
-        for number in range(1, rounds + 1):
-            comparison.run_round(number, [self.trial(name) for name in NAMES])
+        for _ in range(rounds):
+            comparison.run_round([self.trial(name) for name in NAMES])
         return comparison.table_rows()
 
 
@@ -84,9 +85,9 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
         other=[report(9.0), TrialResult(FAILED, "no end after 3 s")],
     )
     comparison = TrialRounds(tmp_path, limit_s=60.0)
-    comparison.add_refused("never", [], "needs CUDA")
-    for number in (1, 2, 3):
-        comparison.run_round(number, [turns.trial(name) for name in NAMES])
+    comparison.add_refused(turns.trial("never"), "needs CUDA")
+    for _ in range(3):
+        comparison.run_round([turns.trial(name) for name in NAMES])
     rows = comparison.table_rows()
     assert [(row.technique, row.status, row.reason) for row in rows] == [
         ("baseline", MEASURED, ""),
@@ -94,3 +95,24 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
         ("one", FAILED, "it is odd"),
         ("never", NOT_RUN, "needs CUDA"),
     ]
+
+
+def test_results_are_read_again_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    """Two rounds of which one is kept: the baseline, which failed, runs twice, the other once."""
+    file = tmp_path / "kept.json"
+    first = Turns(baseline=[TrialResult(FAILED, "a bug")], one=[report(20.0)])
+    TrialRounds(tmp_path, 60.0, file=file).run_round([first.trial("baseline"), first.trial("one")])
+    second = Turns(baseline=[report(10.0), report(12.0)], one=[report(24.0)])
+    comparison = TrialRounds(tmp_path, 60.0, file=file)
+    for _ in range(2):
+        comparison.run_round([second.trial("baseline"), second.trial("one")])
+    assert second.asked == ["baseline", "one", "baseline"]
+    _, one = comparison.table_rows()
+    assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (24.0, 4.0, 2.0)
+    late = TrialRounds(tmp_path, 60.0, until=0.0)
+    late.run_round([second.trial("one")])
+    assert late.table_rows()[0].reason == "interrupted before its turn"
+    for content in ('["a", {', '{"a": 1}', '["a", {"state": 1}]'):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match="damaged"):
+            TrialRounds(tmp_path, 60.0, file=file)

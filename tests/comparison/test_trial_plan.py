@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.comparison.result_table import FAILED, MEASURED, ComparisonRow
 from lightning_eff.comparison.trial_plan import (
     bare_trial,
+    changes_of,
     combine_trials,
     global_batch_size,
-    helpful,
     merge_overrides,
     single_technique_trials,
 )
+from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core import catalog
 
 LM: dict[str, Any] = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}}
@@ -57,29 +57,15 @@ def test_a_batch_is_cut_into_parts_that_divide_it() -> None:
     for size, part in ((16, 4), (6, 2), (10, 5), (7, 7), (1, 1)):
         found = single_technique_trials({"data": {"batch_size": size}, "trainer": {}})
         for name in ("gradient_accumulation", "micro_batch"):
-            assert [line.rpartition("=")[2] for line in found[name][-2:]] == [str(size), str(part)]
+            settings = [line.rpartition("=")[2] for line in found[name]]
+            assert {word for word in settings if word.isdecimal()} == {str(size), str(part)}
 
 
 def test_a_number_of_batches_of_the_recipe_gives_way_to_the_same_samples() -> None:
     values = {"data": {"batch_size": 4}, "trainer": {}, "callbacks": BATCHES}
     found = single_technique_trials(values)["gradient_accumulation"]
     prefix = "callbacks.gradient_accumulation"
-    assert found[-3:] == [f"{prefix}.num_batches=null", f"{prefix}.global_batch_size=12", "data.batch_size=3"]
-
-
-def row(name: str, speed: float, peak: float, *, status: str = MEASURED, **more: Any) -> ComparisonRow:
-    return ComparisonRow(name, status, speed_ratio=speed, peak_ratio=peak, **more)
-
-
-def test_only_what_is_better_at_the_same_loss_helps() -> None:
-    rows = [
-        row("baseline", 1.0, 0.5), row("the recipe as it is", 2.0, 0.5), row("fast", 1.2, 1.0),
-        row("same", 1.05, 0.98), row("small", 0.5, 0.25),
-        row("other loss", 2.0, 0.5, loss=1.0, loss_difference=0.03),
-        row("near loss", 2.0, 0.5, loss=1.0, loss_difference=-0.02), row("failed", 2.0, 0.5, status=FAILED),
-        row("idle", 2.0, 0.5, reason="no effect"),
-    ]  # fmt: skip
-    assert helpful(rows) == ["near loss", "small", "fast"]
+    assert found[-3:] == ["data.batch_size=3", f"{prefix}.num_batches=null", f"{prefix}.global_batch_size=12"]
 
 
 def test_what_helped_is_combined_the_best_first_as_far_as_it_fits() -> None:
@@ -94,3 +80,40 @@ def test_what_helped_is_combined_the_best_first_as_far_as_it_fits() -> None:
     ]  # fmt: skip
     assert combine_trials([bf16], lambda _: True) is None, "that is a row already"
     assert combine_trials([], lambda _: True) is None
+
+
+def changes(recipe: str, *facts: str) -> list[str]:
+    return [" ".join(each) for each in changes_of(compose_recipe(recipe, []).values, facts)]
+
+
+def test_changes_keep_the_training_and_its_global_batch() -> None:
+    lm = changes("lm")
+    assert {"data.batch_size=8", "data.batch_size=4"} < set(lm)
+    assert "data.batch_size=16" not in lm, "it has that"
+    assert not any("micro_batch" in word or "gradient_accumulation" in word for word in lm)
+    assert {"~callbacks.tiled_loss", "+callbacks=torch_compile"} < set(lm)
+    assert "precision=auto" not in lm, "it has that"
+    assert not any(word in " ".join(lm) for word in ("peft", "bf16", "optimizer", "empty_cache", "offload"))
+    images = changes("images")
+    assert not any(word.startswith("data.batch_size") for word in images), "there the batch is the loader's"
+    assert sum("micro_batch_size=" in word for word in images) == 2
+    assert set(images) - set(changes("images", "run/batch_norm")) == {
+        word for word in images if "micro_batch" in word
+    }
+
+
+def test_what_is_on_is_removed_and_set_otherwise() -> None:
+    low = changes("low_memory")
+    assert {"~callbacks.gradient_checkpointing", "callbacks.gradient_checkpointing.policy=selective"} < set(
+        low
+    )
+    assert "+callbacks=gradient_checkpointing" not in low
+    assert "precision=auto" in changes("baseline")
+
+
+def test_what_is_worth_it_in_some_runs_is_tried_in_those() -> None:
+    assert "+callbacks=tiled_conv" not in changes("images")
+    assert "+callbacks=tiled_conv" in changes("images", "peak/convolution")
+    offload = "+callbacks=gradient_checkpointing callbacks.gradient_checkpointing.policy=offload"
+    assert offload not in changes("lm")
+    assert offload in changes("lm", "run/cuda")

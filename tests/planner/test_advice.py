@@ -114,7 +114,7 @@ def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(
         ADAPTERS,
         ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
     )
-    monkeypatch.setattr(advice, "CANDIDATES", tried)
+    monkeypatch.setattr(advice, "memory_candidates", lambda _: tried)
     monkeypatch.chdir(tmp_path)
 
     def compose(more: Sequence[str]) -> Mapping[str, Any]:

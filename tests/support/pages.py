@@ -90,6 +90,7 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
     on_an_h100 = yaml.safe_load(ON_AN_H100.read_text(encoding="utf-8"))
     rows = [
         ["**Use**", f"`lightning-eff train RECIPE {entry.use}`, or {in_python}"],
+        *([["**Lowers**", ", ".join(lowers)]] if (lowers := getattr(class_of(name), "lowers", ())) else []),
         *([f"**{heading}**", sections[heading]] for heading in ("Saves", "Costs", "When not", "Conflicts")),
         *([["**On an H100**", on_an_h100[name]]] if name in on_an_h100 else []),
     ]
