@@ -99,8 +99,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     columns = [*zip(*table, strict=True)]
     widths = [max(1, *map(len, column)) for column in columns]
     limit = (line_width(width) or sys.maxsize) - 2 * len(widths)
-    longest_words = [max(map(len, " ".join(column).split()), default=1) for column in columns]
-    # A column of names has no cell that is longer than its longest word.
+    longest_words = [max(1, *map(len, [title, *" ".join(cells).split()])) for title, *cells in columns]
+    # A column of names has no cell that is longer than its longest word; a title counts as one.
     names_whole = [
         word if word == size else min(word, BROKEN_WIDTH)
         for word, size in zip(longest_words, widths, strict=True)

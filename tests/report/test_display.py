@@ -32,6 +32,7 @@ CHARTS = {
     "Validation: accuracy": "accuracy", "Learning rate": "learning rate", "Gradient norm": "gradient norm",
 }  # fmt: skip
 """Title, and unit of the vertical axis."""
+MOMENTS = "tensors allocated or freed so far"
 
 
 def full_report(**changes: Any) -> dict[str, Any]:
@@ -48,7 +49,9 @@ def test_each_chart_has_a_title_axes_with_units_and_a_text_for_those_who_do_not_
     assert len(labels) == len(CHARTS)
     assert "median 250.0 ms, slowest 400.0 ms" in labels
     assert "loss from 4 to 3; lowest 2, highest 4; 1 point not drawn" in labels
-    assert {*CHARTS, *CHARTS.values(), *labels, "optimizer step", "timed batch", "ms"} <= {*reader.text}
+    assert {*CHARTS, *CHARTS.values(), *labels, "optimizer step", "timed batch", "ms", MOMENTS} <= {
+        *reader.text
+    }
     table = reader.text[reader.text.index("category") :]
     cells = [text for text in table if text.strip()]
     assert cells[cells.index("total") :][:4] == ["total", "100.0 MiB", "10 B", "10 B"]
