@@ -44,7 +44,7 @@ from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, Remedy
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.core.text import human_bytes
@@ -184,7 +184,10 @@ class TiledMLP(Managed):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
-            remedies=(Remedy("~callbacks.tiled_mlp", "remove TiledMLP"), WITHOUT_TORCH_COMPILE),
+            remedies=(
+                Remedy("~callbacks.tiled_mlp", "remove TiledMLP"),
+                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
+            ),
         )
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 
