@@ -39,7 +39,7 @@ from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP, WITHOUT_ACCUMULATION
+from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.microbatching import lightning_loop
 
@@ -118,7 +118,7 @@ class GradientAccumulation(Managed):
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
             "run/manual_optimization": "the module decides itself when it steps",
         }
-        remedies = (WITHOUT_ACCUMULATION,)
+        remedies = (lightning_loop.WITHOUT_ACCUMULATION,)
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         return Facts(excludes=tuple(rules))
 

@@ -45,7 +45,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import WITH_TORCH_COMPILE, WITHOUT_TORCH_COMPILE, Remedy
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import (
     MEMORY_BUDGET,
     RECOMPUTE,
@@ -82,6 +82,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Keywords under which Hugging Face's layers take a key-value cache."""
 _OFF = Remedy("~callbacks.gradient_checkpointing", "remove GradientCheckpointing")
+_UNCOMPILED = Remedy("~callbacks.torch_compile", "remove TorchCompile")
 _OFFLOAD = Remedy(
     "callbacks.gradient_checkpointing.policy=offload", 'GradientCheckpointing(policy="offload")'
 )
@@ -295,7 +296,7 @@ class RecomputedBlock:
                 "it computed something else in the backward pass than in its forward pass: it reads what has"
                 " changed since (globals, objects), or a compiled block is called with several numbers"
             )
-            return f"{self._name}: {reason}\n  try: {_OFF}\n  try: {WITHOUT_TORCH_COMPILE}"
+            return f"{self._name}: {reason}\n  try: {_OFF}\n  try: {_UNCOMPILED}"
         return ""
 
 
@@ -402,7 +403,7 @@ class GradientCheckpointing(Managed):
         )
         if self.policy == "budget":
             reason = "it is inductor that would choose what is recomputed"
-            remedies = (WITH_TORCH_COMPILE, selective)
+            remedies = (Remedy("+callbacks=torch_compile", "TorchCompile()"), selective)
             return Facts(needs=(Rule(name=MEMORY_BUDGET, reason=reason, remedies=remedies),))
         twice = "the blocks would be recomputed twice"
         disable = "the model's own activation_checkpointing_disable() or gradient_checkpointing_disable()"

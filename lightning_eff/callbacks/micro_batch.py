@@ -43,7 +43,7 @@ from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import WITHOUT_MICRO_BATCH, Remedy
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.mean_check import check_mean
@@ -130,7 +130,7 @@ class MicroBatch(Managed):
             "run/manual_optimization": "the module runs its backward passes itself",
             "run/dataloader_iter": "the module fetches its batches itself",
         }
-        remedies = (WITHOUT_MICRO_BATCH,)
+        remedies = (lightning_loop.WITHOUT_MICRO_BATCH,)
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         batch_norm = "their statistics are those of a micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))

@@ -46,7 +46,7 @@ from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, Remedy
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import (
@@ -187,7 +187,10 @@ class TiledConv(Managed):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
-            remedies=(Remedy("~callbacks.tiled_conv", "remove TiledConv"), WITHOUT_TORCH_COMPILE),
+            remedies=(
+                Remedy("~callbacks.tiled_conv", "remove TiledConv"),
+                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
+            ),
         )
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 

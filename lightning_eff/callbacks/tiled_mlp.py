@@ -49,7 +49,7 @@ from lightning_eff.core.call_state import CallState, stops_early
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, Remedy
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import GatheredAtOnce, full_shape
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
 from lightning_eff.core.text import human_bytes
@@ -195,7 +195,10 @@ class TiledMLP(Managed):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
-            remedies=(Remedy("~callbacks.tiled_mlp", "remove TiledMLP"), WITHOUT_TORCH_COMPILE),
+            remedies=(
+                Remedy("~callbacks.tiled_mlp", "remove TiledMLP"),
+                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
+            ),
         )
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 

@@ -37,7 +37,7 @@ from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import WITHOUT_TORCH_COMPILE, WITHOUT_TRITON_GEMM, Remedy
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.kernels import dispatch
@@ -162,7 +162,10 @@ class TritonGemm(Managed):
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the layers of what it compiles",
-            remedies=(WITHOUT_TRITON_GEMM, WITHOUT_TORCH_COMPILE),
+            remedies=(
+                Remedy("~callbacks.triton_gemm", "remove TritonGemm"),
+                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
+            ),
             verdict=Verdict.WARNED,
         )
         no_gpu = Rule(

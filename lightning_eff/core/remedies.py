@@ -60,11 +60,6 @@ TO_DDP = Remedy("strategy=ddp", 'Trainer(strategy="ddp")')
 TO_FSDP2 = Remedy("strategy=fsdp2", "FSDP2()")
 TO_ZERO = Remedy("strategy=deepspeed_zero", "DeepSpeedZero()")
 TO_FULL_CHECKPOINTS = Remedy("strategy.checkpoints=full", 'FSDP2(checkpoints="full")')
-WITH_TORCH_COMPILE = Remedy("+callbacks=torch_compile", "TorchCompile()")
-WITHOUT_TORCH_COMPILE = Remedy("~callbacks.torch_compile", "remove TorchCompile")
-WITHOUT_TRITON_GEMM = Remedy("~callbacks.triton_gemm", "remove TritonGemm")
-WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
-WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
-from lightning_eff.core.remedies import TO_DDP, WITHOUT_ACCUMULATION, WITHOUT_MICRO_BATCH, Remedy
+from lightning_eff.core.remedies import TO_DDP, Remedy
 from lightning_eff.core.technique import name_of
 from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.mean_check import MeanCheck, check_mean
@@ -62,6 +62,8 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.window import Window, weight_of
 
 MAX_NAMES = 12
+WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
+WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
 """Batches in which a check of the loss is repeated, where all parts of a batch have the same loss."""
 

@@ -29,13 +29,7 @@ from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
-from lightning_eff.core.remedies import (
-    TO_ADAMW,
-    TO_ONE_BATCH_A_STEP,
-    WITHOUT_ACCUMULATION,
-    WITHOUT_MICRO_BATCH,
-    Remedy,
-)
+from lightning_eff.core.remedies import TO_ADAMW, TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
@@ -52,8 +46,11 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
     ),
     "run/accumulation": (PER_MICRO_BATCH, TO_ONE_BATCH_A_STEP),
     "lightning/GradientAccumulationScheduler": (PER_MICRO_BATCH,),
-    "callbacks/gradient_accumulation": (PER_MICRO_BATCH, WITHOUT_ACCUMULATION),
-    "callbacks/micro_batch": (PER_MICRO_BATCH, WITHOUT_MICRO_BATCH),
+    "callbacks/gradient_accumulation": (
+        PER_MICRO_BATCH,
+        Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation"),
+    ),
+    "callbacks/micro_batch": (PER_MICRO_BATCH, Remedy("~callbacks.micro_batch", "remove MicroBatch")),
     "run/scaler": ("it would step on scaled gradients, before the scaler can check for overflow",),
     "run/many_devices": ("each replica would step on its own gradients, before they are averaged",),
     "run/clipping_by_module": (

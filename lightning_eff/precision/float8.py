@@ -41,13 +41,7 @@ from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffe
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
 from lightning_eff.core.model_surgery import ADAPTER, Stage, repeated_blocks
-from lightning_eff.core.remedies import (
-    TO_BF16_MIXED,
-    TO_FSDP2,
-    WITH_TORCH_COMPILE,
-    WITHOUT_TRITON_GEMM,
-    Remedy,
-)
+from lightning_eff.core.remedies import TO_BF16_MIXED, TO_FSDP2, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
@@ -60,6 +54,7 @@ FIRST_STEPS = 10
 """Optimizer steps whose gradients are checked for NaN and infinity."""
 NOT_CALLED = "it was not called: what reads its weight computes in bfloat16"
 EMULATED = Remedy("precision.emulate=true", "Float8(emulate=True)")
+COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
 
 
@@ -168,12 +163,12 @@ class Float8(AutoPrecision):
         triton = Rule(
             name="callbacks/triton_gemm",
             reason="both compute linear layers",
-            remedies=(WITHOUT_TRITON_GEMM, TO_BF16_MIXED),
+            remedies=(Remedy("~callbacks.triton_gemm", "remove TritonGemm"), TO_BF16_MIXED),
         )
         needs: list[Rule] = []
         if not self.emulate:
             slow = "each cast is then several kernels, slower than what the products save"
-            remedies = (WITH_TORCH_COMPILE,)
+            remedies = (COMPILED,)
             needs.append(
                 Rule(name="callbacks/torch_compile", reason=slow, remedies=remedies, verdict=Verdict.WARNED)
             )
@@ -233,7 +228,7 @@ class Float8(AutoPrecision):
             text = (
                 "precision/float8 is slower than bfloat16 without compiled blocks: a cast is several kernels"
             )
-            warnings.warn(f"{text}\n  try: {WITH_TORCH_COMPILE}", SlowPathWarning, stacklevel=2)
+            warnings.warn(f"{text}\n  try: {COMPILED}", SlowPathWarning, stacklevel=2)
         return super().convert_module(module)
 
     @override

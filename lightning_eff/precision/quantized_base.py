@@ -41,7 +41,7 @@ from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.remedies import TO_DDP, WITHOUT_TRITON_GEMM, Remedy
+from lightning_eff.core.remedies import TO_DDP, Remedy
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,
@@ -151,7 +151,7 @@ class QuantizedBase(AutoPrecision):
         kernels = Rule(
             name="callbacks/triton_gemm",
             reason="it replaces only the layers that are not quantized",
-            remedies=(WITHOUT_TRITON_GEMM,),
+            remedies=(Remedy("~callbacks.triton_gemm", "remove TritonGemm"),),
             verdict=Verdict.WARNED,
         )
         provides = (TRANSFORM, NEW_PARAMETERS, QUANTIZED_WEIGHTS)

@@ -15,15 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from lightning_eff.core.remedies import (
-    TO_AUTO_STRATEGY,
-    TO_DDP,
-    TO_FP32,
-    TO_FSDP2,
-    TO_TWO_DEVICES,
-    WITHOUT_TORCH_COMPILE,
-    Remedy,
-)
+from lightning_eff.core.remedies import TO_AUTO_STRATEGY, TO_DDP, TO_FP32, TO_FSDP2, TO_TWO_DEVICES, Remedy
 from lightning_eff.core.technique import Rule
 from lightning_eff.core.torch_private import batch_norm_class
 from lightning_eff.strategy._shared import checks
@@ -33,7 +25,7 @@ ALWAYS: tuple[Rule, ...] = (
     Rule(
         name="callbacks/torch_compile",
         reason="DeepSpeed's hooks on weights would be compiled too",
-        remedies=(WITHOUT_TORCH_COMPILE, TO_FSDP2),
+        remedies=(Remedy("~callbacks.torch_compile", "remove TorchCompile"), TO_FSDP2),
     ),
     Rule(
         name="lightning/StochasticWeightAveraging",
