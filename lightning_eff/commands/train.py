@@ -21,7 +21,7 @@ from lightning_eff.commands import _parser, _sweep
 from lightning_eff.commands._logging import configure_logging
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app, resolve_job
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.config.recipes import RecipePath
+from lightning_eff.config.recipes import RecipeLoader, RecipePath
 from lightning_eff.config.sweeps import METRIC
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
@@ -121,7 +121,7 @@ def _run_sweep(app: RecipeApp, job: Job) -> None:
     folder, metric = app.check_sweep()
     try:
         with redirect_stdout(sys.stderr):
-            app.sweep(_SweepJob(job))
+            app.sweep(_SweepJob(job, app.loader))
     finally:
         _sweep.show_runs(folder, metric, as_json=job.as_json)
 
@@ -234,8 +234,9 @@ class Job:
 class _SweepJob:
     """Called by Hydra for each run of a sweep, by a launcher plugin perhaps in another process."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, loader: RecipeLoader) -> None:
         self._job = job
+        self._loader = loader
         self._home_pid = os.getpid()
 
     @keep_overrides()
@@ -272,7 +273,7 @@ class _SweepJob:
 
     def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
         job = self._job
-        values = resolve_job(job.recipe, job.path, cfg, overrides)
+        values = resolve_job(self._loader, cfg, overrides)
         check_tasks(values["trainer"], job.launch)
         if starts_ranks(values, job.launch):
             return job.run_ranks(values, overrides, folder)

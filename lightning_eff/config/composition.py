@@ -67,10 +67,10 @@ def compose_recipe(
         return app.check(writes=writes)
 
 
-def resolve_job(recipe: str, path: RecipePath, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+def resolve_job(loader: RecipeLoader, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """Check the config that Hydra composed for one job of a sweep, and return its values."""
     parsed = parse_overrides(overrides)
-    return resolve_config(cfg, parsed, RecipeLoader(recipe, path).read_chain(parsed))
+    return resolve_config(cfg, parsed, loader.read_chain(parsed))
 
 
 @contextmanager
@@ -102,7 +102,7 @@ class RecipeApp:
         self.recipe = recipe
         self.overrides = overrides
         self.chain = chain
-        self._loader = loader
+        self.loader = loader
         self._hydra: Any = Hydra("train", loader)
         chosen = {*(item.key_or_group for item in overrides), *chain.chosen.override_choices}
         self._lines = allow_new_keys(overrides, listed=chain.groups)
@@ -119,7 +119,7 @@ class RecipeApp:
 
     def config(self) -> DictConfig:
         """Return the config as Hydra composed it."""
-        return self._loader.compose(self._lines)
+        return self.loader.compose(self._lines)
 
     @keep_overrides()
     def check_sweep(self) -> tuple[Path, str | None]:
@@ -129,7 +129,7 @@ class RecipeApp:
             The sweep's folder, and the metric that it optimizes.
         """
         with _habits_explained(self.overrides):
-            cfg = self._loader.compose(self._lines, RunMode.MULTIRUN)
+            cfg = self.loader.compose(self._lines, RunMode.MULTIRUN)
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             hydra_overrides = list(cfg.hydra.overrides.hydra)
             with _explained():
@@ -140,8 +140,8 @@ class RecipeApp:
             for job in jobs:
                 # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
                 overrides = parse_overrides(job)
-                cfg_of_job = self._loader.compose([*hydra_overrides, *job])
-                composed = self._check(cfg_of_job, overrides, chain=self._loader.read_chain(overrides))
+                cfg_of_job = self.loader.compose([*hydra_overrides, *job])
+                composed = self._check(cfg_of_job, overrides, chain=self.loader.read_chain(overrides))
                 metric = composed.values.get(sweeps.METRIC)
                 sweeps.check_metric(sweeper, metric, composed.values)
                 check_write_access(Path(composed.values["output_root"]))
