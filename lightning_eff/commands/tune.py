@@ -194,7 +194,8 @@ class Search:
             UsageError: The recipe itself cannot be measured.
         """
         first = self._tried([UNCHANGED])
-        self.rounds.run_round(first)  # and once more in the first round: their difference is the noise
+        for _ in range(2):  # the difference is the noise, also where there is no time for a second round
+            self.rounds.run_round(first)
         for row in self.rows():
             if row.reason or row.excluded:
                 reason = row.reason or row.excluded
