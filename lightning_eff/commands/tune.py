@@ -132,7 +132,13 @@ def _changes(options: argparse.Namespace, recipe: AdvisedRecipe, base: Change) -
         facts = {"run/batch_norm"}  # if it has some, the number of samples that are computed at once matters
     peak = recipe.forecast(base).peak
     facts |= {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set()
-    typed = {str(item.key_or_group) for item in parse_overrides(options.overrides)} - {"callbacks"}
+    typed: set[str] = set()
+    for item in parse_overrides(options.overrides):
+        key, value = str(item.key_or_group), item.value()
+        names = value if isinstance(value, list) else [value]
+        keys = [f"callbacks.{name}" for name in names] if key == "callbacks" else [key]
+        # A callback that the user has listed or set is not removed.
+        typed |= {*keys, *(f"~{'.'.join(key.split('.')[:2])}" for key in keys)}
     return [
         change
         for change in changes_of(values, facts)
@@ -194,7 +200,8 @@ class Search:
             UsageError: The recipe itself cannot be measured.
         """
         first = self._tried([UNCHANGED])
-        self.rounds.run_round(first)  # and once more in the first round: their difference is the noise
+        for _ in range(2):  # the difference is the noise, also where there is no time for a second round
+            self.rounds.run_round(first)
         for row in self.rows():
             if row.reason or row.excluded:
                 reason = row.reason or row.excluded
