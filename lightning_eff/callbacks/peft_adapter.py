@@ -174,6 +174,12 @@ class PeftAdapter(Managed):
         """Return that parameters are added, and what unfreezes or saves the base."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
 
+    def join_prediction(self, gpu: object) -> bool:
+        """Leave out the base's values, since fake tensors have none."""
+        del gpu
+        self.base_checkpoint = None
+        return True
+
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""
         if adapted_layers(model):

@@ -42,6 +42,7 @@ from lightning_eff.core.dtypes import auto_precision, cast_floats, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes, human_count
+from lightning_eff.kernels.devices import AMPERE, Device
 from lightning_eff.precision._tf32 import set_tf32
 
 Format = Literal["bf16-mixed", "16-mixed", "bf16-true", "32-true"]
@@ -145,6 +146,12 @@ class AutoPrecision(Precision):
         name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
         rule = Rule(name=name, reason=reason, remedies=("precision=auto",), verdict=verdict)
         return Facts(excludes=(rule,))
+
+    def join_prediction(self, gpu: Device | None) -> bool:
+        """Choose the format of the GPU of a prediction, whatever this machine emulates."""
+        if gpu is not None and self.precision == "auto":
+            self.precision = "bf16-mixed" if gpu.capability >= AMPERE else "32-true"
+        return True
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

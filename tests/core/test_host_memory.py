@@ -10,7 +10,7 @@ import torch
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.kernels import devices
-from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.forecast import DeviceMemory
 from lightning_eff.report import installation
 
 MIB = 2**20

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from lightning_eff.config import composition
+from lightning_eff.core.candidates import candidates
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import advice
-from lightning_eff.planner.advice import ADAPTERS, AdvisedRecipe, Options, advise
-from lightning_eff.planner.device_memory import DeviceMemory
-from lightning_eff.planner.dry_run import ExampleBatch
+from lightning_eff.planner.advice import AdvisedRecipe, Options, advise
+from lightning_eff.planner.forecast import DeviceMemory, ExampleBatch
 from lightning_eff.planner.prediction import Prediction
+from lightning_eff.planner.printing import advice_text
 
+ADAPTERS: Options = ("+callbacks=peft_adapter",)
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32"]
 ONE_TOKEN = ["data.batch_size=1", "data.context_length=2"]
 
@@ -60,7 +62,7 @@ def test_what_fits_needs_nothing_and_shows_each_candidate_alone() -> None:
     why = {each.words[0]: each.why for each in found.alone}
     assert "not beside that" in why["optimizer=adamw_8bit_bnb"]
     assert why["precision=bf16_mixed"] == "saves nothing here"
-    assert " 300 B  x1.33  +callbacks=gradient_checkpointing" in str(found)
+    assert " 300 B  x1.33  +callbacks=gradient_checkpointing" in advice_text(found)
 
 
 def test_a_technique_that_is_on_is_not_tried_again() -> None:
@@ -114,7 +116,8 @@ def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(
         ADAPTERS,
         ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
     )
-    monkeypatch.setattr(advice, "CANDIDATES", tried)
+    few = [each for each in candidates() if each.words in tried]
+    monkeypatch.setattr(advice, "candidates", lambda: few)
     monkeypatch.chdir(tmp_path)
 
     def compose(more: Sequence[str]) -> Mapping[str, Any]:
