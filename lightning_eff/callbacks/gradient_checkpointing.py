@@ -39,6 +39,7 @@ from typing_extensions import override
 
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Fraction, check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
@@ -47,6 +48,7 @@ from lightning_eff.core.recompute import ContextFn, RecomputedBlock, noop_contex
 from lightning_eff.core.technique import MEMORY_BUDGET, RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 from lightning_eff.report.advice import Observed, Suggestion
 
+ADDED, POLICY = "+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy"
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
 aten = torch.ops.aten
 KEPT_OPERATIONS = [
@@ -180,6 +182,11 @@ class GradientCheckpointing(Managed):
     """
 
     exact = True
+    try_as = (
+        Candidate(words=(ADDED,)),
+        Candidate(words=(ADDED, f"{POLICY}=selective")),
+        Candidate(words=(ADDED, f"{POLICY}=offload"), needs=("run/cuda",)),
+    )
 
     @check_arguments
     def __init__(

@@ -41,6 +41,7 @@ from typing_extensions import override
 
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
+from lightning_eff.core.candidates import PART, Candidate
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict, name_of
@@ -82,6 +83,12 @@ class MicroBatch(Managed):
     """
 
     exact = True
+    try_as = (
+        Candidate(
+            words=("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={PART}"),
+            note="if the loss is a mean over samples",
+        ),
+    )
 
     @check_arguments
     def __init__(

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.optimization.build import SchedulerFactory, configure
@@ -71,6 +72,8 @@ class OptimizerChoice(Managed):
         >>> choice = OptimizerChoice(optimizer=adamw)
         >>> trainer = pl.Trainer(callbacks=[choice], logger=False, accelerator="cpu")
     """
+
+    try_as = (Candidate(words=("optimizer=adamw_8bit_bnb",)),)
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ from lightning_eff.adapters.quantized import num_weights
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.errors import ConfigError, LittleReachedWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
@@ -137,6 +138,8 @@ class PeftAdapter(Managed):
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
     """
+
+    try_as = (Candidate(words=("+callbacks=peft_adapter",), note="trains fewer weights", is_chosen=False),)
 
     @check_arguments
     def __init__(

@@ -40,6 +40,7 @@ from typing_extensions import override
 from lightning_eff.callbacks._tiled_conv.forward import TiledContainer
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
@@ -149,6 +150,7 @@ class TiledConv(Managed):
     """
 
     exact = True
+    try_as = (Candidate(words=("+callbacks=tiled_conv",), needs=("peak/convolution",)),)
 
     @check_arguments
     def __init__(

@@ -34,6 +34,7 @@ from lightning_eff.callbacks._tiled_loss.find_head import find_head
 from lightning_eff.callbacks._tiled_loss.projection import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarning
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
@@ -112,6 +113,7 @@ class TiledLoss(Managed):
     """
 
     exact = True
+    try_as = (Candidate(words=("+callbacks=tiled_loss",)),)
 
     @check_arguments
     def __init__(self, *, head: str | None = None, tile_budget_mib: Positive | None = None) -> None:

@@ -1,10 +1,19 @@
-"""How advice tries techniques, as overrides."""
+"""How advice tries a technique: the overrides that its class states as `try_as`.
+
+The list of candidates is read from the files of the techniques, so that a new one needs no entry elsewhere.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_eff.core.catalog import PACKAGE
+
+GROUPS = ("callbacks", "optimizer", "precision", "strategy")
+"""Folders of techniques that change the memory of a step."""
 PART = "{part}"
 """Stands for a number of samples in the last override of a candidate that divides batches."""
 
@@ -32,29 +41,16 @@ class Candidate:
         return PART in self.words[-1]
 
 
-GRADIENT_CHECKPOINTING, POLICY = (
-    "+callbacks=gradient_checkpointing",
-    "callbacks.gradient_checkpointing.policy",
-)
-CANDIDATES = (
-    Candidate(words=("+callbacks=tiled_conv",), needs=("peak/convolution",)),
-    Candidate(words=("+callbacks=tiled_loss",)),
-    Candidate(words=(GRADIENT_CHECKPOINTING,)),
-    Candidate(words=(GRADIENT_CHECKPOINTING, f"{POLICY}=selective")),
-    Candidate(words=("optimizer=in_backward", "trainer.gradient_clip_val=null")),
-    Candidate(words=("optimizer=adamw_8bit_bnb",)),
-    Candidate(words=("precision=bf16_mixed",)),
-    Candidate(words=("precision=bf16_true",)),
-    Candidate(words=("+callbacks=peft_adapter",), note="trains fewer weights", is_chosen=False),
-    Candidate(
-        words=("+callbacks=micro_batch", f"callbacks.micro_batch.micro_batch_size={PART}"),
-        note="if the loss is a mean over samples",
-    ),
-    Candidate(words=(GRADIENT_CHECKPOINTING, f"{POLICY}=offload"), needs=("run/cuda",)),
-    Candidate(words=("optimizer=cpu_offload",), needs=("run/cuda",)),
-)
-
-
+@functools.cache
 def candidates() -> Sequence[Candidate]:
-    """Return what is tried; `lightning-eff ls` shows how each changes the training."""
-    return CANDIDATES
+    """Return the candidates of all techniques; modules without one are not imported."""
+    found: list[Candidate] = []
+    for file in sorted(file for group in GROUPS for file in (PACKAGE / group).glob("[a-z]*.py")):
+        if "    try_as = " in file.read_text(encoding="utf-8"):
+            module = importlib.import_module(f"{PACKAGE.name}.{file.parent.name}.{file.stem}")
+            own = [
+                kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__
+            ]
+            # Not `getattr`: a derived class is another technique.
+            found += [each for kind in own if isinstance(kind, type) for each in vars(kind).get("try_as", ())]
+    return found

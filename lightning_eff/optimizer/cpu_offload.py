@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Verdict
@@ -67,6 +68,8 @@ class CpuOffload(PerParameter):
         >>> with pytest.warns(NoEffectWarning, match="on the CPU already"):
         ...     optimizer.step()
     """
+
+    try_as = (Candidate(words=("optimizer=cpu_offload",), needs=("run/cuda",)),)
 
     @check_arguments
     def __init__(

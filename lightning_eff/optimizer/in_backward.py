@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
@@ -75,6 +76,8 @@ class InBackward(PerParameter):
         >>> layer.weight.grad is None, len(optimizer.state)
         (True, 2)
     """
+
+    try_as = (Candidate(words=("optimizer=in_backward", "trainer.gradient_clip_val=null")),)
 
     @check_arguments
     def __init__(

@@ -9,5 +9,6 @@
 
 Below `prediction.py` are torch's fake tensors (`fakes.py`), the values that a training reads of them
 (`fake_values.py`) and the operators of CUDA (`cuda_operators.py`). What a prediction must know of one
-technique is in that technique: `join_prediction` and `assumptions` (the protocols of prediction.py).
+technique is in that technique: `join_prediction` and `assumptions` (the protocols of prediction.py), and the
+overrides that advice tries, `try_as` (core/candidates.py).
 """

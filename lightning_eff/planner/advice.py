@@ -1,9 +1,10 @@
 """Advise which techniques lower a step's peak, by how much and at how many FLOPs.
 
 Each technique is switched on and the step is predicted again: no table knows where a model's peak is.
-Candidates are overrides (core/candidates.py); those that conflict with what is on are listed with the
-reason. For a batch that does not fit, smaller micro-batches come first, which leave the training unchanged,
-then the candidates that save most, each predicted in addition to those before it, since the peak moves.
+Candidates are the overrides that techniques state (core/candidates.py); those that conflict with what is on
+are listed with the reason. For a batch that does not fit, smaller micro-batches come first, which leave the
+training unchanged, then the candidates that save most, each predicted in addition to those before it, since
+the peak moves.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.arguments import check_arguments
+from lightning_eff.core.candidates import Candidate
 from lightning_eff.core.dtypes import auto_precision, cast_floats, dtype_support
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
@@ -112,6 +113,7 @@ class AutoPrecision(Precision):
     """
 
     __repr__ = rules.plugin_repr
+    try_as = (Candidate(words=("precision=bf16_mixed",)), Candidate(words=("precision=bf16_true",)))
     _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"
     """With the precision, the reason, and what auto would choose."""
 

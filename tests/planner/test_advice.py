@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_eff.config import composition
+from lightning_eff.core import catalog
 from lightning_eff.core.candidates import candidates
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import advice
@@ -52,6 +53,14 @@ def known(memory_bytes: int, *, operation: str = "mm", **peaks: int) -> AdvisedR
 CHECKPOINTING = {"+callbacks__gradient_checkpointing": 300}
 HALF = {"precision__bf16_true": 200}
 LAST = {"+callbacks__peft_adapter": 500}
+
+
+def test_candidates_are_what_techniques_state_each_once() -> None:
+    """Derived classes do not repeat a base's, and every override chooses an option that there is."""
+    words = [each.words for each in candidates()]
+    assert len(set(words)) == len(words)
+    assert {("+callbacks=tiled_loss",), ("precision=bf16_mixed",), ADAPTERS} <= {*words}
+    assert {switch for switch, *_ in words} <= {entry.use for entry in catalog.options()}
 
 
 def test_what_fits_needs_nothing_and_shows_each_candidate_alone() -> None:
