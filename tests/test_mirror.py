@@ -139,10 +139,11 @@ from lightning_eff import Loud
 from lightning_eff.cli import main
 from lightning_eff.comparison.trial_plan import changes_of, single_technique_trials
 from lightning_eff.config.composition import compose_recipe
-from lightning_eff.planner.advice import memory_candidates
+from lightning_eff.planner.advice import candidates
 
 values = compose_recipe("baseline", sys.argv[1:]).values
-found = [single_technique_trials(values)["loud"], changes_of(values, ()), memory_candidates(())]
+words = [each.words for each in candidates()]
+found = [single_technique_trials(values)["loud"], changes_of(values, ()), words]
 print(json.dumps(found))
 run = ["train", "baseline", *sys.argv[1:], "--json"]
 for words in (["ls"], run, [*run, "+callbacks=loud"]):
@@ -177,8 +178,7 @@ def test_a_new_technique_is_its_files_and_nothing_else(tiny: list[str], tmp_path
 
 LISTS = {
     "__init__": "functions to import, by the module that has them",
-    "commands/_examples": "examples of --help",
-    "config/habits": "words of other tools, and what means them here",
+    "commands/_parser": "examples of --help",
     "core/library_rules": "rules about classes of libraries, which state none themselves",
     "microbatching/lightning_loop": "remedies of what two techniques share",
 }

@@ -149,8 +149,13 @@ class Attention(Managed):
         self._calls: Counter[str] = Counter()
         self._first_batch = ExitStack()
         self._is_checked = False
-        self.planned: devices.Device | None = None
+        self._planned: devices.Device | None = None
         """A GPU to predict for, in place of the model's device."""
+
+    def join_prediction(self, gpu: devices.Device | None) -> bool:
+        """Choose backends as on the GPU of a prediction."""
+        self._planned = gpu
+        return True
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
@@ -175,7 +180,7 @@ class Attention(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._packed, self._how, self._why, self._calls = PackedAttention(), "", "", Counter()
-        capability = (self.planned or devices.of(pl_module.device)).capability
+        capability = (self._planned or devices.of(pl_module.device)).capability
         if self._names and capability == 0 and not {*self._names} & {*ON_CPU}:
             allowed = f"{' or '.join(ON_CPU)} on a CPU, or null"
             raise ConfigError(key="callbacks.attention.backend", value=self.backend, allowed=allowed)

@@ -115,6 +115,11 @@ class DataPreload(Managed):
         self._epoch = 0
         self._transfer_hook = ""
 
+    def join_prediction(self, gpu: object) -> bool:
+        """Stay out: there is nothing to load, and workers would be started."""
+        del gpu
+        return False
+
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest it where a run waits for its data."""

@@ -59,6 +59,7 @@ from lightning_eff.core.technique import (
 from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import Observed, Suggestion
 
+ADDED, POLICY = "+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy"
 Policy = Literal["full", "every_n", "selective", "budget", "offload"]
 aten = torch.ops.aten
 KEPT_OPERATIONS = [

@@ -141,7 +141,7 @@ class PeftAdapter(Managed):
     """
 
     lowers = ("gradients", "optimizer state")
-    try_as = (Try(changes="trains fewer weights"),)
+    try_as = (Try(changes="trains fewer weights", is_advised=False),)
 
     @check_arguments
     def __init__(
@@ -181,6 +181,12 @@ class PeftAdapter(Managed):
     def facts(self) -> Facts:
         """Return that parameters are added, and what unfreezes or saves the base."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
+
+    def join_prediction(self, gpu: object) -> bool:
+        """Leave out the base's values, since fake tensors have none."""
+        del gpu
+        self.base_checkpoint = None
+        return True
 
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
         """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""

@@ -21,7 +21,6 @@ from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.text import (
     UNITS,
     WIDTH,
-    human_bytes,
     line_width,
     parse_bytes,
     print_json,
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
     from lightning_eff.kernels.devices import Device
     from lightning_eff.planner.advice import Compose
-    from lightning_eff.planner.device_memory import DeviceMemory
-    from lightning_eff.report.attention import AttentionRow
+    from lightning_eff.planner.forecast import DeviceMemory
+    from lightning_eff.planner.printing import Plan
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
@@ -83,16 +82,18 @@ def main(options: argparse.Namespace) -> int:
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
-    sections, content, error = _predict(trainer, device, compose, has_advice=options.advice)
+    memory = device.memory(trainer.strategy.root_device)
+    plan = _plan(values, trainer, memory, compose, has_advice=options.advice)
     if options.json:
-        print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | content)
+        print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | plan.as_dict())
     else:
         width = line_width(WIDTH) or WIDTH
-        for line in "\n\n".join(sections).splitlines():
+        for line in str(plan).splitlines():
             fits = len(line) <= width  # as the lines of tables do already
             wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
             sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
+    error = plan.forecast.prediction.error
     if error is not None and hasattr(error, "exit_code"):
         raise error  # as `train` would
     return EXIT_OK
@@ -168,68 +169,35 @@ class PlannedDevice:
     def memory(self, root: torch.device) -> DeviceMemory:
         """Return its memory; `root` is the run's device."""
         from lightning_eff.kernels import devices
-        from lightning_eff.planner.device_memory import DeviceMemory
+        from lightning_eff.planner.forecast import DeviceMemory
 
         memory = DeviceMemory.of(self.device or devices.of(root))
         return memory if self.memory_bytes is None else replace(memory, memory_bytes=self.memory_bytes)
 
 
-def _predict(
-    trainer: pl.Trainer, device: PlannedDevice, compose: Compose, *, has_advice: bool
-) -> tuple[list[str], dict[str, Any], Exception | None]:
-    """Predict memory and, if wanted, the savings of further techniques and the longest sequence.
-
-    Returns:
-        The sections of the report, the same as plain values, and why the step could not be predicted.
-    """
+def _plan(
+    values: dict[str, Any], trainer: pl.Trainer, memory: DeviceMemory, compose: Compose, *, has_advice: bool
+) -> Plan:
+    """Predict memory and, if wanted, the savings of further techniques and the longest sequence."""
     from lightning_eff.planner.advice import Advice, AdvisedRecipe, advise
-    from lightning_eff.planner.device_memory import MemoryForecast
-    from lightning_eff.planner.dry_run import dry_run
-    from lightning_eff.planner.sharding import sharding_table_of
+    from lightning_eff.planner.forecast import forecast
+    from lightning_eff.planner.longest import longest_sequence
+    from lightning_eff.planner.printing import Plan
 
-    values = compose(())
-    division = sharding_table_of(values, trainer)
-    memory = device.memory(trainer.strategy.root_device)
-    prediction = dry_run(values, is_cuda=memory.is_cuda, capability=memory.capability, trainer=trainer)
-    expected = MemoryForecast(prediction, memory, unsharded=bool(division.shares))
-    if division.shares and expected.peak is not None:
-        division = replace(division, passing_bytes=expected.peak.passing_bytes)
-    attention = prediction.attention
-    not_held = sum(row.score_bytes for row in attention if not row.remedy)
-    sections = [str(expected), *_attention_section(attention, memory.name, not_held)]
-    content: dict[str, Any] = {
-        "division": division.rows(),
-        "division_about": division.about,
-        "division_assumed": division.assumed,
-        "peak": expected.as_dict(),
-        "attention": {"calls": [row.as_dict() for row in attention], "scores_not_held_bytes": not_held},
-    }
-    if has_advice:
-        sys.stderr.write(" simulating techniques, for about a minute at most\n")
-        with redirect_stdout(sys.stderr):
-            reason = prediction.reason
-            advice = Advice(reason=reason) if reason else advise(AdvisedRecipe.of(compose, values, memory))
-        sections.append(str(advice))
-        content["advice"] = asdict(advice)
-    if values["plan_longest"] and not prediction.reason:
-        from lightning_eff.planner.longest import longest_sequence
-
-        sys.stderr.write(" searching the longest sequence, by a few predictions\n")
-        with redirect_stdout(sys.stderr):
-            longest = longest_sequence(compose, memory)
-        sections.append(str(longest))
-        content["longest"] = asdict(longest)
-    sections += [str(division)] if division.about else []
-    if trainer.world_size in division.shares:
-        sections.append(division.verdict(trainer.world_size, memory))
-    return sections, content, prediction.error
-
-
-def _attention_section(rows: Sequence[AttentionRow], device: str, not_held_bytes: int) -> list[str]:
-    """Return what a device takes for attention, as one section; none without attention."""
-    lines = [f"attention on {device}: {row}{row.remedy and f' (try: {row.remedy})'}" for row in rows]
-    lines += [f" {human_bytes(not_held_bytes)} of scores not held"] if not_held_bytes else []
-    return ["\n".join(lines)] if rows else []
+    expected = forecast(values, memory, trainer=trainer)
+    reason, has_longest = expected.prediction.reason, values["plan_longest"]
+    if reason or not (has_advice or has_longest):
+        return Plan(expected, Advice(reason=reason) if has_advice else None)
+    advice, longest = None, None
+    with redirect_stdout(sys.stderr):
+        recipe = AdvisedRecipe.of(compose, values, memory)
+        if has_advice:
+            sys.stderr.write(" simulating techniques, for about a minute at most\n")
+            advice = advise(recipe)
+        if has_longest:
+            sys.stderr.write(" searching the longest sequence, by a few predictions\n")
+            longest = longest_sequence(recipe)
+    return Plan(expected, advice, longest)
 
 
 def _judge(

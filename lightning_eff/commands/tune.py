@@ -54,7 +54,7 @@ from lightning_eff.core.rules import run_facts
 from lightning_eff.core.text import human_bytes, print_json
 from lightning_eff.kernels import devices
 from lightning_eff.planner.advice import AdvisedRecipe, advise, mutually_exclusive
-from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.forecast import DeviceMemory
 from lightning_eff.planner.prediction import quietly
 from lightning_eff.report.summary import json_safe
 from lightning_eff.run import build_trainer, model_without_memory

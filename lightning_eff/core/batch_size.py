@@ -1,4 +1,4 @@
-"""How many batches of a loader make the global batch of an optimizer step, on each rank."""
+"""How many batches of a loader, and micro-batches, make an optimizer step on each rank."""
 
 from __future__ import annotations
 
@@ -94,3 +94,25 @@ def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: 
     by_batches = f"{GLOBAL_BATCH_SIZE}=null {PREFIX}.num_batches=1  # a step of fewer ranks is smaller"
     remedies = [f"{GLOBAL_BATCH_SIZE}={unit}", by_batches]
     raise ConfigError(key=GLOBAL_BATCH_SIZE, value=size, allowed=allowed, remedies=remedies)
+
+
+def micro_batches_per_step(values: Mapping[str, Any], num_ranks: int) -> int:
+    """Return the micro-batches of an optimizer step on each rank from a config.
+
+    Example:
+        >>> accumulation = {"gradient_accumulation": {"global_batch_size": 64}}
+        >>> micro_batches_per_step({"data": {"batch_size": 8}, "callbacks": accumulation}, num_ranks=2)
+        4
+    """
+    callbacks: Any = values.get("callbacks") or {}
+    batch_size: Any = (values.get("data") or {}).get("batch_size")
+    accumulation: Any = callbacks.get("gradient_accumulation") or {}
+    global_size = accumulation.get("global_batch_size")
+    micro_size = (callbacks.get("micro_batch") or {}).get("micro_batch_size")
+    count = accumulation.get("num_batches") or (values.get("trainer") or {}).get("accumulate_grad_batches")
+    count = count or 1
+    if isinstance(batch_size, int) and isinstance(global_size, int):
+        count = max(1, math.ceil(global_size / (batch_size * num_ranks)))
+    if isinstance(batch_size, int) and isinstance(micro_size, int):
+        count *= max(1, math.ceil(batch_size / micro_size))
+    return count

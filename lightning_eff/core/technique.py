@@ -187,6 +187,7 @@ class Try:
             operation whose results are held at the peak (`peak/convolution`).
         excludes: Facts with which it is not worth a try.
         changes: What it changes about the training, besides rounding; `tune` changes nothing.
+        is_advised: Whether the planner's advice may choose it to make a recipe fit.
     """
 
     overrides: tuple[str, ...] = ()
@@ -194,6 +195,7 @@ class Try:
     needs: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     changes: str = ""
+    is_advised: bool = True
 
     def filled(self, *, part: int, global_batch: int) -> list[str]:
         """Return the overrides with these numbers of samples; of 0 samples only those that name none."""

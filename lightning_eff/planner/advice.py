@@ -1,26 +1,27 @@
 """Advise which techniques lower a step's peak, by how much and at how many FLOPs.
 
 Each technique is switched on and the step is predicted again: no table knows where a model's peak is.
-Candidates are the overrides that a user would type; those that conflict with what is on are listed with the
-reason. For a batch that does not fit, smaller micro-batches come first, which leave the training unchanged,
-then the candidates that save most, each predicted in addition to those before it, since the peak moves.
+Candidates are the overrides that techniques state (`core.technique.Try`); those that conflict with what is on
+are listed with the reason. For a batch that does not fit, smaller micro-batches come first, which leave the
+training unchanged, then the candidates that save most, each predicted in addition to those before it, since
+the peak moves.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_eff.core import catalog, rules
 from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.technique import MEMORY, ways_to_try
-from lightning_eff.core.text import WIDTH, human_bytes, text_table
-from lightning_eff.planner.device_memory import DeviceMemory, MemoryForecast
-from lightning_eff.planner.dry_run import ExampleBatch, dry_run
+from lightning_eff.planner.forecast import DeviceMemory, ExampleBatch, MemoryForecast, forecast
 from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.run import build_trainer
 
@@ -28,15 +29,48 @@ Options = tuple[str, ...]
 """A technique as it is typed: overrides of a recipe."""
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 """Compose the recipe with further overrides."""
-MICRO_BATCH = "+callbacks=micro_batch"
-ADAPTERS: Options = ("+callbacks=peft_adapter",)
-"""Trains other parameters than the recipe: tried, but never chosen."""
 TRIED_MICRO_BATCHES = 8
 """Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 MIN_HALVING = 0.03
 """Fraction of the peak that half a micro-batch must save for the next half to be tried."""
+
+
+PART = "{part}"
+"""Stands for a number of samples in the overrides of a technique that divides batches."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A technique that may lower the memory of a step, as advice tries it: `technique.Try` as overrides."""
+
+    words: Options
+    needs: frozenset[str] = frozenset()
+    """Facts without which it saves nothing."""
+    note: str = ""
+    """What it changes about the training."""
+    is_chosen: bool = True
+    """Whether it may be chosen to make a recipe fit; otherwise its saving is shown alone."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether it computes any batch in parts of some samples."""
+        return PART in self.words[-1] and not self.needs
+
+
+def candidates() -> list[Candidate]:
+    """Return each way to lower a step's memory that a technique states."""
+    return [
+        Candidate(
+            (catalog.use_of(way.option), *way.overrides),
+            needs=frozenset(way.needs),
+            note=way.changes,
+            is_chosen=way.is_advised,
+        )
+        for technique, way in ways_to_try()
+        if not set(MEMORY).isdisjoint(technique.lowers)
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,26 +110,6 @@ class Advice:
     unfinished: bool = False
     reason: str = ""
 
-    def __str__(self) -> str:
-        if self.reason:
-            return f"no advice: {self.reason}"
-        lines = ["the batch fits: techniques that save memory only pay off with a larger batch"]
-        if not self.fits:
-            lines = ["the batch does not fit; add in this order:"]
-            lines += [
-                f" {' '.join(each.words)}: peak {human_bytes(each.peak_bytes or 0)}" for each in self.chosen
-            ]
-        cells: list[list[str]] = []
-        for saving in self.alone:
-            saved = "-"
-            if saving.saved_bytes is not None:
-                saved = ("-" if saving.saved_bytes < 0 else "") + human_bytes(abs(saving.saved_bytes))
-            ratio = "-" if saving.flops_ratio is None else f"x{saving.flops_ratio:.2f}"
-            cells.append([saved, ratio, " ".join(saving.words), saving.why])
-        lines.append(text_table(["saves", "FLOPs", "alone", "effect"], cells, width=WIDTH))
-        lines += ["time ran out before everything was tried"] if self.unfinished else []
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True)
 class AdvisedRecipe:
@@ -121,75 +135,65 @@ class AdvisedRecipe:
             trainer = build_trainer(values)
             components = rules.trainer_components(trainer)
             rules.raise_rejected(rules.check_rules(components, rules.run_facts(trainer)))
-            memory = self.memory
-            found = dry_run(values, self.example, is_cuda=memory.is_cuda, capability=memory.capability)
-            self._known[options] = MemoryForecast(found, memory)
+            self._known[options] = forecast(values, self.memory, self.example)
         return self._known[options]
 
-    def saving(self, before: Options, candidate: Options) -> Saving:
+    def saving(self, before: Options, candidate: Candidate) -> Saving:
         """Predict the step with a candidate in addition to the options before it."""
-        now = self.forecast(before)
+        words, now = candidate.words, self.forecast(before)
         try:
-            then = self.forecast((*before, *candidate))
+            then = self.forecast((*before, *words))
         except PRE_RUN_ERRORS as error:
-            return Saving(candidate, why=str(error).splitlines()[0])
+            return Saving(words, why=str(error).splitlines()[0])
         if then.num_bytes is None or now.num_bytes is None or then.peak is None:
-            return Saving(candidate, why=f"not predicted: {then.prediction.reason}")
+            return Saving(words, why=f"not predicted: {then.prediction.reason}")
         saved, flops = now.num_bytes - then.num_bytes, now.prediction.flops
         why = f"new peak: {then.peak.phase}"
         if saved < MIN_SAVING * now.num_bytes:
             why = "saves < 1 %" if saved > 0 else "saves nothing here"
-        why = f"trains fewer weights; {why}" if candidate == ADAPTERS else why
-        why = f"if the loss is a mean over samples; {why}" if candidate[0] == MICRO_BATCH else why
-        return Saving(candidate, saved, then.num_bytes, then.prediction.flops / flops if flops else None, why)
+        why = f"{candidate.note}; {why}" if candidate.note else why
+        return Saving(words, saved, then.num_bytes, then.prediction.flops / flops if flops else None, why)
 
-    def micro_batches(self) -> Sequence[Options]:
-        """Return overrides for halves of the present micro-batch; none for `auto`, which has tried them."""
-        configured = (self.values.get("callbacks") or {}).get("micro_batch")
+    def is_on(self, word: str) -> bool:
+        """Return whether an override adds a callback that the recipe has."""
+        return word.removeprefix("+callbacks=") in (self.values.get("callbacks") or {})
+
+    def micro_batches(self) -> Iterator[Candidate]:
+        """Yield halves of the present micro-batch; none for `auto`, which has tried them."""
         samples = self.example.batch_size or samples_and_tokens(self.example.batch)[0]
-        size = samples if configured is None else configured["micro_batch_size"]
-        size = min(size, samples) if isinstance(size, int) else 1
-        added = () if configured is not None else (MICRO_BATCH,)
-        halves = [size >> power for power in range(1, size.bit_length())]
-        return [(*added, f"callbacks.micro_batch.micro_batch_size={half}") for half in halves]
+        for candidate in candidates():
+            if not candidate.divides:
+                continue
+            *added, last = candidate.words
+            size: Any = samples
+            if any(map(self.is_on, added)):
+                path = last.partition("=")[0].split(".")
+                size, added = functools.reduce(operator.getitem, path, self.values), []
+            size = min(size, samples) if isinstance(size, int) else 1
+            for power in range(1, size.bit_length()):
+                yield replace(candidate, words=(*added, last.replace(PART, str(size >> power))))
 
-    def alone(self, before: Options, until: float) -> list[Saving]:
-        """Return the savings of all candidates in addition to some options, the largest first.
+    def alone(self, before: Options, until: float, *, shows_all: bool = True) -> list[Saving]:
+        """Return the savings of candidates in addition to some options, the largest first.
 
-        No prediction starts after `until`, a time of the monotonic clock; what was not tried is left out.
+        Args:
+            before: Overrides that are on already; what excludes one of them is left out.
+            until: Time of the monotonic clock after which no prediction starts.
+            shows_all: Whether to try what may not be chosen, too.
         """
-        size = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
-        micro_batch = (MICRO_BATCH, f"callbacks.micro_batch.micro_batch_size={size}")
+        part = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         peak = self.forecast(before).peak
         facts = {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set[str]()
-        candidates = [
-            *memory_candidates({*facts, *(["run/cuda"] if self.memory.is_cuda else [])}),
-            micro_batch,
-        ]
-        is_on = {f"+callbacks={name}" for name in self.values.get("callbacks") or {}}
-        tried = [
-            self.saving(before, each)
-            for each in candidates
-            if not is_on.issuperset(each)
-            and not any(mutually_exclusive(each[0], word) for word in before)
-            and time.monotonic() < until
-        ]
-        return sorted(tried, key=lambda saving: -(saving.saved_bytes or 0))
-
-
-def memory_candidates(facts: Collection[str]) -> list[Options]:
-    """Return each way of a technique to lower a step's memory; sizes of batches are chosen elsewhere.
-
-    Args:
-        facts: Of the device and of the peak, by name.
-    """
-    found: list[Options] = []
-    for technique, way in ways_to_try():
-        has_sizes = any("{part}" in words for words in way.overrides)
-        if has_sizes or set(MEMORY).isdisjoint(technique.lowers) or not way.is_worth(facts):
-            continue
-        found.append((catalog.use_of(way.option), *way.overrides))
-    return found
+        facts |= {"run/cuda"} if self.memory.is_cuda else set()
+        found: list[Saving] = []
+        for each in candidates():
+            is_asked_for = each.needs <= facts and (shows_all or each.is_chosen)
+            is_new = not all(map(self.is_on, each.words))
+            is_new &= not any(mutually_exclusive(each.words[0], word) for word in before)
+            if is_asked_for and is_new and time.monotonic() < until:
+                words = tuple(word.replace(PART, str(part)) for word in each.words)
+                found.append(self.saving(before, replace(each, words=words)))
+        return sorted(found, key=lambda saving: -(saving.saved_bytes or 0))
 
 
 def mutually_exclusive(first: str, second: str) -> bool:
@@ -238,10 +242,10 @@ def advise(
 def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: float) -> list[Saving]:
     """Return savings, each in addition to those before it; with the last one the step fits, if any does."""
     peak_bytes = recipe.forecast(()).num_bytes or 0
-    for options in recipe.micro_batches():
+    for candidate in recipe.micro_batches():
         if time.monotonic() >= until:
             break
-        half = recipe.saving((), options)
+        half = recipe.saving((), candidate)
         if half.peak_bytes is None or half.peak_bytes > (1 - MIN_HALVING) * peak_bytes:
             break
         if half.peak_bytes <= usable_bytes:
@@ -250,7 +254,7 @@ def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: floa
     chosen: list[Saving] = []
     while not chosen or (chosen[-1].peak_bytes or 0) > usable_bytes:
         options = tuple(word for saving in chosen for word in saving.words)
-        best = next((each for each in recipe.alone(options, until) if each.words != ADAPTERS), None)
+        best = next(iter(recipe.alone(options, until, shows_all=False)), None)
         if best is None or not best.saved_bytes or best.saved_bytes < 0:
             break
         chosen.append(best)

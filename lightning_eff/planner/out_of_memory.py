@@ -19,10 +19,11 @@ from lightning_eff.core.errors import RunOutOfMemoryError
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels import devices
-from lightning_eff.planner.advice import AdvisedRecipe, Compose, advise
-from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.advice import AdvisedRecipe, Compose, advise, candidates
+from lightning_eff.planner.forecast import DeviceMemory
 from lightning_eff.planner.prediction import quietly, reason_of
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
+from lightning_eff.report.peak import Holder
 from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE
 from lightning_eff.run import build_trainer
 
@@ -116,20 +117,20 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
     listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
     total, free_bytes = human_bytes(sum(sizes.values())), human_bytes(recipe.memory.free_bytes)
     needed = f"it needs {total}, and {free_bytes} is free on {recipe.memory.name}: {listed}"
-    nowhere = {"path": "", "operation": "", "count": 1}
-    found["num_bytes"] = sum(sizes.values())
-    found["holders"] = [nowhere | {"category": name, "num_bytes": size} for name, size in largest if size]
+    holders = [Holder(name, "", "", size, count=1) for name, size in largest if size]
     if step_phase == now.peak.phase and now.peak.holders:
-        found["holders"] = [asdict(each) for each in now.peak.holders]
-        holder = now.peak.holders[0]
+        holders = now.peak.holders
+        holder = holders[0]
         origin = " in ".join(name for name in (holder.operation, holder.path) if name)
         needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
+    found["num_bytes"] = sum(sizes.values())
+    found["holders"] = [asdict(each) for each in holders]
     if phase not in PREDICTED and phase != SETUP:
         return [needed, "no advice: only training steps can be predicted"]
     if now.num_bytes < EXPLAINED * recipe.memory.free_bytes:
         reason = "the first batch does not explain this: a later one is larger, or something else allocates"
-        has_micro_batches = "micro_batch" in (values.get("callbacks") or {})
-        return [needed, reason, *(["try: +callbacks=micro_batch"] * (not has_micro_batches))]
+        dividing = [each.words[0] for each in candidates() if each.divides]
+        return [needed, reason, *(f"try: {word}" for word in dividing if not recipe.is_on(word))]
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
     advice = advise(recipe, usable_bytes=usable_bytes, budget_s=BUDGET_S, shows_alone=False)
     if not advice.overrides:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -24,13 +24,10 @@ from lightning.pytorch import callbacks as upstream
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.callbacks.attention import Attention
-from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
 from lightning_eff.kernels.devices import DEVICES, Device
 from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import FakeLoader, Fakes
-from lightning_eff.precision.float8 import Float8
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak, host_bytes
@@ -43,11 +40,30 @@ OBSERVERS = (
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
-OBSERVER_MODULES = (
-    "lightning_eff.monitors.",
-    "lightning_eff.callbacks.data_preload",
-)
-"""The same of this package, and the one that starts processes to load data."""
+MONITORS = "lightning_eff.monitors."
+"""Package of our callbacks that observe."""
+
+
+@runtime_checkable
+class JoinsPrediction(Protocol):
+    """A technique that is not the same in a prediction; any other takes part unchanged."""
+
+    def join_prediction(self, gpu: Device | None) -> bool:
+        """Prepare for two steps on fake tensors; return whether to take part.
+
+        Args:
+            gpu: The GPU to predict for, which need not be present; None for this CPU.
+        """
+        ...
+
+
+@runtime_checkable
+class Assumes(Protocol):
+    """A technique that adds to the assumptions behind a predicted peak."""
+
+    def assumptions(self) -> list[str]:
+        """Return them after the two steps, one sentence each."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -119,8 +135,13 @@ def predict(
         (4194304, 4194304)
     """
     with Fakes() as fakes, CudaOperators(capability), quietly() as warned:
-        made = trainer() if callable(trainer) else trainer
-        _prepare(made, capability)
+        made: Any = trainer() if callable(trainer) else trainer
+        device, gpu = made.strategy.root_device, _like(capability)
+        if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
+            msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"
+            raise ValueError(msg)
+        made.callbacks = [each for each in made.callbacks if _takes_part(each, gpu)]
+        _takes_part(made.precision_plugin, gpu)  # a plugin always does
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -130,21 +151,16 @@ def predict(
 
         found = _predicted(run, fakes)
         found.warned.extend(dict.fromkeys(str(each.message) for each in warned))
-        if isinstance(made.precision_plugin, Float8) and found.peak is not None:
-            outcome = made.precision_plugin.outcome()
-            found.assumed.append(f"{'' if outcome.effective else 'no effect: '}{outcome.did}")
+        for technique in (made.precision_plugin, *made.callbacks) if found.peak is not None else ():
+            found.assumed.extend(technique.assumptions() if isinstance(technique, Assumes) else [])
         return found
 
 
-def _prepare(trainer: pl.Trainer, capability: int) -> None:
-    """Check that a Trainer is for one CPU, and set the planned device on techniques that depend on it."""
-    for technique in (trainer.precision_plugin, *callbacks_of(trainer)):
-        if isinstance(technique, (Float8, Attention)):
-            technique.planned = _like(capability)
-    device = trainer.strategy.root_device
-    if trainer.num_devices != 1 or trainer.world_size != 1 or device.type != "cpu":
-        msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"
-        raise ValueError(msg)
+def _takes_part(technique: object, gpu: Device | None) -> bool:
+    """Prepare a technique for a prediction; return False for one that only observes."""
+    if isinstance(technique, OBSERVERS) or type(technique).__module__.startswith(MONITORS):
+        return False
+    return not isinstance(technique, JoinsPrediction) or technique.join_prediction(gpu)
 
 
 def _like(capability: int) -> Device | None:
@@ -266,11 +282,6 @@ class _Record(pl.Callback):
 
 def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) -> None:
     """Run `fit` without observers, until two steps are counted."""
-    trainer.callbacks = [
-        callback
-        for callback in trainer.callbacks
-        if not isinstance(callback, OBSERVERS) and not type(callback).__module__.startswith(OBSERVER_MODULES)
-    ]
     trainer.callbacks.append(_Record(probe))
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0

@@ -43,6 +43,7 @@ from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarn
 from lightning_eff.core.remedies import TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict
 from lightning_eff.core.text import human_bytes, human_count
+from lightning_eff.kernels.devices import AMPERE, Device
 from lightning_eff.precision._tf32 import set_tf32
 
 Format = Literal["bf16-mixed", "16-mixed", "bf16-true", "32-true"]
@@ -153,6 +154,12 @@ class AutoPrecision(Precision):
         name = f"machine/emulated_{str(dtype).removeprefix('torch.')}"
         rule = Rule(name=name, reason=reason, remedies=(TO_AUTO_PRECISION,), verdict=verdict)
         return Facts(excludes=(rule,))
+
+    def join_prediction(self, gpu: Device | None) -> bool:
+        """Choose the format of the GPU of a prediction, whatever this machine emulates."""
+        if gpu is not None and self.precision == "auto":
+            self.precision = "bf16-mixed" if gpu.capability >= AMPERE else "32-true"
+        return True
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

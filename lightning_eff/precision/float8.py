@@ -149,7 +149,7 @@ class Float8(AutoPrecision):
         self.skip = skip
         self.all_gather = all_gather
         self.emulate = emulate
-        self.planned: devices.Device | None = None
+        self._planned: devices.Device | None = None
         """A GPU to predict for, in place of the Trainer's device."""
         self._listed: dict[str, tuple[nn.Linear, str]] = {}
         self._has_compiled = False
@@ -187,6 +187,17 @@ class Float8(AutoPrecision):
         ]
         return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
 
+    @override
+    def join_prediction(self, gpu: devices.Device | None) -> bool:
+        """Convert the layers that gain on the GPU of a prediction."""
+        self._planned = gpu
+        return True
+
+    def assumptions(self) -> list[str]:
+        """Return which layers a prediction has converted, since a chart of bytes does not show it."""
+        outcome = self.outcome()
+        return [f"{'' if outcome.effective else 'no effect: '}{outcome.did}"]
+
     def apply(self, model: nn.Module) -> int:
         """Convert the layers that gain; a second call finds nothing to do."""
         try:
@@ -194,7 +205,7 @@ class Float8(AutoPrecision):
                 model,
                 self.recipe,
                 self.skip,
-                all_gather=self.all_gather and self.planned is None,
+                all_gather=self.all_gather and self._planned is None,
                 on=None if self.emulate else self._device_of(model),
             )
         except ConfigError as error:
@@ -207,13 +218,13 @@ class Float8(AutoPrecision):
         self._settle_device(model)
         trainer: Any = getattr(model, "_trainer", None)
         root: Any = torch.device(str(self.device)) if trainer is None else trainer.strategy.root_device
-        return self.planned or devices.of(root)
+        return self._planned or devices.of(root)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert what no callback has caused to be converted before; warn where nothing is gained."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
-        if trainer is not None and self.planned is None:
+        if trainer is not None and self._planned is None:
             rules.enforce(self, trainer, module)  # pyright: ignore[reportArgumentType]
         self.apply(module)
         self._steps, self._checked, self._overflows = 0, 0, Counter()
@@ -287,7 +298,7 @@ class Float8(AutoPrecision):
         count = sum(self._overflows.values())
         checked = f"in the first {self._checked} step{'' if self._checked == 1 else 's'}"
         found = f"{count or 'no'} gradients with NaN or infinity {checked}"
-        if converted and self.planned is None:
+        if converted and self._planned is None:
             did += f"; {found}" if self._checked else "; gradients not checked for NaN and infinity"
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
         numbers["overflows"] = dict(self._overflows)

@@ -157,6 +157,12 @@ class QuantizedBase(AutoPrecision):
         provides = (TRANSFORM, NEW_PARAMETERS, QUANTIZED_WEIGHTS)
         return Facts(provides=provides, excludes=(*sharded, finetuning, kernels))
 
+    @override
+    def join_prediction(self, gpu: object) -> bool:
+        """Keep `auto`, since a model that is loaded in 16 bits decides the format."""
+        del gpu
+        return True
+
     def apply(self, model: nn.Module) -> int:
         """Quantize the linear layers that will be frozen; layers that are quantized are unchanged.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import lightning_eff.planner.advice  # noqa: F401 - before a test replaces the `dry_run` that it imports
 from lightning_eff.core.text import WIDTH
 from lightning_eff.data.python_source import PythonSource
 from lightning_eff.planner.prediction import Prediction
@@ -22,7 +21,7 @@ def unpredicted(empty_folder: Path, request: pytest.FixtureRequest, monkeypatch:
     """Leave out the prediction, which takes a second, where it is not what is tested."""
     if "peak" not in request.node.name:
         monkeypatch.setattr(
-            "lightning_eff.planner.dry_run.dry_run", lambda *_, **__: Prediction(reason="not asked for")
+            "lightning_eff.planner.forecast._predict", lambda *_: Prediction(reason="not asked for")
         )
 
 

@@ -29,7 +29,7 @@ from lightning_eff.core.errors import (
     UsageError,
 )
 from lightning_eff.planner.advice import Advice, AdvisedRecipe
-from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.forecast import DeviceMemory
 from tests.support.command_line import Command
 
 MIB = 2**20

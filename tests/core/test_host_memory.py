@@ -11,7 +11,7 @@ from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.kernels import devices
 from lightning_eff.launch import machine_check
-from lightning_eff.planner.device_memory import DeviceMemory
+from lightning_eff.planner.forecast import DeviceMemory
 
 MIB = 2**20
 STATUS = "Name:\tpython\nVmSize:\t 2048 kB\nVmRSS:\t  512 kB\nVmData:\t 1024 kB\n"

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from lightning_eff.config import composition
+from lightning_eff.core import catalog
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import advice
-from lightning_eff.planner.advice import ADAPTERS, AdvisedRecipe, Options, advise
-from lightning_eff.planner.device_memory import DeviceMemory
-from lightning_eff.planner.dry_run import ExampleBatch
+from lightning_eff.planner.advice import AdvisedRecipe, Options, advise, candidates
+from lightning_eff.planner.forecast import DeviceMemory, ExampleBatch
 from lightning_eff.planner.prediction import Prediction
+from lightning_eff.planner.printing import advice_text
 
+ADAPTERS: Options = ("+callbacks=peft_adapter",)
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32"]
 ONE_TOKEN = ["data.batch_size=1", "data.context_length=2"]
 
@@ -52,6 +54,14 @@ HALF = {"precision__bf16_true": 200}
 LAST = {"+callbacks__peft_adapter": 500}
 
 
+def test_candidates_are_what_techniques_state_each_once() -> None:
+    """Derived classes do not repeat a base's, and every override chooses an option that there is."""
+    words = [each.words for each in candidates()]
+    assert len(set(words)) == len(words)
+    assert {("+callbacks=tiled_loss",), ("precision=bf16_mixed",), ADAPTERS} <= {*words}
+    assert {switch for switch, *_ in words} <= {entry.use for entry in catalog.options()}
+
+
 def test_what_fits_needs_nothing_and_shows_each_candidate_alone() -> None:
     found = advise(known(6000, **CHECKPOINTING))
     assert (found.fits, found.chosen) == (True, [])
@@ -59,8 +69,8 @@ def test_what_fits_needs_nothing_and_shows_each_candidate_alone() -> None:
     assert (first.saved_bytes, first.flops_ratio, first.why) == (300, 1.33, "new peak: step")
     why = {each.words[0]: each.why for each in found.alone}
     assert "not beside that" in why["optimizer=adamw_8bit_bnb"]
-    assert why["precision=bf16_mixed"] == "saves nothing here"
-    assert " 300 B  x1.33  +callbacks=gradient_checkpointing" in str(found)
+    assert why["precision=bf16_mixed"] == "computes in 16 bits; saves nothing here"
+    assert " 300 B  x1.33  +callbacks=gradient_checkpointing" in advice_text(found)
 
 
 def test_a_technique_that_is_on_is_not_tried_again() -> None:
@@ -114,7 +124,8 @@ def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(
         ADAPTERS,
         ("optimizer=in_backward", "trainer.gradient_clip_val=null"),
     )
-    monkeypatch.setattr(advice, "memory_candidates", lambda _: tried)
+    few = [each for each in candidates() if each.words in tried]
+    monkeypatch.setattr(advice, "candidates", lambda: few)
     monkeypatch.chdir(tmp_path)
 
     def compose(more: Sequence[str]) -> Mapping[str, Any]:

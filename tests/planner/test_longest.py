@@ -12,10 +12,17 @@ import torch
 from lightning_eff.config import composition
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.planner import longest
-from lightning_eff.planner.device_memory import CONTEXT_BYTES, DeviceMemory, MemoryForecast
-from lightning_eff.planner.dry_run import ExampleBatch, dry_run
+from lightning_eff.planner.advice import AdvisedRecipe
+from lightning_eff.planner.forecast import (
+    CONTEXT_BYTES,
+    DeviceMemory,
+    ExampleBatch,
+    MemoryForecast,
+    forecast,
+)
 from lightning_eff.planner.longest import MAX_TOKENS, longest_sequence
 from lightning_eff.planner.prediction import Prediction
+from lightning_eff.planner.printing import longest_text
 from lightning_eff.report.peak import Peak
 
 MEMORY = DeviceMemory("small", 100_000_000 + CONTEXT_BYTES, is_cuda=True)
@@ -46,15 +53,15 @@ def test_the_length_found_fits_and_a_granule_more_does_not(
             raise ConfigError("data.context_length", length, allowed="fewer")
         return {"data": {"context_length": length}}
 
-    def predicted(values: dict[str, Any], example: ExampleBatch, **_: object) -> Prediction:
+    def predicted(values: dict[str, Any], memory: DeviceMemory, example: ExampleBatch) -> MemoryForecast:
         length = values["data"]["context_length"]
         assert example.batch.shape == (2, length)
         tried.append(length)
-        return Prediction(in_blocks=Peak(curve(length) or 0, "forward", "mm", "", {}, {}, 0, [], []))
+        peak = Peak(curve(length) or 0, "forward", "mm", "", {}, {}, 0, [], [])
+        return MemoryForecast(Prediction(in_blocks=peak), memory)
 
-    monkeypatch.setattr(longest, "dry_run", predicted)
-    monkeypatch.setattr(ExampleBatch, "of", lambda _: BATCH)
-    found = longest_sequence(compose, MEMORY, granule=granule)
+    monkeypatch.setattr(longest, "forecast", predicted)
+    found = longest_sequence(AdvisedRecipe(compose, compose(()), MEMORY, BATCH), granule=granule)
     lengths = range(granule, MAX_TOKENS + 1, granule)
     fitting = [n for n in lengths if (size := curve(n)) is not None and size <= 100_000_000]
     assert found.num_tokens == max(fitting, default=0)
@@ -83,16 +90,16 @@ def test_a_recipe_is_searched(empty_folder: Path, monkeypatch: pytest.MonkeyPatc
         return composition.compose_recipe("baseline", [*SMALL, *words]).values
 
     memory = DeviceMemory("small", 552 * 2**20, is_cuda=True)
-    found = longest_sequence(compose, memory, granule=32)
+    found = longest_sequence(AdvisedRecipe.of(compose, compose(()), memory), granule=32)
     for length in (found.num_tokens, found.too_long):
-        forecast = MemoryForecast(dry_run(compose([f"data.context_length={length}"]), is_cuda=True), memory)
-        assert forecast.num_bytes is not None
-        assert (forecast.num_bytes <= memory.free_bytes) == (length == found.num_tokens)
-        assert length != found.num_tokens or forecast.num_bytes == found.peak_bytes
-    assert f"{found.num_tokens:,} tokens fit" in str(found)
+        confirmed = forecast(compose([f"data.context_length={length}"]), memory)
+        assert confirmed.num_bytes is not None
+        assert confirmed.fits == (length == found.num_tokens)
+        assert length != found.num_tokens or confirmed.num_bytes == found.peak_bytes
+    assert f"{found.num_tokens:,} tokens fit" in longest_text(found)
 
 
 def test_data_without_a_length_have_no_longest_sequence(empty_folder: Path) -> None:
     values = composition.compose_recipe("images", ["trainer.accelerator=cpu"]).values
-    found = longest_sequence(lambda _: values, MEMORY)
-    assert (found.num_tokens, "no length to vary" in str(found)) == (0, True)
+    found = longest_sequence(AdvisedRecipe(lambda _: values, values, MEMORY, BATCH))
+    assert (found.num_tokens, "no length to vary" in longest_text(found)) == (0, True)

@@ -130,6 +130,20 @@ def test_a_trainer_for_another_device_is_rejected() -> None:
         predict(GPT_OF, torch.ones(1), trainer=trainer_of({"devices": 2, "strategy": "ddp"}))
 
 
+def test_auto_is_the_format_of_the_gpu_and_a_base_is_not_read() -> None:
+    batch = next(iter(loader_for(GPT_OF)))
+
+    def peak(precision: Any, capability: int) -> Any:
+        callbacks = [PeftAdapter(base_checkpoint="nowhere.safetensors")]
+        extra = {"callbacks": callbacks, "plugins": [AutoPrecision(precision=precision)]}
+        found = predict(GPT_OF, batch, trainer=trainer_of(extra), capability=capability)
+        assert found.reason == ""
+        return found.in_blocks
+
+    assert peak("auto", 80) == peak("bf16-mixed", 80) != peak("32-true", 80)
+    assert peak("auto", 75) == peak("32-true", 75)
+
+
 def test_offloaded_activations_are_not_on_the_device() -> None:
     """Blocks' inputs under `offload`: of four, all but the ones in use, at the end of the forward pass."""
     batch = next(iter(loader_for(GPT_OF)))

@@ -267,7 +267,7 @@ def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Dee
     """On the GPU of a prediction: this CPU multiplies float8 too, slowly, when it is told to."""
     for compiled in (False, True):
         model, plugin = deep(width=2048), Float8()
-        plugin.planned = devices.named("h200")
+        plugin.join_prediction(devices.named("h200"))
         callbacks = [TorchCompile(backend="eager")] if compiled else []
         trainer = make_trainer(plugins=[plugin], callbacks=callbacks, max_steps=0)
         trainer.strategy.connect(model)

@@ -1,27 +1,34 @@
-"""A prediction on a device: what is added for CUDA, whether it fits, and which devices may be named."""
+"""A recipe's peak to the byte, what is added for CUDA, whether it fits, and which devices may be named."""
 
 from __future__ import annotations
 
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_eff.commands.plan import PlannedDevice
+from lightning_eff.config import composition
+from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
-from lightning_eff.planner.device_memory import (
+from lightning_eff.planner.forecast import (
     CONTEXT_BYTES,
     HOPPER_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
     DeviceMemory,
+    ExampleBatch,
     MemoryForecast,
+    forecast,
 )
 from lightning_eff.planner.prediction import Prediction, predict_step
+from lightning_eff.planner.printing import Plan, forecast_text
+from lightning_eff.run import build
 from tests.support.command_line import Command
 
 CPU = torch.device("cpu")
@@ -47,11 +54,12 @@ def test_the_drivers_context_is_not_free() -> None:
     assert taken is not None
     tight = MemoryForecast(prediction(), DeviceMemory("tight", taken + CONTEXT_BYTES, is_cuda=True))
     short = MemoryForecast(prediction(), DeviceMemory("short", taken + CONTEXT_BYTES - 1, is_cuda=True))
-    assert tight.as_dict()["fits"] is True
-    assert short.as_dict()["fits"] is False
-    assert "fits, 0 B left" in str(tight)
-    assert "does not fit: 1 B short" in str(short)
-    assert str(MemoryForecast(Prediction(reason="no"), DeviceMemory("here", 1))) == "peak not predicted: no"
+    assert [each.fits for each in (tight, short)] == [True, False]
+    assert "fits, 0 B left" in forecast_text(tight)
+    assert "does not fit: 1 B short" in forecast_text(short)
+    unknown = MemoryForecast(Prediction(reason="no"), DeviceMemory("here", 1))
+    assert forecast_text(unknown) == "peak not predicted: no"
+    assert Plan(unknown).as_dict()["peak"]["fits"] is None
 
 
 def test_devices_are_named_and_taken_out_of_the_overrides() -> None:
@@ -109,3 +117,33 @@ def test_a_plan_for_any_gpu_compares_with_its_memory(command: Command, empty_fol
     assert (content["peak"]["device"], content["peak"]["fits"]) == ("T4", False)
     (row,) = (row for row in content["rows"] if row["technique"] == "precision/auto")
     assert row["will_be"] == "warned", "it emulates bfloat16"
+
+
+def compose(recipe: str, *words: str) -> dict[str, Any]:
+    return dict(composition.compose_recipe(recipe, list(words), RecipePath.of([])).values)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
+def test_predicted_is_measured(tiny: list[str], tmp_path: Path) -> None:
+    words = ["data.batch_size=4", "callbacks.micro_batch.micro_batch_size=2", "data.context_length=8"]
+    window = "callbacks.gradient_accumulation.global_batch_size=4"
+    values = compose("low_memory", *tiny, "trainer.max_steps=2", *words, window, "+callbacks=data_preload")
+    values |= {"monitors": {"efficiency_report": values["monitors"]["efficiency_report"]}, "logger": None}
+    memory = DeviceMemory.of(devices.this_cpu())
+    synthetic = forecast(values, memory).prediction
+    measured = build(values, recipe="low_memory", run_dir=tmp_path / "run").fit()["measured"]["peak_bytes"]
+    found = forecast(values, memory).prediction
+    assert (synthetic.reason, found.reason) == ("", "")
+    assert found.peak is not None
+    assert synthetic.peak is not None
+    assert found.peak.num_bytes == synthetic.peak.num_bytes == measured
+    assert any("synthetic" in each for each in synthetic.assumed)
+    assert not any("synthetic" in each for each in found.assumed)
+
+
+def test_prepared_data_give_a_real_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    example = ExampleBatch.of(compose("images"))
+    assert example.batch[0].shape == (64, 1, 8, 8)
+    assert (example.batch_size, example.num_batches) == (64, 23), "1438 of 1797 digits"

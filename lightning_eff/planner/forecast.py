@@ -1,0 +1,270 @@
+"""Predict what a composed recipe needs: on a CPU, on a GPU that need not be present, on each of many devices.
+
+Techniques, model and optimizer run for two steps on fake tensors (planner/prediction.py), with one batch of
+the recipe's data. Data that are not prepared yet are not prepared for this: a data module may have a method
+`example_batch()` that returns a synthetic batch of the right shape.
+
+For a CUDA device these assumptions are added to the step's tensors. Each tensor is rounded up to 512 bytes.
+cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set
+(torch's defaults, not measured here). The driver's context, which torch does not count as allocated, is
+subtracted from the free memory. For a host, whose memory a cgroup or a ulimit may reduce
+(core/host_memory.py), the bytes that this process has allocated already are subtracted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_eff.core import host_memory
+from lightning_eff.core.text import human_bytes
+from lightning_eff.kernels.devices import AMPERE, Device
+from lightning_eff.planner.prediction import Prediction, predict, reason_of
+from lightning_eff.planner.sharding import ShardingTable, sharding_table
+from lightning_eff.report.peak import Peak
+from lightning_eff.run import build_trainer, check_parts, choose_optimizers, make, untrained
+
+log = logging.getLogger(__name__)
+
+MIB = 2**20
+HOPPER = 90
+# torch's defaults: CUBLAS_WORKSPACE_CONFIG=":4096:2:16:8", on Hopper ":4096:8" (KiB : number of buffers).
+WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+HOPPER_WORKSPACE_BYTES = 4096 * 1024 * 8
+CONTEXT_BYTES = 512 * MIB
+"""Device memory of a CUDA process before its first tensor, loaded kernels included."""
+SYNTHETIC_BATCH = "synthetic batch used, because the data are not prepared yet"
+LIKE_A100 = "attention is chosen as on an NVIDIA A100, since its rules for this GPU are not known"
+DIFFERENT_ON_CUDA = (
+    "attention and dropout save the same tensors as on CUDA, other operations the same as on a CPU; the "
+    "workspaces of cuDNN and of attention, and `foreach` optimizers differ"
+)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device."""
+
+    name: str
+    memory_bytes: int
+    is_cuda: bool = False
+    """Whether CUDA's allocator manages it."""
+    capability: int = 0
+    """Compute capability times ten by which attention is chosen; 0 for a CPU."""
+    workspace_bytes: int = 0
+    """Of cuBLAS."""
+    taken_bytes: int = 0
+    """What this process has allocated, apart from a step's tensors."""
+    about: tuple[str, ...] = ()
+    """Assumptions about the device."""
+
+    @classmethod
+    def of(cls, device: Device, *, limit: host_memory.HostMemoryLimit | None = None) -> DeviceMemory:
+        """Return the memory of a device.
+
+        Args:
+            device: Any of the table, or of this machine.
+            limit: Limit of host memory before the run; None reads the current one.
+
+        Example:
+            >>> from lightning_eff.kernels.devices import DEVICES
+            >>> memory = DeviceMemory.of(DEVICES["h200"])
+            >>> memory.name, memory.workspace_bytes
+            ('H200', 33554432)
+        """
+        if device.is_cpu:
+            limit = limit or host_memory.host_memory_limit()
+            name = f"{device.name} ({limit.name})" if limit.name else device.name
+            return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)
+        # A GPU that is not NVIDIA's, or of which only the memory is known, has no compute capability.
+        is_small = device.capability not in (0, HOPPER)
+        return cls(
+            device.name,
+            device.memory_bytes,
+            is_cuda=True,
+            capability=device.capability or AMPERE,
+            workspace_bytes=WORKSPACE_BYTES if is_small else HOPPER_WORKSPACE_BYTES,
+            about=() if device.capability else (LIKE_A100,),
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that a run may allocate."""
+        return self.memory_bytes - self.taken_bytes - (CONTEXT_BYTES if self.is_cuda else 0)
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """A batch to predict with, of a data module or synthetic."""
+
+    data: pl.LightningDataModule
+    batch: Any
+    num_batches: int | None
+    """Batches per epoch; None if unknown."""
+    batch_size: int | None
+    """Of the loader; None if it has none."""
+    about: str = ""
+    """A note on the batch."""
+
+    def with_length(self, num_tokens: int) -> ExampleBatch:
+        """Return it with rows of another length: axes as long as the first integer matrix, repeated or cut.
+
+        Raises:
+            ValueError: It has no rows of tokens.
+        """
+        leaves, spec = tree_flatten(self.batch)
+        is_matrix = (isinstance(x, Tensor) and x.ndim > 1 and not x.is_floating_point() for x in leaves)
+        rows = next(itertools.compress(leaves, is_matrix), None)
+        if rows is None:
+            msg = "the batch has no rows of tokens"
+            raise ValueError(msg)
+        index = torch.arange(num_tokens) % rows.shape[1]
+        for at, leaf in enumerate(leaves):
+            axes = range(1, leaf.ndim) if isinstance(leaf, Tensor) else ()
+            for axis in axes:
+                if leaf.shape[axis] == rows.shape[1]:
+                    leaves[at] = leaves[at].index_select(axis, index)
+        return replace(self, batch=tree_unflatten(leaves, spec))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ExampleBatch:
+        """Load a batch of a recipe's data, or make a synthetic one."""
+        data: pl.LightningDataModule = make("data", values["data"])
+        try:
+            data.setup("fit")
+            loader: Any = data.train_dataloader()
+            batch = next(iter(loader))
+        except Exception as error:  # a user's data module may raise anything
+            make_synthetic: Any = getattr(data, "example_batch", None)
+            synthetic = make_synthetic() if callable(make_synthetic) else None
+            if synthetic is None:
+                raise
+            log.debug("data are not prepared: %s", reason_of(error))
+            batch_size = (values["data"] or {}).get("batch_size")
+            return cls(data, synthetic, None, batch_size, SYNTHETIC_BATCH)
+        try:
+            num_batches = len(loader)
+        except (TypeError, NotImplementedError):
+            num_batches = None
+        return cls(data, batch, num_batches, getattr(loader, "batch_size", None))
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """A predicted step on a device, and on many."""
+
+    prediction: Prediction
+    memory: DeviceMemory
+    sharding: ShardingTable = field(default_factory=ShardingTable)
+    """Empty without a strategy that shards."""
+
+    @property
+    def peak(self) -> Peak | None:
+        """Peak of the tensors as the device's allocator counts them."""
+        return self.prediction.in_blocks if self.memory.is_cuda else self.prediction.peak
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes that the step needs on the device; None if not predicted."""
+        return None if self.peak is None else self.peak.num_bytes + self.memory.workspace_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that it needs in host memory besides."""
+        return self.prediction.host_bytes if self.memory.is_cuda else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step is predicted, and fits."""
+        return self.num_bytes is not None and self.num_bytes <= self.memory.free_bytes
+
+    @property
+    def scores_not_held_bytes(self) -> int:
+        """Scores of attention that fused kernels do not make."""
+        return sum(row.score_bytes for row in self.prediction.attention if not row.remedy)
+
+    @property
+    def assumed(self) -> list[str]:
+        """Assumptions behind the figure."""
+        if not self.memory.is_cuda:
+            taken = f"this process has allocated another {human_bytes(self.memory.taken_bytes)}"
+            return [*([taken] if self.memory.taken_bytes else []), *self.prediction.assumed]
+        workspace = f"{human_bytes(self.memory.workspace_bytes)} for cuBLAS are included"
+        context = f"the driver keeps {human_bytes(CONTEXT_BYTES)}"
+        return [*self.memory.about, f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]
+
+
+def forecast(
+    values: Mapping[str, Any],
+    memory: DeviceMemory,
+    example: ExampleBatch | None = None,
+    *,
+    trainer: pl.Trainer | None = None,
+) -> MemoryForecast:
+    """Predict the peak of a composed run; an error is returned in the prediction.
+
+    Args:
+        values: From `config.compose_recipe`.
+        memory: Of the device, which need not be present.
+        example: Batch to predict with; None takes one from the data.
+        trainer: The run's own: what `train` checks before data are prepared is checked first, and what its
+            strategy keeps on each of 1 to 1,024 devices is computed. None leaves out both.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            if trainer is not None:
+                _check_parts(values, trainer)
+            prediction = _predict(values, example or ExampleBatch.of(values), memory.capability)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        prediction = Prediction(reason=reason_of(error), error=error)
+    found = MemoryForecast(prediction, memory)
+    if trainer is None:
+        return found
+    return replace(found, sharding=sharding_table(values, trainer, found.peak))
+
+
+def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
+    """Raise what `run.check_parts` does for a model without memory, and what the data's constructor does."""
+    data = make("data", values["data"])
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model = make("model", untrained(values["model"]))
+    except Exception:  # noqa: BLE001 - a user's class may need values, and has fake ones in the prediction
+        return
+    check_parts(values, trainer, model, data)
+
+
+def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) -> Prediction:
+    """Predict on one CPU, without monitors, loggers and pretrained weights."""
+    one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
+    changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
+    pl.seed_everything(values["seed"], workers=True, verbose=False)
+    trainer = build_trainer(changed | {"trainer": values["trainer"] | one_cpu})
+
+    def build_model() -> pl.LightningModule:
+        model: pl.LightningModule = make("model", untrained(values["model"]))
+        choose_optimizers(trainer, model)
+        return model
+
+    found = predict(
+        build_model,
+        example.batch,
+        trainer=trainer,
+        data=example.data,
+        num_batches=example.num_batches,
+        batch_size=example.batch_size,
+        capability=capability,
+    )
+    found.assumed.extend([example.about] if example.about else [])
+    return found
