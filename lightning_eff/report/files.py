@@ -85,7 +85,7 @@ def read_report(file: Path, key: str) -> dict[str, Any]:
 
 
 def read_baseline(path: StrPath) -> dict[str, Any]:
-    """Return of another run's report what is compared: title, figures and curves.
+    """Read title, figures and curves of another run's report.
 
     Args:
         path: The run's folder, or its `efficiency.json`.
