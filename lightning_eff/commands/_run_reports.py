@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.config.strict_yaml import read_yaml
-from lightning_eff.core.catalog import RESOLVED, began
+from lightning_eff.core.catalog import LEDGER_FILE, RESOLVED, began
 from lightning_eff.core.errors import ConfigError, check_path, suggest_name
-from lightning_eff.report.files import LEDGER_FILE, read_report
 
 ERROR_LOG = "error.log"
 OVERRIDES = ".hydra/overrides.yaml"
@@ -94,6 +93,8 @@ def read_run(folder: Path, root: Path) -> RunReport:
         ConfigError: The report is damaged, or of a version that this one cannot show.
         UsageError: The config is damaged.
     """
+    from lightning_eff.report.files import read_report  # imports torch: a misspelt run is rejected without
+
     settings = _content(folder / RESOLVED, {})
     root = Path(str(settings.get("output_root") or root)).resolve()
     is_below = folder.resolve().is_relative_to(root)

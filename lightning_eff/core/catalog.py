@@ -19,6 +19,8 @@ MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
 """Groups of which a run may list several options; an option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch", "experiment")
 """Groups of one option that no recipe needs to list; experiments, the user's own, are composed last."""
+LEDGER_FILE = "efficiency.json"
+"""File in a run's folder with its efficiency report."""
 RESOLVED = "resolved.yaml"
 """File in a run's folder with the values it was built from: a recipe without defaults, which `export`,
 `validate`, `test`, `predict` and `generate` build the model from."""

@@ -123,8 +123,8 @@ class AttentionWatch:
             )  # fmt: skip
         return list(found.values())
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Look at an operation that `__torch_dispatch__` got, with its result."""
+    def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the call if an operation, as `__torch_dispatch__` got it, is attention."""
         self._is_done = self._is_done or in_backward()
         # Under DDP the calls that the compiler makes while it traces come here too.
         tracing = torch_private("torch._guards:TracingContext", "the report of attention")
@@ -134,16 +134,16 @@ class AttentionWatch:
             return
         name = getattr(func, "__name__", str(func)).partition(".")[0]
         if fused := FUSED.fullmatch(name):
-            self._see_fused(fused[fused.lastindex or 0], func, args, kwargs)
+            self._add_fused(fused[fused.lastindex or 0], func, args, kwargs)
         elif name == "_safe_softmax":
-            self._see_scores("math", out)
+            self._add_scores("math", out)
         elif name == "_softmax" and out.dim() > 2 and out.shape[-2] == out.shape[-1] > 1:
-            self._see_scores("softmax", out)
+            self._add_scores("softmax", out)
 
-    def _see_scores(self, backend: str, scores: Tensor) -> None:
+    def _add_scores(self, backend: str, scores: Tensor) -> None:
         self._add(AttentionRow(backend, tuple(scores.shape), scores.shape[-1], _name(scores)), scores.dtype)
 
-    def _see_fused(self, backend: str, func: Any, args: Any, kwargs: Any) -> None:
+    def _add_fused(self, backend: str, func: Any, args: Any, kwargs: Any) -> None:
         schema = getattr(func, "_schema", None)
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs

@@ -110,7 +110,7 @@ def draw(
 
 
 def columns(values: Sequence[Sequence[float]], top: float) -> list[Series]:
-    """Return what percentage of some values is in each column; those above `top` are in the last one.
+    """Return the percentage of the values in each column, the last of which has all above `top`.
 
     Args:
         values: Of this run and, if it has one, of its baseline, in the same columns.

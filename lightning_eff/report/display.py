@@ -66,7 +66,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
 
 
 def run_verdict(report: Report) -> str:
-    """Return how the run ended, in one or two sentences."""
+    """Summarize the end of a run in one or two sentences."""
     count, measured = report["num_steps"], report["measured"]
     steps, first = f"{count} optimizer step{'' if count == 1 else 's'}", report.get("first_step", 0)
     steps += f" ({first + 1} to {first + count})" if first and count else ""  # of a resumed run
@@ -87,7 +87,7 @@ def run_verdict(report: Report) -> str:
 
 
 def baseline_verdict(report: Report) -> str:
-    """Return one sentence: how a run compares to its baseline; empty where nothing can be compared."""
+    """Compare a run to its baseline in one sentence; empty where nothing can be compared."""
     baseline: Report = report.get("baseline") or {}
     ratios: list[float | None] = []
     for key in ("samples_per_s", "peak_bytes"):
@@ -108,7 +108,7 @@ def baseline_verdict(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Return one sentence: how a run compares to its baseline or, without one, what dominates it."""
+    """Compare a run to its baseline in one sentence or, without one, name what dominates it."""
     measured: Report = report["measured"]
     if report["status"] == "failed":
         return run_verdict(report)

@@ -13,11 +13,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_eff.core import allocator, machine
 from lightning_eff.core.arguments import StrPath
-from lightning_eff.core.catalog import RESOLVED
+from lightning_eff.core.catalog import LEDGER_FILE, RESOLVED
 from lightning_eff.core.errors import ConfigError, check_path, root_cause_line
 from lightning_eff.report.display import report_page
 
-LEDGER_FILE = "efficiency.json"
 PAGE_FILE = "report.html"
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "environment")
@@ -86,7 +85,7 @@ def read_report(file: Path, key: str) -> dict[str, Any]:
 
 
 def read_baseline(path: StrPath) -> dict[str, Any]:
-    """Return of another run's report what is compared: title, figures and curves.
+    """Read title, figures and curves of another run's report.
 
     Args:
         path: The run's folder, or its `efficiency.json`.

@@ -57,7 +57,7 @@ class FlopCount(InfraMode):
         out = func(*args, **kwargs)
         if not self._is_compiled:
             self.flops += flops_of(func, args, kwargs, out)
-        self.attention.see(func, args, kwargs, out)
+        self.attention.observe(func, args, kwargs, out)
         return out
 
 
@@ -79,7 +79,7 @@ def _ungrouped(args: Any) -> list[Any]:
 
 
 def masked_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
-    """Return how many of a call's FLOPs lie behind the causal mask of attention, where CUDA computes nothing.
+    """Return the part of a call's FLOPs behind the causal mask of attention, where CUDA computes nothing.
 
     The formulas count all of the T x T scores.
     """

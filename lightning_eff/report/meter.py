@@ -324,7 +324,7 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
 
 
 def num_padded(batch: object) -> int | Tensor:
-    """Return how many tokens of a batch are padding, by its `attention_mask` [B, T]; 0 without one.
+    """Count the padding tokens of a batch by its `attention_mask` [B, T]; 0 without one.
 
     Example:
         >>> int(num_padded({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}))

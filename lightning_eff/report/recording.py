@@ -178,7 +178,7 @@ class Recorder(LiveBytes):
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
         self.masked_flops += masked_flops_of(func, args, kwargs or {}, flops)
-        self.attention.see(func, args, kwargs or {}, out)
+        self.attention.observe(func, args, kwargs or {}, out)
         return out
 
     def _enter_block(self, block: nn.Module, arguments: object) -> None:

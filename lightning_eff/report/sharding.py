@@ -60,7 +60,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
-        """Return what one device keeps; `accumulates`: an optimizer step has several backward passes."""
+        """Return the bytes of one device; `accumulates`: an optimizer step has several backward passes."""
 
     @abstractmethod
     def assumptions(self) -> list[str]:

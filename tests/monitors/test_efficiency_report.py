@@ -19,10 +19,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint import atomic_io
 from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.core.catalog import LEDGER_FILE
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE, SNAPSHOT_FILE
+from lightning_eff.report.files import PAGE_FILE, SNAPSHOT_FILE
 from tests.support.models import Layer, Net, make_loader, make_trainer
 
 

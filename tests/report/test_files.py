@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_eff.report.files import LEDGER_FILE, PAGE_FILE, add_out_of_memory, run_title, write_report
+from lightning_eff.core.catalog import LEDGER_FILE
+from lightning_eff.report.files import PAGE_FILE, add_out_of_memory, run_title, write_report
 from tests.support.reports import make_report
 
 FOUND = {"sentences": ["Out of memory during setup"], "overrides": [], "holders": [], "num_bytes": None}
