@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -68,7 +68,9 @@ class Entry:
 
 def module_docstring(module: Path) -> str:
     """Return a module's docstring without importing it."""
-    return ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    # Not ast.get_docstring: parsing 60 modules takes a third of the time of `ls`.
+    _, docstring, _ = module.read_text(encoding="utf-8").split('"""', 2)
+    return inspect.cleandoc(docstring)
 
 
 def verbs() -> dict[str, str]:
