@@ -69,7 +69,7 @@ def _compare(add: Add) -> None:
 
 def _tune(add: Add) -> None:
     add("--minutes", type=at_least(0.1, float), default=8.0, metavar="N", help="start no trial later (8)")
-    add("--steps", type=at_least(6), default=8, metavar="N", help="steps of a trial in the first round (8)")
+    add("--steps", type=at_least(6), default=8, metavar="N", help="optimizer steps of a trial (8)")
     about = "a trial is killed after so many seconds (180)"
     add("--limit-s", type=at_least(1, float), default=180.0, metavar="N", help=about)
     about = "what a step may need, as in 8GiB; otherwise what the device has free"

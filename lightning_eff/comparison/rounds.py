@@ -63,8 +63,11 @@ class TrialRounds:
         self._num_asked: Counter[str] = Counter()
         """Rounds that each trial took part in: results of an earlier process are taken for the first ones."""
         self._num_rounds = 0
+        self._lines: list[str] = []
+        """Of the file: a name and a result each."""
         try:
-            for line in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
+            self._lines += file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ()
+            for line in self._lines:
                 name, result = json.loads(line)
                 self.results.setdefault(name, []).append(TrialResult(**result))
         except (OSError, ValueError, TypeError) as error:
@@ -128,9 +131,11 @@ class TrialRounds:
     def _keep(self, name: str, result: TrialResult) -> None:
         if self._file is not None:
             report = {key: result.report[key] for key in KEPT if key in result.report}
+            self._lines.append(json.dumps([name, asdict(replace(result, report=report))]))
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps([name, asdict(replace(result, report=report))])}\n")
+            written = self._file.with_suffix(".part")
+            written.write_text("\n".join(self._lines), encoding="utf-8")
+            written.replace(self._file)  # whole, whatever interrupts this
 
     def table_rows(self) -> list[ComparisonRow]:
         """Return the table so far: measured rows first, then failed, then not run; ratios to the baseline."""
