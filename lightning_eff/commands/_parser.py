@@ -145,7 +145,7 @@ The same command continues where an interrupted one stopped. Steps, their losses
 """
     about = "start no trial later (8)"
     verb.add_argument("--minutes", type=_at_least(0.1, float), default=8.0, metavar="N", help=about)
-    about = "steps of a trial in the first round (8)"
+    about = "optimizer steps of a trial (8)"
     verb.add_argument("--steps", type=_at_least(6), default=8, metavar="N", help=about)
     about = "a trial is killed after so many seconds (180)"
     verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)

@@ -4,8 +4,8 @@ It is `compare` over a search, with the recipe as the baseline: each change is m
 again, then all combinations of those that were faster beyond the noise, and once more the faster half of all.
 Memory is checked twice: before a trial by the planner's prediction, and after it by its measured peak.
 
-Every result is written to a file as soon as it is known, so that the same command continues after an
-interruption. The file is keyed by everything that a result depends on.
+Every result is kept as soon as it is known, in a folder named by everything that it depends on, so that the
+same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ NUM_COMBINED = 4
 """Changes of which all combinations are tried: those that helped most alone."""
 NUM_ROUNDS = 3
 UNCHANGED: Change = ()
-FILE = "tune.json"
 
 
 def main(options: argparse.Namespace) -> int:
@@ -86,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
         changes = _changes(options, recipe, base)
     folder = Path(values["output_root"]).resolve() / "tune"
     folder /= f"{options.recipe}_{fingerprint(values, memory, base, options.limit_s, options.steps)}"
-    rounds = TrialRounds(folder / "runs", options.limit_s, until=until, file=folder / FILE)
+    rounds = TrialRounds(folder / "runs", options.limit_s, until=until, kept=folder / "results")
 
     def trial(change: Change) -> Trial:
         return recipe_trial(options, name_of(change), (*base, *change))
@@ -96,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
         best = search.run(changes)
     finally:
         shutil.rmtree(folder / "runs", ignore_errors=True)
-    return _report(options, search, best, folder / FILE)
+    return _report(options, search, best)
 
 
 def name_of(change: Change) -> str:
@@ -265,19 +264,18 @@ class Search:
         return rows
 
 
-def _report(options: argparse.Namespace, search: Search, best: Change, file: Path) -> int:
+def _report(options: argparse.Namespace, search: Search, best: Change) -> int:
     """Print the table, and the command that uses the result in the last line."""
     rows, change = search.rows(), (*search.base, *best)
     row = next((each for each in rows if each.technique == name_of(best)), None)
     is_measured = row is not None and row.samples_per_s is not None
     if options.json:
-        content = {"overrides": list(change), "file": str(file), "rows": [asdict(each) for each in rows]}
-        print_json(json_safe(content))
+        print_json(json_safe({"overrides": list(change), "rows": [asdict(each) for each in rows]}))
         return EXIT_OK if is_measured else EXIT_FAILED
     if not is_measured:
         sys.stderr.write("error: nothing could be measured; the lines above say why\n")
         return EXIT_FAILED
-    lines = [comparison_table(rows), f" {verdict(rows)}", f" measured: {file}"]
+    lines = [comparison_table(rows), f" {verdict(rows)}"]
     if time.monotonic() >= search.rounds.until:
         lines.append(" time ran out; the same command continues")
     words = ["lightning-eff", "train", *words_of(options.given, options.config_dir), *options.overrides]

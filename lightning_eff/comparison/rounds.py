@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from lightning_eff.comparison.result_table import (
     TrialResult,
     summarize_rounds,
 )
-from lightning_eff.core.errors import ConfigError
 
 KEPT = ("measured", "losses", "ledger", "precision", "draws_random_numbers")
 """Parts of a trial's report that a row is made of."""
@@ -44,35 +43,20 @@ class TrialRounds:
         folder: Where they run.
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
-        file: Where results are kept, each as soon as it is known, so that the same command continues after an
-            interruption; None keeps nothing.
-
-    Raises:
-        ConfigError: The file is damaged.
+        kept: Folder of results of an earlier process, which are taken in place of a trial; each new one is
+            added as soon as it is known. None keeps nothing.
     """
 
     def __init__(
-        self, folder: Path, limit_s: float, *, until: float = math.inf, file: Path | None = None
+        self, folder: Path, limit_s: float, *, until: float = math.inf, kept: Path | None = None
     ) -> None:
         self.results: dict[str, list[TrialResult]] = {}
+        self.until = until
         self._overrides: dict[str, list[str]] = {}
         self._folder = folder
         self._limit_s = limit_s
-        self._file = file
-        self.until = until
-        self._num_asked: Counter[str] = Counter()
-        """Rounds that each trial took part in: results of an earlier process are taken for the first ones."""
+        self._kept = kept
         self._num_rounds = 0
-        try:
-            for line in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
-                name, result = json.loads(line)
-                self.results.setdefault(name, []).append(TrialResult(**result))
-        except (OSError, ValueError, TypeError) as error:
-            allowed = "results of earlier trials; this file is damaged"
-            raise ConfigError(key="", value=str(file), allowed=allowed, remedies=[f"rm {file}"]) from error
-        # A failure of the baseline is forgotten: no setting shows whether its code has been fixed.
-        kept = [each for each in self.results.pop(BASELINE, []) if each.status == MEASURED]
-        self.results |= {BASELINE: kept} if kept else {}
 
     def add_refused(self, trial: Trial, reason: str) -> None:
         """Add a row for a trial that is not run."""
@@ -111,26 +95,34 @@ class TrialRounds:
         self._num_rounds += 1
         for trial in reversed(trials) if self._num_rounds % 2 == 0 else trials:
             before = self.results.setdefault(trial.name, [])
-            self._num_asked[trial.name] += 1
-            number = self._num_asked[trial.name]
-            if len(before) >= number or any(result.status != MEASURED for result in before):
+            if any(result.status != MEASURED for result in before):
                 continue
-            if time.monotonic() >= self.until:
+            number = len(before) + 1
+            result = self._kept_result(trial, number)
+            if result is None:
                 return
-            folder = self._folder / f"{number}-{list(self._overrides).index(trial.name)}"
-            result = subprocess_trial.run(trial.train, folder=folder, limit_s=self._limit_s)
             before.append(result)
-            self._keep(trial.name, result)
             rate = result.report.get("measured", {}).get("samples_per_s")
             outcome = f"{rate:.1f} samples/s" if rate else f"{result.status}: {result.reason}"
             sys.stderr.write(f" round {number}, {trial.name}: {outcome}\n")
 
-    def _keep(self, name: str, result: TrialResult) -> None:
-        if self._file is not None:
+    def _kept_result(self, trial: Trial, number: int) -> TrialResult | None:
+        """Return the result that is kept, else run the trial and keep it; None if there is no time."""
+        named = f"{hashlib.sha256(trial.name.encode()).hexdigest()[:12]}-{number}"
+        file = None if self._kept is None else self._kept / f"{named}.json"
+        if file is not None and file.is_file():
+            return TrialResult(**json.loads(file.read_text(encoding="utf-8")))
+        if time.monotonic() >= self.until:
+            return None
+        result = subprocess_trial.run(trial.train, folder=self._folder / named, limit_s=self._limit_s)
+        # A failure of the baseline is not kept: no setting shows whether its code has been fixed.
+        if file is not None and (result.status == MEASURED or trial.name != BASELINE):
             report = {key: result.report[key] for key in KEPT if key in result.report}
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps([name, asdict(replace(result, report=report))])}\n")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            written = file.with_suffix(".part")
+            written.write_text(json.dumps(asdict(replace(result, report=report))), encoding="utf-8")
+            written.replace(file)
+        return result
 
     def table_rows(self) -> list[ComparisonRow]:
         """Return the table so far: measured rows first, then failed, then not run; ratios to the baseline."""

@@ -51,7 +51,7 @@ class World:
         self.lies, self.clash = lies, clash
         memory = DeviceMemory("here", int(limit * MIB))
         recipe: Any = SimpleNamespace(forecast=self.forecast, memory=memory)
-        rounds = TrialRounds(folder, 60.0, file=folder / "tune.json")
+        rounds = TrialRounds(folder, 60.0, kept=folder / "results")
         self.search = Search(recipe, rounds, self.trial)
 
     def figures(self, change: Change) -> tuple[float, int]:

@@ -79,6 +79,8 @@ def test_a_row_without_effect_measures_the_noise_and_never_wins() -> None:
     assert cells(rows["triton_gemm"])[2] == "1.58 (noise)"
     assert "triton_gemm" not in verdict([*rows.values()])
     assert "a" not in verdict([*rows.values()]).split()
+    rows["triton_gemm"].num_rounds = 1
+    assert noise([*rows.values()]) == pytest.approx(0.02, rel=0.4), "one round of it says nothing"
     del rows["triton_gemm"]
     assert "a," in verdict([*rows.values()]).split(), "its rounds differ by less than 1 %"
 

@@ -11,7 +11,6 @@ import pytest
 from lightning_eff.comparison import result_table, subprocess_trial
 from lightning_eff.comparison.result_table import FAILED, MEASURED, NOT_RUN, ComparisonRow, TrialResult
 from lightning_eff.comparison.rounds import Trial, TrialRounds
-from lightning_eff.core.errors import ConfigError
 
 NAMES = ("baseline", "one", "other")
 
@@ -97,22 +96,20 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
     ]
 
 
-def test_results_are_read_again_and_a_damaged_file_is_named(tmp_path: Path) -> None:
-    """Two rounds of which one is kept: the baseline, which failed, runs twice, the other once."""
-    file = tmp_path / "kept.json"
+def test_results_are_kept_but_for_a_failure_of_the_baseline(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
     first = Turns(baseline=[TrialResult(FAILED, "a bug")], one=[report(20.0)])
-    TrialRounds(tmp_path, 60.0, file=file).run_round([first.trial("baseline"), first.trial("one")])
+    TrialRounds(tmp_path, 60.0, kept=kept).run_round([first.trial("baseline"), first.trial("one")])
     second = Turns(baseline=[report(10.0), report(12.0)], one=[report(24.0)])
-    comparison = TrialRounds(tmp_path, 60.0, file=file)
+    comparison = TrialRounds(tmp_path, 60.0, kept=kept)
     for _ in range(2):
         comparison.run_round([second.trial("baseline"), second.trial("one")])
     assert second.asked == ["baseline", "one", "baseline"]
     _, one = comparison.table_rows()
     assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (24.0, 4.0, 2.0)
-    late = TrialRounds(tmp_path, 60.0, until=0.0)
-    late.run_round([second.trial("one")])
-    assert late.table_rows()[0].reason == "interrupted before its turn"
-    for content in ('["a", {', '{"a": 1}', '["a", {"state": 1}]'):
-        file.write_text(content)
-        with pytest.raises(ConfigError, match="damaged"):
-            TrialRounds(tmp_path, 60.0, file=file)
+
+
+def test_no_trial_starts_late(tmp_path: Path) -> None:
+    late, turns = TrialRounds(tmp_path, 60.0, until=0.0), Turns()
+    late.run_round([turns.trial("one")])
+    assert (turns.asked, late.table_rows()[0].reason) == ([], "interrupted before its turn")
