@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_eff.config.composition import compose_recipe
@@ -30,7 +30,6 @@ from lightning_eff.launch.job import num_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    import torch
 
     from lightning_eff.kernels.devices import Device
     from lightning_eff.planner.advice import Compose
@@ -61,12 +60,14 @@ class PlanRow:
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
-    device, options.overrides = PlannedDevice.split(options.overrides)
+    device, memory_bytes, options.overrides = split_device(options.overrides)
     path = RecipePath.of(options.config_dir)
     composed = compose_recipe(options.recipe, options.overrides, path, writes=False)
     from lightning_eff.config.ckpt_path import find_checkpoint, task_folder, with_base
     from lightning_eff.core.rules import raise_rejected
+    from lightning_eff.kernels import devices
     from lightning_eff.launch.ray import as_devices
+    from lightning_eff.planner.forecast import DeviceMemory
     from lightning_eff.run import build_trainer
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
-    memory = device.memory(trainer.strategy.root_device)
+    memory = DeviceMemory.of(device or devices.of(trainer.strategy.root_device), memory_bytes=memory_bytes)
     plan = _plan(values, trainer, memory, compose, has_advice=options.advice)
     if options.json:
         print_json({"recipe": options.recipe, "rows": [asdict(row) for row in rows]} | plan.as_dict())
@@ -121,58 +122,43 @@ def check_anywhere(recipe: str, overrides: Sequence[str]) -> None:
     check_global_batch(values, num_ranks(values["trainer"]))
 
 
-@dataclass(frozen=True)
-class PlannedDevice:
-    """The device to plan for, and its memory; both are the run's unless they are asked for."""
+def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[str]]:
+    """Take `device=NAME` and `device.memory=SIZE`, which look like overrides, out of the words.
 
-    device: Device | None = None
-    memory_bytes: int | None = None
+    Returns:
+        The device to plan for, and its memory in bytes, None where the run's own are meant; the other words.
 
-    @classmethod
-    def split(cls, words: Sequence[str]) -> tuple[PlannedDevice, list[str]]:
-        """Take `device=NAME` and `device.memory=SIZE`, which look like overrides, out of the words.
+    Raises:
+        ConfigError: A name or a size is not known.
+        UsageError: There are several, or it is another key of the device.
+    """
+    own = [word.partition("=") for word in words if word.startswith(("device=", "device."))]
+    if not own:
+        return None, None, list(words)
+    from lightning_eff.kernels import devices
 
-        Raises:
-            ConfigError: A name or a size is not known.
-            UsageError: There are several, or it is another key of the device.
-        """
-        own = [word.partition("=") for word in words if word.startswith(("device=", "device."))]
-        if not own:
-            return cls(), list(words)
-        from lightning_eff.kernels import devices
-
-        values: dict[str, str] = {}
-        for key, _, value in own:
-            if key not in ("device", "device.memory") or key in values:
-                text = f"plan: {key}={value}: expected one device=NAME and one device.memory=SIZE at most"
-                raise UsageError(text)
-            values[key] = value
-        others = [word for word in words if not word.startswith(("device=", "device."))]
-        size = values.get("device.memory")
-        try:
-            memory_bytes = None if size is None else parse_bytes(size)
-        except ValueError as error:
-            allowed = f"a size above 0 with its unit, one of {', '.join(UNITS)}"
-            raise ConfigError(
-                key="device.memory", value=size, allowed=allowed, remedies=[ANY_OTHER]
-            ) from error
-        if "device" not in values:
-            return cls(devices.unknown_gpu(memory_bytes or 0), memory_bytes), others
-        name, names = values["device"].lower(), [*devices.DEVICES, "cpu"]
-        if name not in names:
-            close = suggest_name(name, names)
-            allowed = f"one of {', '.join(names)}" + (f"; {close}" if close.startswith("did") else "")
-            remedies = [f"{ANY_OTHER} for any other GPU"]
-            raise ConfigError(key="device", value=name, allowed=allowed, remedies=remedies)
-        return cls(devices.named(name), memory_bytes), others
-
-    def memory(self, root: torch.device) -> DeviceMemory:
-        """Return its memory; `root` is the run's device."""
-        from lightning_eff.kernels import devices
-        from lightning_eff.planner.forecast import DeviceMemory
-
-        memory = DeviceMemory.of(self.device or devices.of(root))
-        return memory if self.memory_bytes is None else replace(memory, memory_bytes=self.memory_bytes)
+    values: dict[str, str] = {}
+    for key, _, value in own:
+        if key not in ("device", "device.memory") or key in values:
+            text = f"plan: {key}={value}: expected one device=NAME and one device.memory=SIZE at most"
+            raise UsageError(text)
+        values[key] = value
+    others = [word for word in words if not word.startswith(("device=", "device."))]
+    size = values.get("device.memory")
+    try:
+        memory_bytes = None if size is None else parse_bytes(size)
+    except ValueError as error:
+        allowed = f"a size above 0 with its unit, one of {', '.join(UNITS)}"
+        raise ConfigError(key="device.memory", value=size, allowed=allowed, remedies=[ANY_OTHER]) from error
+    if "device" not in values:
+        return devices.unknown_gpu(memory_bytes or 0), memory_bytes, others
+    name, names = values["device"].lower(), [*devices.DEVICES, "cpu"]
+    if name not in names:
+        close = suggest_name(name, names)
+        allowed = f"one of {', '.join(names)}" + (f"; {close}" if close.startswith("did") else "")
+        remedies = [f"{ANY_OTHER} for any other GPU"]
+        raise ConfigError(key="device", value=name, allowed=allowed, remedies=remedies)
+    return devices.named(name), memory_bytes, others
 
 
 def _plan(
@@ -201,7 +187,7 @@ def _plan(
 
 
 def _judge(
-    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], device: PlannedDevice
+    trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], gpu: Device | None
 ) -> tuple[list[PlanRow], list[Any]]:
     """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
     from lightning_eff.core import rules
@@ -211,7 +197,6 @@ def _judge(
 
     objects = rules.trainer_components(trainer)
     facts = rules.run_facts(trainer)
-    gpu = device.device
     if gpu is not None and not gpu.is_cpu:  # what it has, in place of this machine
         here = ("machine/emulated_", "machine/float8", "run/cpu")
         facts = {name: text for name, text in facts.items() if not name.startswith(here)}

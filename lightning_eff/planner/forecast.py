@@ -70,11 +70,18 @@ class DeviceMemory:
     """Assumptions about the device."""
 
     @classmethod
-    def of(cls, device: Device, *, limit: host_memory.HostMemoryLimit | None = None) -> DeviceMemory:
+    def of(
+        cls,
+        device: Device,
+        *,
+        memory_bytes: int | None = None,
+        limit: host_memory.HostMemoryLimit | None = None,
+    ) -> DeviceMemory:
         """Return the memory of a device.
 
         Args:
             device: Any of the table, or of this machine.
+            memory_bytes: Its memory; None takes what the table or this machine says.
             limit: Limit of host memory before the run; None reads the current one.
 
         Example:
@@ -86,12 +93,12 @@ class DeviceMemory:
         if device.is_cpu:
             limit = limit or host_memory.host_memory_limit()
             name = f"{device.name} ({limit.name})" if limit.name else device.name
-            return cls(name, limit.num_bytes, taken_bytes=limit.taken_bytes)
+            return cls(name, memory_bytes or limit.num_bytes, taken_bytes=limit.taken_bytes)
         # A GPU that is not NVIDIA's, or of which only the memory is known, has no compute capability.
         is_small = device.capability not in (0, HOPPER)
         return cls(
             device.name,
-            device.memory_bytes,
+            memory_bytes or device.memory_bytes,
             is_cuda=True,
             capability=device.capability or AMPERE,
             workspace_bytes=WORKSPACE_BYTES if is_small else HOPPER_WORKSPACE_BYTES,

@@ -137,6 +137,8 @@ class AutoPrecision(Precision):
         self.tf32 = tf32
         self.keep_casts = keep_casts
         self.scaler: torch.amp.GradScaler | None = None
+        self._planned: Device | None = None
+        """A GPU to predict for, in place of the Trainer's device."""
         self._steps_inside = False
         """Whether optimizers step within a training step, which makes earlier casts of their weights old."""
         self._reason = AS_REQUESTED
@@ -156,7 +158,8 @@ class AutoPrecision(Precision):
         return Facts(excludes=(rule,))
 
     def join_prediction(self, gpu: Device | None) -> bool:
-        """Choose the format of the GPU of a prediction, whatever this machine emulates."""
+        """Choose format and layers for the GPU of a prediction, whatever this machine computes."""
+        self._planned = gpu
         if gpu is not None and self.precision == "auto":
             self.precision = "bf16-mixed" if gpu.capability >= AMPERE else "32-true"
         return True

@@ -149,8 +149,6 @@ class Float8(AutoPrecision):
         self.skip = skip
         self.all_gather = all_gather
         self.emulate = emulate
-        self._planned: devices.Device | None = None
-        """A GPU to predict for, in place of the Trainer's device."""
         self._listed: dict[str, tuple[nn.Linear, str]] = {}
         self._has_compiled = False
         self._steps = self._checked = 0
@@ -186,12 +184,6 @@ class Float8(AutoPrecision):
             Rule(name=rule.name, reason=reason, remedies=(TO_FSDP2, TO_BF16_MIXED)) for rule in NEEDS_MATRICES
         ]
         return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
-
-    @override
-    def join_prediction(self, gpu: devices.Device | None) -> bool:
-        """Convert the layers that gain on the GPU of a prediction."""
-        self._planned = gpu
-        return True
 
     def assumptions(self) -> list[str]:
         """Return which layers a prediction has converted, since a chart of bytes does not show it."""

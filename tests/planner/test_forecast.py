@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff.commands.plan import PlannedDevice
+from lightning_eff.commands.plan import split_device
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.errors import ConfigError, UsageError
@@ -31,7 +31,6 @@ from lightning_eff.planner.printing import Plan, forecast_text
 from lightning_eff.run import build
 from tests.support.command_line import Command
 
-CPU = torch.device("cpu")
 GIB = 2**30
 
 
@@ -62,20 +61,25 @@ def test_the_drivers_context_is_not_free() -> None:
     assert Plan(unknown).as_dict()["peak"]["fits"] is None
 
 
+def planned(*words: str) -> DeviceMemory:
+    device, memory_bytes, _ = split_device(words)
+    assert device is not None
+    return DeviceMemory.of(device, memory_bytes=memory_bytes)
+
+
 def test_devices_are_named_and_taken_out_of_the_overrides() -> None:
-    found, words = PlannedDevice.split(["device=RTX4090", "seed=1"])
-    assert (found, words) == (PlannedDevice(DEVICES["rtx4090"]), ["seed=1"])
-    smaller, _ = PlannedDevice.split(["device=rtx3090", "device.memory=10GiB"])
-    memory = smaller.memory(CPU)
+    assert split_device(["device=RTX4090", "seed=1"]) == (DEVICES["rtx4090"], None, ["seed=1"])
+    assert split_device(["seed=1"]) == (None, None, ["seed=1"])
+    memory = planned("device=rtx3090", "device.memory=10GiB")
     assert (memory.name, memory.memory_bytes) == ("RTX 3090", 10 * GIB)
     assert memory.workspace_bytes == WORKSPACE_BYTES
-    host, _ = PlannedDevice.split(["device=cpu", "device.memory=3GiB"])
-    assert (host.memory(CPU).memory_bytes, host.memory(CPU).is_cuda) == (3 * GIB, False)
+    host = planned("device=cpu", "device.memory=3GiB")
+    assert (host.memory_bytes, host.is_cuda) == (3 * GIB, False)
 
 
 @pytest.mark.parametrize("words", [["device.memory=40GiB"], ["device=mi300x", "device.memory=40GiB"]])
 def test_attention_of_a_gpu_without_known_rules_is_that_of_an_a100_and_said(words: list[str]) -> None:
-    memory = PlannedDevice.split(words)[0].memory(CPU)
+    memory = planned(*words)
     assert (memory.memory_bytes, memory.is_cuda, memory.capability) == (40 * GIB, True, 80)
     assert memory.workspace_bytes == HOPPER_WORKSPACE_BYTES, "the larger of the two"
     assert any("A100" in text for text in memory.about)
@@ -94,7 +98,7 @@ def test_attention_of_a_gpu_without_known_rules_is_that_of_an_a100_and_said(word
 )
 def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        PlannedDevice.split(words)
+        split_device(words)
     assert caught.value.key == key
     assert text in caught.value.allowed
     assert "device.memory=40GiB" in caught.value.remedies[0]
@@ -103,7 +107,7 @@ def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str,
 @pytest.mark.parametrize("words", [["device=h200", "device=a100"], ["device.speed=9"]])
 def test_one_device_and_one_size_are_taken(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        PlannedDevice.split(words)
+        split_device(words)
 
 
 def test_a_plan_for_any_gpu_compares_with_its_memory(command: Command, empty_folder: Path) -> None:
