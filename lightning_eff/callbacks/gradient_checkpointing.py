@@ -345,6 +345,8 @@ class GradientCheckpointing(Managed):
         ConfigError: A value is outside its range, or `blocks` matches nothing.
         ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
             one, or `selective` has a compiler.
+        EnvironmentLacksError: Before torch 2.13: `selective` in blocks that write to a kept output in place,
+            as recurrent layers do.
         RecomputationError: A block depends on something that changed before its backward pass.
 
     Warns:

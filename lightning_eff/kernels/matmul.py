@@ -126,7 +126,8 @@ def autocast_dtype(device: str, *dtypes: torch.dtype) -> torch.dtype | None:
 
 
 def _is_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # Not `torch.amp.is_autocast_available`, which the compiler of torch 2.11 cannot trace.
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto") -> Tensor:
