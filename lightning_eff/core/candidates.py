@@ -53,4 +53,4 @@ def candidates() -> Sequence[Candidate]:
             ]
             # Not `getattr`: a derived class is another technique.
             found += [each for kind in own if isinstance(kind, type) for each in vars(kind).get("try_as", ())]
-    return found
+    return sorted(found, key=lambda each: each.divides)  # last: many parts take long to predict
