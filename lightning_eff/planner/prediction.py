@@ -76,7 +76,6 @@ class Prediction:
         assumed: Values that were assumed.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
-        masked_flops: Of these, what lies behind a causal mask, which kernels for CUDA leave out.
         host_bytes: Peak of what `in_blocks` leaves out.
         attention: Which attention ran in the first forward pass.
         warned: Techniques that reach little of the model, in words.
@@ -88,7 +87,6 @@ class Prediction:
     assumed: list[str] = field(default_factory=list[str])
     reason: str = ""
     flops: int = 0
-    masked_flops: int = 0
     host_bytes: int = 0
     attention: list[AttentionRow] = field(default_factory=list[AttentionRow])
     warned: list[str] = field(default_factory=list[str])
@@ -227,7 +225,7 @@ def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
         in_blocks = Peak.of(recorder, block_bytes=CUDA_BLOCK_BYTES, on_device=True)
         return Prediction(
             Peak.of(recorder), in_blocks, assumed,
-            flops=probe.flops, masked_flops=probe.masked_flops, host_bytes=host_bytes(recorder),
+            flops=probe.flops, host_bytes=host_bytes(recorder),
             attention=probe.attention,
         )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - a user's step may raise anything without values

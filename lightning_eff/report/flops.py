@@ -78,19 +78,6 @@ def _ungrouped(args: Any) -> list[Any]:
     return [torch.Size((each[0], num_heads, *each[2:])) if each in with_heads else each for each in shapes]
 
 
-def masked_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
-    """Return the part of a call's FLOPs behind the causal mask of attention, where CUDA computes nothing.
-
-    The formulas count all of the T x T scores.
-    """
-    names = [argument.name for argument in func._schema.arguments] if flops else []  # noqa: SLF001
-    if "is_causal" not in names:
-        return 0
-    index = names.index("is_causal")
-    is_causal = args[index] if index < len(args) else kwargs.get("is_causal", False)
-    return flops // 2 if is_causal else 0
-
-
 _MORE: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],

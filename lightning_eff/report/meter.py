@@ -48,8 +48,6 @@ class Probe:
         self.num_batches = 0
         self.flops = 0
         """Of the first batch."""
-        self.masked_flops = 0
-        """Of these, what lies behind a causal mask; counted by a recorder."""
         self.attention: list[AttentionRow] = []
         """Which attention ran in the first batch."""
         self._count = count
@@ -72,7 +70,6 @@ class Probe:
         self.num_batches += 1
         if self.num_batches == 1:
             self.flops, self.attention = self._count.flops, self._count.attention.rows()
-            self.masked_flops = self._count.masked_flops if isinstance(self._count, Recorder) else 0
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch that failed."""

@@ -28,7 +28,7 @@ from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.model_surgery import repeated_blocks
 from lightning_eff.core.optimization.composite import FreesGradients, PerParameter
 from lightning_eff.report.attention import AttentionWatch
-from lightning_eff.report.flops import flops_of, masked_flops_of
+from lightning_eff.report.flops import flops_of
 from lightning_eff.report.live_bytes import LiveBytes, tensors_in
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 
@@ -85,7 +85,6 @@ class Recorder(LiveBytes):
         self.on_host: set[int] = set()
         """Indices of storages that stay in host memory whatever the model's device."""
         self.flops = 0
-        self.masked_flops = 0
         """Of these, what lies behind the causal mask of attention."""
         self.num_batches = 0
         self._index_of: dict[int, int] = {}
@@ -175,9 +174,7 @@ class Recorder(LiveBytes):
                 self._mark_activations(recomputed=True)
             self._was_recomputing = tracker.is_recomputing
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        flops = flops_of(func, args, kwargs or {}, out)
-        self.flops += flops
-        self.masked_flops += masked_flops_of(func, args, kwargs or {}, flops)
+        self.flops += flops_of(func, args, kwargs or {}, out)
         self.attention.observe(func, args, kwargs or {}, out)
         return out
 
