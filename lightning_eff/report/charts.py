@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_eff.report.history import Point
 
 LEFT, TOP, RIGHT, BOTTOM = 72, 8, 472, 184
@@ -116,18 +118,12 @@ def columns(values: Sequence[Sequence[float]], top: float) -> list[Series]:
         values: Of this run and, if it has one, of its baseline, in the same columns.
         top: End of the last column.
     """
-    low = min(min(each) for each in values)
-    width = (top - low) / NUM_COLUMNS or 1.0
+    low = min(map(min, values))
     series: list[Series] = []
     for color, (name, each) in enumerate(zip(("this run", "baseline"), values, strict=False)):
-        counts = [0] * NUM_COLUMNS
-        for value in each:
-            counts[min(int((value - low) / width), NUM_COLUMNS - 1)] += 1
-        points: list[Point] = [(low, 0.0)]
-        for column, count in enumerate(counts):
-            height = 100 * count / len(each)
-            points += [(low + column * width, height), (low + (column + 1) * width, height)]
-        points.append((low + NUM_COLUMNS * width, 0.0))
+        counts, edges = np.histogram(np.minimum(each, top), NUM_COLUMNS, (low, top))
+        heights = np.repeat(100 * counts / len(each), 2).tolist()
+        points: list[Point] = [*zip(np.repeat(edges, 2).tolist(), [0.0, *heights, 0.0], strict=True)]
         series.append(Series(name, points, color, is_area=color != BASELINE_COLOR))
     return series
 
