@@ -12,8 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
 """Groups of which a run may list several options; an option is a key of the group's dictionary."""
@@ -122,6 +120,8 @@ def techniques_with(attribute: str) -> dict[str, Any]:
 
     Other modules are not imported: some need seconds.
     """
+    import yaml  # not for `ls`
+
     found: dict[str, Any] = {}
     for name in (entry.name for entry in options() if entry.kind == "technique"):
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")

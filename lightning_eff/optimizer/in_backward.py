@@ -87,12 +87,7 @@ class InBackward(PerParameter):
     """
 
     lowers = ("gradients",)
-    try_as = (
-        Try(
-            overrides=("trainer.gradient_clip_val=null",),
-            changes="clips no gradients",
-        ),
-    )
+    try_as = (Try(overrides=("trainer.gradient_clip_val=null",), changes="clips no gradients"),)
 
     @check_arguments
     def __init__(
