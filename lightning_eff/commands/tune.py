@@ -56,7 +56,6 @@ from lightning_eff.kernels import devices
 from lightning_eff.planner.advice import AdvisedRecipe, advise, mutually_exclusive
 from lightning_eff.planner.forecast import DeviceMemory
 from lightning_eff.planner.prediction import quietly
-from lightning_eff.report.summary import json_safe
 from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4
@@ -270,7 +269,7 @@ def _report(options: argparse.Namespace, search: Search, best: Change) -> int:
     row = next((each for each in rows if each.technique == name_of(best)), None)
     is_measured = row is not None and row.samples_per_s is not None
     if options.json:
-        print_json(json_safe({"overrides": list(change), "rows": [asdict(each) for each in rows]}))
+        print_json({"overrides": list(change), "rows": [asdict(each) for each in rows]})
         return EXIT_OK if is_measured else EXIT_FAILED
     if not is_measured:
         sys.stderr.write("error: nothing could be measured; the lines above say why\n")
