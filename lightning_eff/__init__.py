@@ -81,8 +81,7 @@ def __getattr__(name: str) -> Any:
 
         close = difflib.get_close_matches(name, public_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        msg = f"module {__name__!r} has no attribute {name!r}{hint}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(module_name), name)
 
 

@@ -84,8 +84,7 @@ class Run:
             loggers.log_tags(self.trainer, self.values)
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
-            text = "the run trained on nothing: its data has no batches"
-            raise UsageError(text)
+            raise UsageError("the run trained on nothing: its data has no batches")
         reports = [m.report for m in callbacks_of(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
 
@@ -248,11 +247,9 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
     try:  # on one value, so that it rejects its options now and not in the middle of `fit`
         optimizer([torch.zeros(1, 1, requires_grad=True)])
     except ConfigError as error:
-        path = "optimizer"
-        raise error.under(path) from error
+        raise error.under("optimizer") from error
     except CONSTRUCTOR_ERRORS as error:
-        text = f"optimizer: {error}"
-        raise UsageError(text) from error
+        raise UsageError(f"optimizer: {error}") from error
     return OptimizerChoice(optimizer=optimizer, scheduler=make("scheduler", values.get("scheduler")))
 
 
@@ -300,8 +297,7 @@ def build_trainer(values: Mapping[str, Any], launch: Launch | None = None) -> pl
         return pl.Trainer(**(keywords | as_started(values["trainer"], launch)))
     except CONSTRUCTOR_ERRORS as error:
         remedy = "\n  try: trainer.accelerator=auto" if "backend found" in str(error) else ""
-        text = f"trainer: {error}{remedy}"
-        raise UsageError(text) from error
+        raise UsageError(f"trainer: {error}{remedy}") from error
     finally:
         logger.setLevel(level)
 
@@ -313,8 +309,7 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
     try:
         return instantiate(dict(node), _convert_="all")
     except OmegaConfBaseException as unset:  # a variable of the environment, which a secret names
-        text = f"{path}: {str(unset).splitlines()[0]}"
-        raise UsageError(text) from unset
+        raise UsageError(f"{path}: {str(unset).splitlines()[0]}") from unset
     except InstantiationException as wrapper:
         error: BaseException = wrapper
         while isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -323,6 +318,5 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
             raise error.under(path) from error
         if isinstance(error, (*CONSTRUCTOR_ERRORS, ModuleNotFoundError)):
             kind = EnvironmentLacksError if isinstance(error, ModuleNotFoundError) else UsageError
-            text = f"{path}: {error}"
-            raise kind(text) from error
+            raise kind(f"{path}: {error}") from error
         raise error from error.__cause__  # without the wrapper, which has `error` as its cause

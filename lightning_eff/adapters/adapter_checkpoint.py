@@ -49,12 +49,14 @@ def strip_base(
     empty = [name for name in trained if name in rest and not state[name].numel()]
     merged = [n for n, m in model.named_modules() if isinstance(m, BaseTunerLayer) and m.merged]
     if empty or not trained:
-        text = f"the adapter is not saved: its tensors are empty or on other ranks ({format_names(empty)})"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"the adapter is not saved: its tensors are empty or on other ranks ({format_names(empty)})"
+        )
     if merged:
         names = format_names(merged)
-        text = f"the adapter is not saved: it is merged into the base ({names})\n  try: unmerge it"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"the adapter is not saved: it is merged into the base ({names})\n  try: unmerge it"
+        )
     if not save_base:
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in base}
     record = None if save_base else fingerprint.record(model)
@@ -110,8 +112,9 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
         value = saved[key].lower() if key == "peft_type" else saved[key]
         argument = f"method={value!r}" if name == "method" else f"options={{{key!r}: {value!r}}}"
         remedy = Remedy(f"callbacks.peft_adapter.{name}={was.lower()}", f"PeftAdapter({argument[:100]})")
-        text = f"it holds an adapter with {name} {was!a}, and this run has {now!a}\n  try: {str(remedy)!a}"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"it holds an adapter with {name} {was!a}, and this run has {now!a}\n  try: {str(remedy)!a}"
+        )
 
 
 def load_adapter(
@@ -152,11 +155,10 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
         # load_state_dict would assign one after the other, and the last would stay
         different = [name for name in others if not torch.equal(weights[name], weights[first])]
         if different:
-            text = (
+            raise CheckpointError(
                 f"it holds different values for one tied weight: {format_names([first, *different])}\n"
                 "  try: a model that does not tie them: tie_word_embeddings=false"
             )
-            raise CheckpointError(text)
     model.load_state_dict(dict(weights), strict=False)
     return len(weights)
 
@@ -164,12 +166,10 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
 def _checked_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
     state = checkpoint.get("state_dict")
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        text = "it holds no weights of a module"
-        raise CheckpointError(text)
+        raise CheckpointError("it holds no weights of a module")
     empty = [name for name, value in state.items() if not value.numel()]
     if empty:
-        text = f"it holds empty tensors: {format_names(empty)}"
-        raise CheckpointError(text)
+        raise CheckpointError(f"it holds empty tensors: {format_names(empty)}")
     return state
 
 
@@ -189,8 +189,7 @@ def _check_tensors(
     lists = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     parts = [f"{title}: {format_names(names)}" for title, names in lists.items() if names]
     if parts:
-        text = f"its tensors differ from those of {model}; {'; '.join(parts)}"
-        raise CheckpointError(text)
+        raise CheckpointError(f"its tensors differ from those of {model}; {'; '.join(parts)}")
 
 
 class AdapterCheckpointHooks:
@@ -233,8 +232,7 @@ class AdapterCheckpointHooks:
             self._absent = check_adapter(self.module, checkpoint, self.fingerprint, strict=strict)
         except CheckpointError as error:
             path = getattr(self.module.trainer, "ckpt_path", None)
-            text = f"checkpoint {path} is not loaded: {error}"
-            raise CheckpointError(text) from error
+            raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
 
     def after_load(self, _: nn.Module, keys: Any) -> None:
         """Accept that the base is missing in the load that was checked; PyTorch stays strict otherwise."""

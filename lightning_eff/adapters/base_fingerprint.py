@@ -102,8 +102,7 @@ class Fingerprint:
         expected: Any = record.get("tensors") if isinstance(record, dict) else None
         texts = [text for pair in expected.items() for text in pair] if isinstance(expected, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            text = "it holds an adapter without the fingerprint of its base"
-            raise CheckpointError(text)
+            raise CheckpointError("it holds an adapter without the fingerprint of its base")
         tensors = self._hash(module, expected)
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))

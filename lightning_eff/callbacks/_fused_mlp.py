@@ -168,8 +168,9 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
-            text = "an MLP as one function has no second derivative: callbacks.triton_gemm.fuse_mlps=false"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                "an MLP as one function has no second derivative: callbacks.triton_gemm.fuse_mlps=false"
+            )
         grad, how = grads[0], (ctx.backend, ctx.accumulation)
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]

@@ -348,5 +348,4 @@ def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
         remedies = ["use_cache=False in the model's call", "model.config.use_cache = False"]
         what = "a cache, transformers' default"
     tries = "".join(f"\n  try: {each}" for each in remedies)
-    msg = f"{type(module).__name__} does not keep packed documents apart with {what}{tries}"
-    raise ConflictError(msg)
+    raise ConflictError(f"{type(module).__name__} does not keep packed documents apart with {what}{tries}")

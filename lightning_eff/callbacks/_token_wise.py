@@ -142,8 +142,7 @@ class _CheapLinear(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
-            msg = f"{x.shape[-1]} features instead of {self.in_features}"
-            raise ValueError(msg)
+            raise ValueError(f"{x.shape[-1]} features instead of {self.in_features}")
         return x[..., self.source] * self.scale + x.mean(-1, keepdim=True)
 
 

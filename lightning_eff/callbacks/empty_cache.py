@@ -55,8 +55,7 @@ def release(device: torch.device | str) -> Released:
     """
     device = torch.device(device)
     if not allocator.has_cache(device):
-        msg = f"the allocator of {device} has no cache to empty"
-        raise ValueError(msg)
+        raise ValueError(f"the allocator of {device} has no cache to empty")
     start = time.perf_counter()
     before = allocator.held_bytes(device)
     allocator.empty_cache(device)

@@ -209,8 +209,9 @@ class RecomputedBlock:
         caches = {name: passed[name] for name in CACHES if passed.get(name) is not None}
         for name, cache in caches.items():
             if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
-                msg = f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
+                )
         self.is_cache_disabled = self.is_cache_disabled or bool(caches)
         given = (
             kwargs
@@ -238,8 +239,7 @@ class RecomputedBlock:
         is_exhausted = next(frame, True)
         offloading.__exit__(None, None, None)
         if not is_exhausted:
-            msg = "the checkpoint of a block did not end with its forward"
-            raise RuntimeError(msg)
+            raise RuntimeError("the checkpoint of a block did not end with its forward")
 
     def _new_frame(
         self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_positional: int

@@ -255,8 +255,7 @@ class PeftAdapter(Managed):
         # a strategy that flattens parameters optimizes none of the module's own
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
-            text = f"{parameters_have(missing)} no optimizer\n  try: {remedy}"
-            raise GradientError(text)
+            raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")
         self._first.watch(pl_module, trainer.optimizers)
         self.cleanup.callback(self._first.remove_hooks)
 

@@ -82,8 +82,7 @@ class AtomicFiles(CheckpointIO):
     ) -> None:
         """Save, or raise and leave the previous file unchanged; with `asynchronous` return after copying."""
         if storage_options is not None:
-            text = f"storage_options={storage_options!r}: local disks have no options"
-            raise TypeError(text)
+            raise TypeError(f"storage_options={storage_options!r}: local disks have no options")
         start = time.perf_counter()
         target = _local(path)
         self._writer.wait()
@@ -159,11 +158,10 @@ class AtomicFiles(CheckpointIO):
         """Verify, then load tensors and plain values, to the CPU by default."""
         target = _local(path)
         if weights_only is False:
-            text = (
+            raise CheckpointError(
                 f"checkpoint {target} is not loaded: weights_only=False would run code that it holds\n"
                 "  try: weights_only=None, and torch.serialization.add_safe_globals([...]) for what you trust"
             )
-            raise CheckpointError(text)
         self._writer.wait()
         if target.is_dir():
             state = sharded.lazy_checkpoint(sharded.verified_index(target))
@@ -175,8 +173,7 @@ class AtomicFiles(CheckpointIO):
             has_digest = digest.verify(file) is not None
             if not has_digest and self.require_digest:
                 remedy = Remedy("checkpoint_io.require_digest=false", "Durable(require_digest=False)")
-                text = f"it has no SHA-256, and require_digest=True\n  try: {remedy}"
-                raise CheckpointError(text)
+                raise CheckpointError(f"it has no SHA-256, and require_digest=True\n  try: {remedy}")
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if has_digest:
                 self._statistics.num_verified += 1
@@ -205,8 +202,7 @@ class AtomicFiles(CheckpointIO):
                 is_folder = target.is_dir() and not target.is_symlink()
                 sharded_write.remove(target) if is_folder else target.unlink()
         except OSError as error:
-            text = f"checkpoint {target} was not removed: {error.strerror}"
-            raise CheckpointError(text) from error
+            raise CheckpointError(f"checkpoint {target} was not removed: {error.strerror}") from error
         if reason:
             self._statistics.num_kept += 1
             warnings.warn(f"{target} is not removed: {reason}", CheckpointWarning, stacklevel=2)
@@ -243,8 +239,9 @@ class AtomicFiles(CheckpointIO):
 def _local(path: str | Path) -> Path:
     if "://" in str(path):
         remedy = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
-        text = f"checkpoint {path}: checkpoints are written to local disks only\n  try: {remedy}"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"checkpoint {path}: checkpoints are written to local disks only\n  try: {remedy}"
+        )
     return Path(path).expanduser()
 
 

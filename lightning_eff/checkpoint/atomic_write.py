@@ -84,8 +84,7 @@ def atomic_replace(path: Path) -> Generator[int]:
     """
     if os.path.lexists(path) and not path.is_symlink():  # a link is replaced itself, not its target
         if path.is_dir():
-            text = f"checkpoint {path} was not saved: a folder of that name exists"
-            raise CheckpointError(text)
+            raise CheckpointError(f"checkpoint {path} was not saved: a folder of that name exists")
         head = b"?"
         if path.is_file():
             with open_regular(path) as file:
@@ -114,11 +113,10 @@ def atomic_replace(path: Path) -> Generator[int]:
         try:
             _sync_folder(folder)
         except OSError as error:
-            text = (
+            raise CheckpointError(
                 f"checkpoint {path} was written completely, but its folder could not be synced "
                 f"({error.strerror}): after a power loss the previous checkpoint may reappear"
-            )
-            raise CheckpointError(text) from error
+            ) from error
     finally:
         os.close(folder)
 

@@ -67,8 +67,9 @@ class DigestWriter:
         """Write the archive's comment and return the SHA-256 in it."""
         end = bytes(self._buffer[-NUM_END_BYTES:])
         if not end.startswith(END_RECORD) or end[-2:] != b"\0\0":
-            text = "torch.save did not write a zip archive without a comment, as torch 2.13 does"
-            raise CheckpointError(text)
+            raise CheckpointError(
+                "torch.save did not write a zip archive without a comment, as torch 2.13 does"
+            )
         self._write_out(self._buffer[:-2] + struct.pack("<H", NUM_COMMENT_BYTES) + DIGEST_PREFIX)
         digest = self._hash.hexdigest()
         self._write_out(digest.encode())
@@ -109,13 +110,15 @@ def verify(file: IO[bytes]) -> str | None:
             found.update(chunk)
             num_bytes -= len(chunk)
         if found.hexdigest() != digest:
-            text = f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
-            raise CheckpointError(text)
+            raise CheckpointError(
+                f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
+            )
     elif is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0"):
         _check_crcs(file)
     else:
-        text = "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
+        )
     file.seek(0)
     return digest
 
@@ -127,11 +130,9 @@ def _check_crcs(file: IO[bytes]) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except _UNZIP_ERRORS as error:
-        text = f"it is damaged: {error}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"it is damaged: {error}") from error
     if damaged is not None:
-        text = f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong"
-        raise CheckpointError(text)
+        raise CheckpointError(f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong")
 
 
 def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
@@ -145,18 +146,15 @@ def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
         with open_regular(path) as file:
             return reader(file)
     except FileNotFoundError as error:
-        text = f"checkpoint {path}: there is no such file"
-        raise FileNotFoundError(text) from error
+        raise FileNotFoundError(f"checkpoint {path}: there is no such file") from error
     except (OSError, CheckpointError) as error:
-        text = f"checkpoint {path} is not loaded: {error}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
 
 
 def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file for reading; opening a FIFO would block, and a device may never end."""
     if path.exists() and not path.is_file():
-        text = f"it is {'a folder' if path.is_dir() else 'not a regular file'}"
-        raise CheckpointError(text)
+        raise CheckpointError(f"it is {'a folder' if path.is_dir() else 'not a regular file'}")
     return path.open("rb")
 
 

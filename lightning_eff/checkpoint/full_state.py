@@ -155,8 +155,9 @@ def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     sizes = [len(group) for group in sharded.groups]
     if saved_sizes != sizes:
-        text = f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"the saved optimizer has groups of {saved_sizes} tensors, this run's has {sizes}"
+        )
     for group, option, saved_group in zip(
         sharded.groups, sharded.options, saved["param_groups"], strict=True
     ):

@@ -92,8 +92,7 @@ def from_shards(outline: Tensor, shards: Iterable[RowShard]) -> LazyShardedTenso
             lazy = torch.empty_like(outline, device="meta").as_subclass(LazyShardedTensor)
             lazy.outline, lazy.shards = outline, ordered
             return lazy
-    text = f"rows of a tensor of shape {tuple(outline.shape)} are missing or do not fit it"
-    raise CheckpointError(text)
+    raise CheckpointError(f"rows of a tensor of shape {tuple(outline.shape)} are missing or do not fit it")
 
 
 def split_shards(

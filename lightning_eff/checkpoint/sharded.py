@@ -74,15 +74,12 @@ def read_index(path: Path) -> Index:
     """
     if not is_sharded_checkpoint(path):
         if path.is_dir():
-            text = f"checkpoint {path} is not loaded: it is {NO_INDEX}"
-            raise CheckpointError(text)
-        text = f"checkpoint {path}: there is no such folder"
-        raise FileNotFoundError(text)
+            raise CheckpointError(f"checkpoint {path} is not loaded: it is {NO_INDEX}")
+        raise FileNotFoundError(f"checkpoint {path}: there is no such folder")
 
     def content(file: IO[bytes]) -> Any:
         if verify(file) is None:
-            text = "it has no SHA-256"
-            raise CheckpointError(text)
+            raise CheckpointError("it has no SHA-256")
         return load_plain(file)
 
     loaded = read_with(path / INDEX, content)
@@ -91,16 +88,16 @@ def read_index(path: Path) -> Index:
     # type() and not isinstance: True == 1, and a file may hold anything.
     if loaded.get("format") != FORMAT or type(version) is not int or version != VERSION:
         newer = f", but of version {version}" if isinstance(version, int) and version > VERSION else ""
-        text = f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}{newer}"
-        raise CheckpointError(text)
+        raise CheckpointError(
+            f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}{newer}"
+        )
     token, digests, sharded, checkpoint = (loaded.get(k) for k in ("token", "parts", "divided", "checkpoint"))
     if (
         not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
         or not (isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests))
         or not (isinstance(sharded, list) and all(isinstance(key, str) for key in sharded))
     ):
-        text = f"checkpoint {path / INDEX} is not loaded: it does not list its shards"
-        raise CheckpointError(text)
+        raise CheckpointError(f"checkpoint {path / INDEX} is not loaded: it does not list its shards")
     return Index(path, token, tuple(digests), checkpoint, frozenset(sharded))
 
 
@@ -125,11 +122,13 @@ def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
         try:
             found = read_with(file, verify)
         except FileNotFoundError as error:
-            text = f"checkpoint {path} is not loaded: its shard {file.name} is missing"
-            raise CheckpointError(text) from error
+            raise CheckpointError(
+                f"checkpoint {path} is not loaded: its shard {file.name} is missing"
+            ) from error
         if found != index.digests[shard]:
-            text = f"checkpoint {file} is not loaded: it is intact, but of another save than its index"
-            raise CheckpointError(text)
+            raise CheckpointError(
+                f"checkpoint {file} is not loaded: it is intact, but of another save than its index"
+            )
     return index
 
 
@@ -148,8 +147,7 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
         for path, shard in listed:
             is_shard = isinstance(shard, list) and len(shard) == 2 and isinstance(shard[0], int)
             if not (is_shard and isinstance(shard[1], Tensor) and shard[1].ndim):
-                text = f"checkpoint {file} is not loaded: it holds no rows of tensors"
-                raise CheckpointError(text)
+                raise CheckpointError(f"checkpoint {file} is not loaded: it holds no rows of tensors")
             if path in shards:
                 shards[path].append((shard[0], shard[1]))
     known: dict[int, Tensor] = {}  # by outline: tied tensors share one, and stay tied
@@ -159,8 +157,9 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
             try:
                 known[id(tensor)] = from_shards(tensor, shards[path])
             except CheckpointError as error:
-                text = f"checkpoint {index.folder} is not loaded: {path[:200]!a}: {error}"
-                raise CheckpointError(text) from error
+                raise CheckpointError(
+                    f"checkpoint {index.folder} is not loaded: {path[:200]!a}: {error}"
+                ) from error
         return known.get(id(tensor), tensor)
 
     return map_tensors(index.checkpoint, lazy)

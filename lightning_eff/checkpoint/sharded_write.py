@@ -48,14 +48,14 @@ def new_save(path: Path) -> Generator[str]:
     if path.is_symlink():
         path.unlink()
     if path.exists() and not path.is_dir():
-        text = f"checkpoint {path} was not saved: a file of that name exists"
-        raise CheckpointError(text)
+        raise CheckpointError(f"checkpoint {path} was not saved: a file of that name exists")
     if path.is_dir() and not is_sharded_checkpoint(path):
         names = [file.name for file in path.iterdir()]
         others = [n for n in names if not (n == INDEX or SHARD_FILE.fullmatch(n) or TEMPORARY.fullmatch(n))]
         if others:
-            text = f"checkpoint {path} was not saved: a folder of that name holds other files ({others[0]!a})"
-            raise CheckpointError(text)
+            raise CheckpointError(
+                f"checkpoint {path} was not saved: a folder of that name holds other files ({others[0]!a})"
+            )
     make_folder(path)
     try:
         with writer_lock(path):

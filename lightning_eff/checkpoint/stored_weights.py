@@ -95,11 +95,9 @@ def checkpoint(path: Path) -> dict[str, Any]:
     try:
         content: Any = load_plain(path, mmap=True)
     except CheckpointError as error:
-        text = f"checkpoint {path} is not loaded: {error}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
     if not isinstance(content, dict):
-        text = f"checkpoint {path} is not loaded: no Trainer wrote it"
-        raise CheckpointError(text)
+        raise CheckpointError(f"checkpoint {path} is not loaded: no Trainer wrote it")
     return content
 
 
@@ -111,8 +109,7 @@ def weights(path: Path) -> Mapping[str, Any]:
     try:
         return digest.read_with(path, lambda _: load_file(path))
     except SafetensorError as error:
-        text = f"checkpoint {path} is not loaded: {error}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
 
 
 def load_base(model: nn.Module, path: Path, *, key: str) -> int:
@@ -135,8 +132,7 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
         raise ConfigError(key=key, value=str(path), allowed=allowed, remedies=remedies)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):
-            text = "the model is on the meta device and has no memory yet"
-            raise CheckpointError(text)
+            raise CheckpointError("the model is on the meta device and has no memory yet")
         from lightning_eff.adapters.adapter_checkpoint import load_base_weights  # PEFT takes seconds
 
         count = load_base_weights(model, weights(file))

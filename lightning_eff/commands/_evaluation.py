@@ -67,8 +67,9 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
     count, limit = loop.batch_progress.total.completed, getattr(trainer, LIMITS[verb])
     key, ranks = f"trainer.{LIMITS[verb]}", trainer.world_size
     if not count:
-        text = f"{verb}: nothing was evaluated: the data have no batches, or {key}={limit} leaves none"
-        raise UsageError(text)
+        raise UsageError(
+            f"{verb}: nothing was evaluated: the data have no batches, or {key}={limit} leaves none"
+        )
     notes = [*saved.notes]
     if limit != 1.0:
         notes.append(f"at most {limit} of the batches, by {key}={limit}; {key}=1.0 takes all")

@@ -52,8 +52,7 @@ class Parser(argparse.ArgumentParser):
             habit = VERB_HABITS.get(choice[2], "")
             hint = f"did you mean {habit!r}?" if habit in known else suggest_name(choice[2], known)
             message = f"{choice[1]}; {hint}"
-        text = f"{self.prog.rpartition(' ')[2]}: {message}\n  try: {self.prog} --help"
-        raise UsageError(text)
+        raise UsageError(f"{self.prog.rpartition(' ')[2]}: {message}\n  try: {self.prog} --help")
 
 
 def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
@@ -62,8 +61,7 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)  # argparse reports a ValueError
         if not least <= value < math.inf:
-            message = f"{text}: expected at least {least}"
-            raise argparse.ArgumentTypeError(message)
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}")
         return value
 
     return number
@@ -347,8 +345,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     unknown = [word for word in rest if word.startswith("-")]
     if unknown and parser.takes in OF_RECIPES and (meant := as_overrides(rest)):
         name = unknown[0].partition("=")[0]
-        text = f"{options.verb}: {name}: settings are overrides, without dashes\n  try: {' '.join(meant)}"
-        raise UsageError(text)
+        raise UsageError(
+            f"{options.verb}: {name}: settings are overrides, without dashes\n  try: {' '.join(meant)}"
+        )
     if unknown:
         parser.error(f"unknown option {unknown[0]!r}; {suggest_name(unknown[0], option_names(parser))}")
     if options.verb is None:
@@ -378,8 +377,7 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -
     recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:
         found = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"
-        text = f"{options.verb}: expected {found}; lightning-eff ls lists the recipes"
-        raise UsageError(text)
+        raise UsageError(f"{options.verb}: expected {found}; lightning-eff ls lists the recipes")
     options.overrides = [word for word in rest if word not in recipes]
     if parser.takes == RUN_OR_RECIPE:
         options.run = recipes[0] if Path(recipes[0], catalog.RESOLVED).is_file() else ""

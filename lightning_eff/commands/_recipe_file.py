@@ -38,8 +38,7 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
         return file.stem, [str(file.parent), *folders]
     if any(Path(folder, file).is_file() for folder in folders):
         return word.removesuffix(SUFFIX), folders
-    text = f"{verb}: {_missing(verb, word, file)}"
-    raise UsageError(text)
+    raise UsageError(f"{verb}: {_missing(verb, word, file)}")
 
 
 def words_of(word: str, config_dir: Sequence[str]) -> list[str]:

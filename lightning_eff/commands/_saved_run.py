@@ -73,8 +73,7 @@ class SavedRun:
             try:
                 return method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
             except MisconfigurationException as error:
-                text = f"{self.verb}: {error}"
-                raise UsageError(text) from error
+                raise UsageError(f"{self.verb}: {error}") from error
             except RuntimeError as error:
                 if "Error(s) in loading state_dict" not in str(error):
                     raise

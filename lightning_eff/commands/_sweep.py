@@ -33,8 +33,7 @@ def last_value(report: Mapping[str, Any], metric: str) -> float:
         raise SweepRunError(str(error), error.exit_code)  # a ConfigError cannot be pickled
     value = float(metrics[metric])  # the report has NaN as text
     if math.isnan(value):
-        text = f"{METRIC}: {metric} is nan at the end of the run"
-        raise SweepRunError(text)
+        raise SweepRunError(f"{METRIC}: {metric} is nan at the end of the run")
     return value
 
 

@@ -110,8 +110,9 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
         for pattern in [word.strip() for word in options.only.split(",") if word.strip()]:
             matching = [name for name in trials if fnmatch(name, pattern)]
             if not matching:
-                text = f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(trials))}"
-                raise UsageError(text)
+                raise UsageError(
+                    f"compare: no row is called {pattern!r}; {suggest_name(pattern, set(trials))}"
+                )
             kept.update(matching)
         trials = {name: own for name, own in trials.items() if name in kept}
     for row in options.row:

@@ -23,8 +23,7 @@ from lightning_eff.core.text import human_bytes, print_json, printable
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     if not options.word:
-        text = "export: which run? a folder, or a recipe's name for its newest run"
-        raise UsageError(text)
+        raise UsageError("export: which run? a folder, or a recipe's name for its newest run")
     named = {"--output-root": options.output_root, "RUN": options.word, "--checkpoint": options.checkpoint}
     for key, value in named.items():
         check_path(key, value)
@@ -129,8 +128,9 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
                 notes.append(f"untied: {names} were one weight, and differ after merging; {config}")
             adapter_export.save_full_model(model, folder)
     except OSError as error:
-        text = f"{out} was not written: {error.strerror or error}; partial files are removed"
-        raise CheckpointError(text) from error
+        raise CheckpointError(
+            f"{out} was not written: {error.strerror or error}; partial files are removed"
+        ) from error
     return notes
 
 
@@ -146,8 +146,7 @@ def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
         else:
             adapter_state.load_base_weights(model, checkpoint.get("state_dict") or {})
     except CheckpointError as error:
-        text = f"checkpoint {path} is not exported: {error}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"checkpoint {path} is not exported: {error}") from error
     count = len(fingerprint.others)
     differ = f"quantized on this device, {count} tensor{'s' * (count != 1)} of the base differ in some bits"
     return [f"{differ}; all other frozen tensors match"] if count else []

@@ -22,8 +22,7 @@ def main(options: argparse.Namespace) -> int:
     prompt = _read_prompt(options)
     saved = find_saved_run(options, Launch.of())
     if num_ranks(saved.values["trainer"]) > 1:
-        text = "generate: it runs on one device\n  try: trainer.devices=1 strategy=auto"
-        raise UsageError(text)
+        raise UsageError("generate: it runs on one device\n  try: trainer.devices=1 strategy=auto")
     with redirect_stdout(sys.stderr):  # what the model prints
         found = _generate(saved, options, prompt)
     if options.json:
@@ -50,8 +49,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
             prompt = sys.stdin.read().removesuffix("\n")
         (prompt or "").encode()  # Python reads arguments that are not UTF-8 as halves of characters
     except UnicodeError as error:
-        text = f"generate: the prompt is not UTF-8: {error}"
-        raise UsageError(text) from error
+        raise UsageError(f"generate: the prompt is not UTF-8: {error}") from error
     if not prompt or (options.system is not None and not options.chat):
         text = "generate: --system needs --chat" if prompt else "generate: there is no prompt"
         text += "\n  try: --chat" if prompt else "\n  try: --prompt 'Once upon a time'"
@@ -94,8 +92,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
         try:
             return continue_prompt(model, ids, typed, **drawing)
         except ValueError as error:
-            text = f"generate: {error}"
-            raise UsageError(text) from error
+            raise UsageError(f"generate: {error}") from error
 
     model.predict_step = predict_step
     loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
@@ -116,11 +113,11 @@ def _chat_prompt(data: Any, prompt: str, system: str | None) -> list[int]:
     """
     tokenizer = getattr(data, "training_tokenizer", None)
     if tokenizer is None or not (tokenizer.has_own_template or data.field != "text"):
-        text = f"generate: the tokenizer of {type(data).__name__} has no chat template\n  try: without --chat"
-        raise UsageError(text)
+        raise UsageError(
+            f"generate: the tokenizer of {type(data).__name__} has no chat template\n  try: without --chat"
+        )
     turns = [] if system is None else [{"role": "system", "content": system}]
     try:
         return tokenizer.encode_chat_prompt([*turns, {"role": "user", "content": prompt}])
     except ValueError as error:
-        text = f"generate: {error}"
-        raise UsageError(text) from error
+        raise UsageError(f"generate: {error}") from error

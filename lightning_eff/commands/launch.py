@@ -55,8 +55,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
     if options.kind == "slurm":
         useless = [name for name, value in given.items() if value] + ["--json"] * options.json
         if useless:
-            text = f"launch slurm: {useless[0]} is of k8s alone"
-            raise UsageError(text)
+            raise UsageError(f"launch slurm: {useless[0]} is of k8s alone")
     _check_names(options)
     root = root if any(word.startswith("output_root=") for word in words) else SHARED
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():

@@ -37,8 +37,7 @@ def main(options: argparse.Namespace) -> int:
     if not found:
         names = {entry.name for entry in entries}
         names |= {name.rpartition("/")[2] for name in names}
-        text = f"ls: nothing is called {word!r}; {suggest_name(word, names)}"
-        raise UsageError(text)
+        raise UsageError(f"ls: nothing is called {word!r}; {suggest_name(word, names)}")
     if options.json:
         print_json({"rows": [asdict(entry) for entry in found]})
     else:

@@ -140,8 +140,9 @@ def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[
     values: dict[str, str] = {}
     for key, _, value in own:
         if key not in ("device", "device.memory") or key in values:
-            text = f"plan: {key}={value}: expected one device=NAME and one device.memory=SIZE at most"
-            raise UsageError(text)
+            raise UsageError(
+                f"plan: {key}={value}: expected one device=NAME and one device.memory=SIZE at most"
+            )
         values[key] = value
     others = [word for word in words if not word.startswith(("device=", "device."))]
     size = values.get("device.memory")

@@ -45,13 +45,13 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
     from lightning_eff.report.files import write_page
 
     if not run.report:
-        text = f"report: {run.folder} has no report: {run.status}, {run.reason}"
-        raise UsageError(text)
+        raise UsageError(f"report: {run.folder} has no report: {run.status}, {run.reason}")
     try:
         page = write_page(run.folder, run.report)
     except OSError as error:
-        text = f"report: the page in {run.folder} was not written: {error.strerror or error}"
-        raise UsageError(text) from error
+        raise UsageError(
+            f"report: the page in {run.folder} was not written: {error.strerror or error}"
+        ) from error
     if as_json:
         print_json({"run": str(run.folder), "page": str(page), "report": dict(run.report)})
     else:

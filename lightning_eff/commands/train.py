@@ -268,8 +268,9 @@ class _SweepJob:
         # Of a class that can be pickled, with the place of the traceback, which the process takes with it.
         place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
         first, *rest = root_cause_line(ended.failure).splitlines()
-        text = "\n".join([f"{first}{place}", *rest])
-        raise SweepRunError(text, exit_code(ended.failure)) from ended.failure
+        raise SweepRunError(
+            "\n".join([f"{first}{place}", *rest]), exit_code(ended.failure)
+        ) from ended.failure
 
     def _run(self, cfg: DictConfig, overrides: list[str], folder: Path) -> dict[str, Any]:
         job = self._job

@@ -176,11 +176,10 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
     check_types(saved, path)
     if CHECKPOINT_KEY in saved and not any(isinstance(c, AddsAdapters) for c in callbacks_of(trainer)):
         # PyTorch would list every key that the model does not have.
-        text = (
+        raise CheckpointError(
             f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"
             "  try: +callbacks=peft_adapter, with the options of that run"
         )
-        raise CheckpointError(text)
     return saved
 
 

@@ -215,5 +215,4 @@ def _explained() -> Generator[None]:
         key = error.full_key or "config"
         needs = f"this recipe needs a value from you\n  try: {key}=..."
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        text = f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}"
-        raise UsageError(text) from error
+        raise UsageError(f"{key}: {needs if isinstance(error, MissingMandatoryValue) else reason}") from error

@@ -36,8 +36,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([line])
         except (OverrideParseException, RecursionError, ValueError) as error:
             shown = line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
-            text = f"{shown}: {REASONS.get(type(error), NO_OVERRIDE)}{_quoted(line)}"
-            raise UsageError(text) from error
+            raise UsageError(f"{shown}: {REASONS.get(type(error), NO_OVERRIDE)}{_quoted(line)}") from error
     return parsed
 
 

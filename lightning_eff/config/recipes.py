@@ -84,8 +84,7 @@ class RecipePath:
         for entry in entries:
             check_path("--config-dir", entry)
             if not Path(entry).is_dir():
-                text = f"--config-dir {entry}: no such folder"
-                raise UsageError(text)
+                raise UsageError(f"--config-dir {entry}: no such folder")
         return cls(tuple(Path(entry).resolve() for entry in entries))
 
     def options(self) -> list[str]:
@@ -177,8 +176,7 @@ class RecipeLoader(ConfigLoaderImpl):
             hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
             is_here = is_file(Path(name))
             close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, path.names())
-            text = f"recipe {recipe!r} does not exist: {close}{hint}"
-            raise UsageError(text)
+            raise UsageError(f"recipe {recipe!r} does not exist: {close}{hint}")
         register()
         search_path = create_config_search_path(str(main))
         for folder in reversed(path.folders):

@@ -149,8 +149,7 @@ def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides
     for key in foreign:
         if f"optimizer.{key}" in explicit:
             allowed = "nothing beside optimizer=module: the module sets its own, for example as model.lr"
-            typed = f"optimizer.{key}"
-            raise ConfigError(typed, node[key], allowed=allowed, remedies=["optimizer=adamw"])
+            raise ConfigError(f"optimizer.{key}", node[key], allowed=allowed, remedies=["optimizer=adamw"])
     with open_dict(node):
         for key in foreign:
             del node[key]

@@ -376,8 +376,7 @@ def check_hydra(section: Any) -> None:
         if target not in known:
             hint = suggest_name(str(target), known)
             allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
-            key = f"{name}._target_"
-            raise ConfigError(key, target, allowed=allowed)
+            raise ConfigError(f"{name}._target_", target, allowed=allowed)
     # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds what `env_copy` names.
     if variables := [*(section["job"].get("env_set") or ())]:
         allowed = "none, nor in env_copy: set environment variables where you start the run"

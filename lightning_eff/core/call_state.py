@@ -145,12 +145,11 @@ class CallState:
         """
         for key, (tensor, noted, _) in self._tensors.items():
             if version(tensor) != noted and key not in self._copies:
-                msg = (
+                raise RecomputationError(
                     f"{name}: {self._described(tensor)} was modified by an inplace operation between the"
                     " forward pass and the backward pass, where it is computed again: change it after the"
                     " backward pass, or write to a copy"
                 )
-                raise RecomputationError(msg)
         copies = {key: copy.clone() for key, copy in self._copies.items()}
         before = [
             (container, _reinstate(container, content, copies)) for container, content in self._contents

@@ -71,8 +71,9 @@ class CopyStream:
         while any(event is done for _, _, event in self._in_flight):
             tensor, version, _ = self._in_flight.popleft()
             if tensor._version != version:  # noqa: SLF001
-                msg = "the input of an offloaded block was changed in place while it was copied to the host"
-                raise RuntimeError(msg)
+                raise RuntimeError(
+                    "the input of an offloaded block was changed in place while it was copied to the host"
+                )
 
     def _start(self, source: Tensor, target: Tensor, on_device: Tensor) -> Any:
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())

@@ -38,12 +38,11 @@ class RejectsTransformersTrainer:
         """
         del args, objects
         name = type(self).__name__
-        text = (
+        raise ConflictError(
             f"{name} is a callback of lightning.pytorch, not of transformers' Trainer: put the model into a "
             f"LightningModule and pass {name} to lightning.pytorch.Trainer(callbacks=[...]), or run "
             f"`lightning-eff train full_finetune model.name=NAME`; see docs/migration/transformers.md"
         )
-        raise ConflictError(text)
 
     # One that is added later (`add_callback`) is called by one of these first.
     on_train_begin = on_epoch_begin = on_step_begin = on_step_end = on_init_end

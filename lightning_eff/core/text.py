@@ -33,8 +33,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
     unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2] if match else "")
     if match is None or unit is None or not float(match[1]):
-        msg = f"{text}: expected a size above 0 with its unit, one of {', '.join(UNITS)}"
-        raise ValueError(msg)
+        raise ValueError(f"{text}: expected a size above 0 with its unit, one of {', '.join(UNITS)}")
     return int(float(match[1]) * unit)
 
 

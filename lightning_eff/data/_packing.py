@@ -111,8 +111,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
-            msg = f"row {index} of {len(self)}"
-            raise IndexError(msg)
+            raise IndexError(f"row {index} of {len(self)}")
         documents, packing = self.source.documents, self.source.packing
         ranges = self.ranges[self.bounds[index] : self.bounds[index + 1]].tolist()
         ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()

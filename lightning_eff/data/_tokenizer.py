@@ -46,8 +46,9 @@ class TrainingTokenizer:
         try:
             import transformers
         except ModuleNotFoundError as error:
-            msg = "data/text needs transformers: pip install 'lightning-eff[hf]'"
-            raise ModuleNotFoundError(msg) from error
+            raise ModuleNotFoundError(
+                "data/text needs transformers: pip install 'lightning-eff[hf]'"
+            ) from error
         if name is None:
             tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_BYTES: 256}
             of_bytes = Tokenizer(models.BPE(vocab=tokens, merges=[], byte_fallback=True))
@@ -60,17 +61,15 @@ class TrainingTokenizer:
                 self._hub = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             except (OSError, ValueError, KeyError) as error:
                 reason = str(error).strip().splitlines()[0]
-                msg = (
+                raise ValueError(
                     f"tokenizer={name!r} cannot be loaded: {reason}\n"
                     "  try: a folder with tokenizer.json, or null for bytes;"
                     " a name needs the network or the cache"
-                )
-                raise ValueError(msg) from error
+                ) from error
         if not self._hub.is_fast:
-            msg = (
+            raise ValueError(
                 f"tokenizer={name!r} has no tokenizer.json: expected one that the library tokenizers can read"
             )
-            raise ValueError(msg)
         self.has_own_template = bool(self._hub.chat_template)
         """Whether the tokenizer came with a chat template."""
         self._hub.chat_template = self._hub.chat_template or DEFAULT_TEMPLATE
@@ -104,8 +103,9 @@ class TrainingTokenizer:
         """
         if not any(turn["role"] == ASSISTANT and turn["content"] for turn in turns):
             roles = sorted({turn["role"] for turn in turns})
-            msg = f"no turn of the role {ASSISTANT!r} has content, so there is no target; roles: {roles}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"no turn of the role {ASSISTANT!r} has content, so there is no target; roles: {roles}"
+            )
         if not MARKED.search(str(self._hub.chat_template)):
             return self._encode_by_prefix(turns)
         made = self._apply(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -134,11 +134,10 @@ class TrainingTokenizer:
                 before = render(turns[:index], add_generation_prompt=True) if index else ""
                 after = render(turns[: index + 1], add_generation_prompt=False)
                 if not (after.startswith(before) and full.startswith(after)):
-                    msg = (
+                    raise ValueError(
                         "the tokenizer's chat template rewrites earlier turns, so answers cannot be located:"
                         " mark them in the template with {% generation %}"
                     )
-                    raise ValueError(msg)
                 spans.append((len(before), len(after)))
         self.tokenizer.encode_special_tokens = False  # templates write special tokens by their names
         made = self.tokenizer.encode(full, add_special_tokens=False)
@@ -152,7 +151,6 @@ class TrainingTokenizer:
         try:
             return self._hub.apply_chat_template(turns, **options)
         except TemplateError as error:
-            msg = f"the tokenizer's chat template rejects it: {error}"
-            raise ValueError(msg) from error
+            raise ValueError(f"the tokenizer's chat template rejects it: {error}") from error
         finally:
             self.tokenizer.encode_special_tokens = True  # transformers has switched it off for the template

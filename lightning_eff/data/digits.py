@@ -35,8 +35,7 @@ class Digits(pl.LightningDataModule):
             ("val_fraction", val_fraction, 0.001 <= val_fraction <= 0.999, "lie between 0.001 and 0.999"),
         ):
             if not is_valid:
-                msg = f"{key}={value} must {allowed}"
-                raise ValueError(msg)
+                raise ValueError(f"{key}={value} must {allowed}")
         self.batch_size = batch_size
         self.val_fraction = val_fraction
         self.num_workers = num_workers
@@ -47,8 +46,9 @@ class Digits(pl.LightningDataModule):
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
-            msg = "the digits come with scikit-learn: pip install 'lightning-eff[images]'"
-            raise ModuleNotFoundError(msg) from error
+            raise ModuleNotFoundError(
+                "the digits come with scikit-learn: pip install 'lightning-eff[images]'"
+            ) from error
         pixels, digits = load_digits(return_X_y=True)
         images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16.0  # pixels are 0 to 16
         data = TensorDataset(images, torch.from_numpy(digits).long())

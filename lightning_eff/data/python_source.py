@@ -73,11 +73,9 @@ class PythonSource(pl.LightningDataModule):
             ("val_fraction", val_fraction, 0.0 < val_fraction <= 0.5, "lie above 0 and not above 0.5"),
         ):
             if not is_valid:
-                msg = f"{key}={value} must {allowed}"
-                raise ValueError(msg)
+                raise ValueError(f"{key}={value} must {allowed}")
         if source_dir is not None and not Path(source_dir).is_dir():
-            msg = f"source_dir={source_dir!r} is no folder"
-            raise FileNotFoundError(msg)
+            raise FileNotFoundError(f"source_dir={source_dir!r} is no folder")
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.batch_size = batch_size
@@ -122,8 +120,7 @@ class PythonSource(pl.LightningDataModule):
         texts = self._read_texts()
         file = self._cache_file(texts)
         if not file.is_file():
-            msg = f"{file} does not exist: call prepare_data() before setup()"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{file} does not exist: call prepare_data() before setup()")
         cached: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
         self.tokenizer = Tokenizer.from_str(cached["tokenizer"])
         self.tokenizer.encode_special_tokens = True  # as for the tokens
@@ -142,8 +139,9 @@ class PythonSource(pl.LightningDataModule):
             files += [Path(folder) / name for name in found if name.endswith(".py")]
         files = sorted(file for file in files if file.is_file())
         if len(files) < 2:
-            msg = f"{source}: found {len(files)} Python files, at least 2 are needed, one for validation"
-            raise FileNotFoundError(msg)
+            raise FileNotFoundError(
+                f"{source}: found {len(files)} Python files, at least 2 are needed, one for validation"
+            )
         return {str(f.relative_to(source)): f.read_text(encoding="utf-8", errors="replace") for f in files}
 
     def _cache_file(self, texts: Mapping[str, str]) -> Path:
@@ -184,8 +182,7 @@ class PythonSource(pl.LightningDataModule):
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[tuple[Tensor, ...]]:
         if len(self.tokens[split]) <= self.context_length:
             length = self.context_length
-            msg = f"the {split} text is shorter than one window of context_length={length} tokens"
-            raise ValueError(msg)
+            raise ValueError(f"the {split} text is shorter than one window of context_length={length} tokens")
         # Adjacent windows, and one token more: the target of a position is the token after it.
         windows = self.tokens[split].unfold(0, self.context_length + 1, self.context_length)
         return DataLoader(

@@ -94,11 +94,9 @@ class Shapes(pl.LightningDataModule):
         counts |= {"num_val_images": num_val_images, "num_shapes": num_shapes}
         for key, value in counts.items():
             if value < 1:
-                msg = f"{key}={value} must be at least 1"
-                raise ValueError(msg)
+                raise ValueError(f"{key}={value} must be at least 1")
         if num_workers < 0:
-            msg = f"num_workers={num_workers} must be at least 0"
-            raise ValueError(msg)
+            raise ValueError(f"num_workers={num_workers} must be at least 0")
         self.image_size = image_size
         self.num_train_images = num_train_images
         self.num_val_images = num_val_images

@@ -133,8 +133,7 @@ class Text(pl.LightningDataModule):
             ("packing", repr(packing), packing in packings, "be true, false, across or grouped"),
         ):
             if not is_valid:
-                msg = f"{key}={value} must {allowed}"
-                raise ValueError(msg)
+                raise ValueError(f"{key}={value} must {allowed}")
         self.sources = find_sources([paths] if isinstance(paths, str) else paths)
         self.context_length = context_length
         self.batch_size = batch_size
@@ -177,11 +176,10 @@ class Text(pl.LightningDataModule):
         kept = np.unique(pieces.pieces[:, 0])
         num_val = max(1, round(self.val_fraction * len(kept))) if self.val_fraction else 0
         if num_val == len(kept):
-            msg = (
+            raise DataError(
                 f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
                 "  try: data.val_fraction=0, or one file a document"
             )
-            raise DataError(msg)
         order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0)).numpy()
         is_val = np.isin(pieces.pieces[:, 0], kept[order[:num_val]])
         pad_id = self.training_tokenizer.pad_id
@@ -202,11 +200,10 @@ class Text(pl.LightningDataModule):
         """
         num_documents, num_skipped = len(documents.ends), pieces.num_skipped
         if num_skipped == num_documents:
-            msg = (
+            raise DataError(
                 f"no document has a target in its first context_length={self.context_length} tokens:"
                 " they are empty, or the assistant's turns begin later"
             )
-            raise DataError(msg)
         if num_skipped:
             _log(logging.WARNING, "%d of %d documents have no target: skipped", num_skipped, num_documents)
         if pieces.num_cut:
@@ -299,8 +296,7 @@ def open_sources(
     try:
         from datasets import exceptions
     except ModuleNotFoundError as error:
-        msg = "data/text needs datasets: pip install 'lightning-eff[hf]'"
-        raise ModuleNotFoundError(msg) from error
+        raise ModuleNotFoundError("data/text needs datasets: pip install 'lightning-eff[hf]'") from error
     unreadable = (ValueError, OSError, KeyError, StopIteration, exceptions.DatasetsError)
     opened: list[tuple[str, Any]] = []
     for kind, names in sources:
@@ -312,8 +308,7 @@ def open_sources(
             while cause.__cause__ is not None:  # the first one knows what is wrong with the file
                 cause = cause.__cause__
             reason = next(iter(str(cause).strip().splitlines()), "it has no rows")
-            msg = f"data.paths={name!r} cannot be read: {reason}"
-            raise DataError(msg) from error
+            raise DataError(f"data.paths={name!r} cannot be read: {reason}") from error
         columns: list[str] = rows.column_names
         if field not in columns and not (field == "messages" and _is_conversation(columns)):
             msg = f"data.field={field!r} is no column of {name}; there are: {', '.join(columns)}"
@@ -341,8 +336,7 @@ def _open(kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
     if kind == "saved":
         saved = datasets.load_from_disk(names[0])
         if isinstance(saved, datasets.DatasetDict) and "train" not in saved:
-            msg = f"it has no split 'train'; there are: {', '.join(map(str, saved))}"
-            raise ValueError(msg)
+            raise ValueError(f"it has no split 'train'; there are: {', '.join(map(str, saved))}")
         return saved["train"] if isinstance(saved, datasets.DatasetDict) else saved
     options: dict[str, Any] = {
         "data_files": names,
@@ -381,8 +375,9 @@ def read_documents(opened: Sequence[tuple[str, Any]], field: str) -> Iterator[tu
                 strings = [text for turn in content for text in turn.values()]
             if not all(isinstance(text, str) for text in strings):
                 value = repr(row.get(field))[:60]
-                msg = f"{location}: {field!r} is neither a text nor a list of {{role, content}}: {value}"
-                raise DataError(msg)
+                raise DataError(
+                    f"{location}: {field!r} is neither a text nor a list of {{role, content}}: {value}"
+                )
             document: Any = content
             yield document, location
 
@@ -409,8 +404,7 @@ def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         role = SHAREGPT_ROLES.get(turn.get("from"))
         if role is None:
             known = ", ".join(SHAREGPT_ROLES)
-            msg = f"{location}: a turn is from {turn.get('from')!r}: expected one of {known}"
-            raise DataError(msg)
+            raise DataError(f"{location}: a turn is from {turn.get('from')!r}: expected one of {known}")
         if role == "system":  # the conversation's own prompt stands for the row's
             turns.clear()
         turns.append({"role": role, "content": turn.get("value")})
@@ -436,14 +430,12 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
                 try:
                     ids, is_target = tokenizer.encode_chat(content)
                 except ValueError as error:
-                    msg = f"{location}: {error}"
-                    raise DataError(msg) from error
+                    raise DataError(f"{location}: {error}") from error
             tokens.append(np.asarray(ids, dtype=np.int32))
             masks.append(np.asarray(is_target, dtype=bool))
             is_chat.append(not isinstance(content, str))
     if not tokens:
-        msg = "data.paths: there is no document"
-        raise DataError(msg)
+        raise DataError("data.paths: there is no document")
     # Behind a document a target is assumed, so that there is one.
     first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
     arrays = {

@@ -236,8 +236,7 @@ def linear_kl(
         f"{len(w)} classes and rows {[*h.shape[:-1]]}" for h, w in ((x, weight), (teacher_x, teacher_weight))
     )
     if own != taught:
-        msg = f"a teacher of {taught} and a student of {own}: expected as many"
-        raise ValueError(msg)
+        raise ValueError(f"a teacher of {taught} and a student of {own}: expected as many")
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
     loss = Divergence(teacher=teacher, temperature=float(temperature), beta=float(beta))
     return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(x.shape[:-1])

@@ -154,8 +154,7 @@ def named(name: str) -> Device:
     if name == "cpu":
         return this_cpu()
     if name not in DEVICES:
-        text = f"device={name}: expected one of {', '.join([*DEVICES, 'cpu'])}"
-        raise ValueError(text)
+        raise ValueError(f"device={name}: expected one of {', '.join([*DEVICES, 'cpu'])}")
     return DEVICES[name]
 
 

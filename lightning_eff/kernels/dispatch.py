@@ -37,17 +37,14 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
         RuntimeError: `triton` where the kernels cannot run.
     """
     if backend not in BACKENDS:
-        text = f"backend={backend!r}: expected one of {', '.join(BACKENDS)}"
-        raise ValueError(text)
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     if backend != "triton":
         return False
     reason = devices.why_no_kernels(device)
     if reason:
-        text = f"backend=triton on {device}: {reason}; use backend=torch here"
-        raise RuntimeError(text)
+        raise RuntimeError(f"backend=triton on {device}: {reason}; use backend=torch here")
     if dtype == torch.float64:
-        text = "backend=triton in float64: the kernels accumulate in float32; use backend=torch"
-        raise RuntimeError(text)
+        raise RuntimeError("backend=triton in float64: the kernels accumulate in float32; use backend=torch")
     return True
 
 

@@ -37,8 +37,9 @@ class _MissingKernel:
         self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Any:
-        text = "backend=triton needs Triton, which is not installed: pip install triton, or use backend=torch"
-        raise ImportError(text)
+        raise ImportError(
+            "backend=triton needs Triton, which is not installed: pip install triton, or use backend=torch"
+        )
 
 
 jit: Any = triton.jit if triton is not None else _MissingKernel

@@ -153,8 +153,9 @@ def _bind(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of the compiler's passes, the assembler and the driver: no common class
-            text = f"{config or 'the sum of splits of K'} cannot be compiled: {type(error).__name__}: {error}"
-            raise CannotCompileError(text) from error
+            raise CannotCompileError(
+                f"{config or 'the sum of splits of K'} cannot be compiled: {type(error).__name__}: {error}"
+            ) from error
     return lambda tensors, alpha, beta: run(*tensors, *sizes, alpha, beta, *in_order)
 
 

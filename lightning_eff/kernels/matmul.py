@@ -90,8 +90,9 @@ def gemm(
     """
     if beta if c is None else beta is None:
         remedy = "c=out adds to out" if c is None else "beta=1.0 adds c, and with 0.0 it is not read"
-        text = f"gemm: beta={beta}, the factor of c, {'without' if c is None else 'with'} c: {remedy}"
-        raise ValueError(text)
+        raise ValueError(
+            f"gemm: beta={beta}, the factor of c, {'without' if c is None else 'with'} c: {remedy}"
+        )
     alpha, beta = float(alpha), float(beta or 0.0)
     a, b = autocast(a, b)
     operands = check_operands(

@@ -150,8 +150,7 @@ def check_operands(
     check_activation(activation)
     for name, tensor in {"b": b, "c": c, "bias": bias}.items():
         if tensor is not None and tensor.device != a.device:
-            text = f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device"
-            raise ValueError(text)
+            raise ValueError(f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device")
     M, N = a.shape[-2], b.shape[-1]
     if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
         a, b = a[..., :0], b[..., :0, :]
@@ -165,40 +164,39 @@ def check_operands(
 def check_activation(activation: str | None) -> None:
     """Raise a ValueError for an unknown activation."""
     if activation is not None and activation not in ACTIVATIONS:
-        text = f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
-        raise ValueError(text)
+        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None")
 
 
 def _check_product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> tuple[int, ...]:
     """Check the shapes of A and B and the dtypes, and return the batch axes."""
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
-        raise ValueError(text)
+        raise ValueError(
+            f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
+        )
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     if a.dtype != b.dtype or a.dtype not in DTYPES:
-        text = f"gemm of a {a.dtype} and b {b.dtype}: expected one dtype for both, of {names}"
-        raise TypeError(text)
+        raise TypeError(f"gemm of a {a.dtype} and b {b.dtype}: expected one dtype for both, of {names}")
     if out_dtype not in (None, *DTYPES):
-        text = f"out_dtype={out_dtype}: expected {names}, or None"
-        raise TypeError(text)
+        raise TypeError(f"out_dtype={out_dtype}: expected {names}, or None")
     try:
         return batch_of(a, b)
     except RuntimeError:
-        text = f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
-        raise ValueError(text) from None
+        raise ValueError(
+            f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
+        ) from None
 
 
 def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
     if tensor is None:
         return None
     if not tensor.is_floating_point():
-        text = f"{name} is {tensor.dtype}: expected a floating-point dtype"
-        raise TypeError(text)
+        raise TypeError(f"{name} is {tensor.dtype}: expected a floating-point dtype")
     try:
         return tensor if tensor.shape == size else tensor.expand(size)
     except RuntimeError:
-        text = f"{name} is {list(tensor.shape)}: expected {list(size)}, or what broadcasts to it"
-        raise ValueError(text) from None
+        raise ValueError(
+            f"{name} is {list(tensor.shape)}: expected {list(size)}, or what broadcasts to it"
+        ) from None
 
 
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
@@ -224,20 +222,19 @@ def check_out(operands: Operands, out: Tensor) -> None:
         RuntimeError: An operand or `out` needs a gradient, which cannot pass through `out`.
     """
     if out.shape != operands.size or out.dtype != operands.out_dtype or out.device != operands.a.device:
-        text = (
+        raise ValueError(
             f"out is {out.dtype} {list(out.shape)} on {out.device}: "
             f"expected {operands.out_dtype} {list(operands.size)} on {operands.a.device}"
         )
-        raise ValueError(text)
     reached = 0  # the last offset that axes of smaller strides reach: the next stride must exceed it
     for stride, length in sorted(zip(out.stride(), out.shape, strict=True)) if out.numel() else ():
         if length > 1 and stride <= reached:
-            text = f"out has strides {out.stride()}: expected that no two elements share memory"
-            raise ValueError(text)
+            raise ValueError(f"out has strides {out.stride()}: expected that no two elements share memory")
         reached += stride * (length - 1)
     if operands.needs_gradient or (torch.is_grad_enabled() and out.requires_grad):
-        text = "gemm(out=...) has no gradient, but out or an operand requires one: use torch.no_grad()"
-        raise RuntimeError(text)
+        raise RuntimeError(
+            "gemm(out=...) has no gradient, but out or an operand requires one: use torch.no_grad()"
+        )
 
 
 def in_place(c: Tensor, out: Tensor) -> bool:

@@ -200,11 +200,11 @@ def explain_tiles(
         ...
     """
     if any(size != int(size) or size < 1 for size in (M, N, K)):
-        text = f"explain_tiles(M={M}, N={N}, K={K}): expected whole numbers of at least 1"
-        raise ValueError(text)
+        raise ValueError(f"explain_tiles(M={M}, N={N}, K={K}): expected whole numbers of at least 1")
     if dtype not in DTYPES or dtype == torch.float64:
-        text = f"explain_tiles(dtype={dtype}): expected a dtype that the kernels multiply, of 16 or 32 bits"
-        raise ValueError(text)
+        raise ValueError(
+            f"explain_tiles(dtype={dtype}): expected a dtype that the kernels multiply, of 16 or 32 bits"
+        )
     device = devices.named(device) if isinstance(device, str) else device
     shape = Shape.packed(M, N, K, dtype)
     cost = rank_configs(shape, device)[0]

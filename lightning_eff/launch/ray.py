@@ -128,6 +128,5 @@ def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         _, most = Ray(**{key: value for key, value in launch.items() if key != "_target_"}).bounds
     except ConfigError as error:
-        group = "launch"
-        raise error.under(group) from error
+        raise error.under("launch") from error
     return {**values, "trainer": {**values["trainer"], "devices": most}, "launch": None}

@@ -110,12 +110,14 @@ def _check_installed() -> None:
         found: Any = importlib.import_module("ray")
         importlib.import_module("ray.train.torch")
     except ImportError as error:
-        text = f"launch=ray needs the package ray[train], which cannot be imported ({error}){remedy}"
-        raise EnvironmentLacksError(text) from error
+        raise EnvironmentLacksError(
+            f"launch=ray needs the package ray[train], which cannot be imported ({error}){remedy}"
+        ) from error
     version: str = found.__version__
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
-        text = f"launch=ray needs ray {'.'.join(map(str, MIN_VERSION))} or newer, this is {version}{remedy}"
-        raise EnvironmentLacksError(text)
+        raise EnvironmentLacksError(
+            f"launch=ray needs ray {'.'.join(map(str, MIN_VERSION))} or newer, this is {version}{remedy}"
+        )
 
 
 @contextmanager

@@ -73,8 +73,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
             error.__dict__["is_reported"] = bool(launch.rank)  # by rank 0
         elif not is_alone and not hasattr(error, "exit_code"):  # else it is complete, with remedies
             where = f"(traceback: {error_log(folder, launch.rank)})"
-            text = f"rank {launch.rank}: {root_cause_line(error)} {where}"
-            raise RankError(text, code) from error
+            raise RankError(f"rank {launch.rank}: {root_cause_line(error)} {where}", code) from error
         raise
 
 

@@ -78,6 +78,5 @@ def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any], wait_s
                 store.set(f"{KEY}/answer/{asked}", json.dumps(answer))
         ranks = {rank for rank in ranks if not store.check([f"{KEY}/heard/{answer['attempt']}/{rank}"])}
         if time.monotonic() > end:
-            text = f"rank {min(ranks)} did not ask for the run's folder"
-            raise DistStoreError(text)
+            raise DistStoreError(f"rank {min(ranks)} did not ask for the run's folder")
         time.sleep(POLL_S if ranks else 0.0)

@@ -118,8 +118,7 @@ class ExactGradient:
             ValueError: A weight is negative or not finite, or only some micro-batches have one.
         """
         if not batches:
-            text = "backward() needs the batches of a step: gradient.backward(step, *batches)"
-            raise ValueError(text)
+            raise ValueError("backward() needs the batches of a step: gradient.backward(step, *batches)")
         for parameter in self._model.parameters():
             parameter.grad = None
         if self._discard_gradients is not None:
@@ -184,6 +183,5 @@ class ExactGradient:
 def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        text = f"the step returned {type(loss).__name__}: expected a loss, or a dict with a 'loss'"
-        raise TypeError(text)
+        raise TypeError(f"the step returned {type(loss).__name__}: expected a loss, or a dict with a 'loss'")
     return loss

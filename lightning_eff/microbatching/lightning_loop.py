@@ -270,8 +270,9 @@ class ExactStep(_AutomaticOptimization):
         if is_weighted or _has_weight(output):
             self.counts_by = f"weights: {'returned by training_step' if is_weighted else self.weighs_by}"
         if output is None and self._num_ranks > 1:
-            text = "training_step returned None on one of several ranks, which would leave the others waiting"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                "training_step returned None on one of several ranks, which would leave the others waiting"
+            )
         result = self.output_result_cls.from_training_step_output(output)
         self._loss = self._loss if result.loss is None else result.loss
         weight = weight_of(output)
@@ -293,8 +294,9 @@ class ExactStep(_AutomaticOptimization):
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if self.may_have_several_passes and trained & updated:
             name = type(optimizer).__name__
-            text = f"training_step calls {name}.step(), once per micro-batch: leave the step to Lightning"
-            raise ConflictError(text)
+            raise ConflictError(
+                f"training_step calls {name}.step(), once per micro-batch: leave the step to Lightning"
+            )
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
         """Reject a loss that is no mean over samples, once, before the first split or longer window."""
@@ -328,14 +330,13 @@ class ExactStep(_AutomaticOptimization):
         if difference:
             other = Remedy("+callbacks=gradient_checkpointing", "GradientCheckpointing()")
             memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
-            text = (
+            raise ConflictError(
                 f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
                 '  try: return {"loss": loss, "loss_weight": n}, for a mean over n tokens or other targets\n'
                 "  try: return loss / len(batch), for a sum\n"
                 f"  try: {other} in its place, for a loss that compares samples\n"
                 f"  try: {WITHOUT_ACCUMULATION if self.micro_batch_size is None else WITHOUT_MICRO_BATCH}"
             )
-            raise ConflictError(text)
 
     def _compare_losses(self, arguments: Arguments, size: MicroBatchSize, max_samples: int) -> MeanCheck:
         """Run the check in the precision of the weights, or else, if that decides nothing, in the run's."""

@@ -163,9 +163,8 @@ def reject_step_sync(results: Any) -> None:
     """
     for metric in results.values():
         if metric.meta.on_step and metric.meta.sync.should:
-            text = (
+            raise ConflictError(
                 f"callbacks/micro_batch with self.log({metric.meta.name!r}, on_step=True, sync_dist=True) on "
                 "several ranks: a rank that runs out of memory logs more often than the others\n"
                 f"  try: on_step=False, on_epoch=True\n  try: {FIXED_SIZE}"
             )
-            raise ConflictError(text)

@@ -153,8 +153,9 @@ class OomRetry:
             for parameter in self._model.parameters():
                 parameter.grad = None
         if any(_versions(each.batch) != each.versions for each in (*self.earlier, current)):
-            text = "out of memory, and training_step changes its batch in place, so it cannot be run again"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                "out of memory, and training_step changes its batch in place, so it cannot be run again"
+            )
 
     def finish(self) -> None:
         """Average the gradients over the ranks, agree on the size of the next step, and free the batches."""

@@ -56,8 +56,7 @@ def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     if not low:
-        text = "not even a micro-batch of one sample fits"
-        raise MemoryError(text)
+        raise MemoryError("not even a micro-batch of one sample fits")
     return low
 
 

@@ -99,11 +99,13 @@ class StepSnapshot:
         self.restore_visible()
         for name, buffer, before in self._others:
             if version(buffer) != before:
-                text = f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
-                raise RuntimeError(text)
+                raise RuntimeError(
+                    f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
+                )
         if any(version(parameter) != before for parameter, before in self._frozen):
-            text = "out of memory, and training_step changes frozen parameters: change them after the step"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                "out of memory, and training_step changes frozen parameters: change them after the step"
+            )
 
     def restore_visible(self) -> None:
         """Restore what was logged, counted and collected."""

@@ -167,8 +167,9 @@ def leaves(value: Any, path: str = "", keep: _Keep | None = None) -> Iterator[tu
         return
     is_cut = keep is not None and not keep.name_of(path)
     if is_cut and _has_samples_with_tensors(value, is_outermost=not path):
-        text = f"batch{path} is a list of samples with tensors, which only a splitter can cut"
-        raise AmbiguousBatchError(text)
+        raise AmbiguousBatchError(
+            f"batch{path} is a list of samples with tensors, which only a splitter can cut"
+        )
     for name, item in items.items():
         yield from leaves(item, path + name, keep)
 
@@ -198,8 +199,9 @@ def _count(batch: Any, keep: Sequence[str]) -> tuple[int, list[bool]]:
         elif is_list or _is_array(value):
             count = len(value) if is_list else _num_rows(value)
         elif not isinstance(value, SHARED) and not inspect.isroutine(value):
-            text = f"batch{path} has type {type(value).__name__}, which only a splitter could cut"
-            raise AmbiguousBatchError(text)
+            raise AmbiguousBatchError(
+                f"batch{path} has type {type(value).__name__}, which only a splitter could cut"
+            )
         is_cut.append(count is not None)
         if count is not None:
             found.append((path, count, is_list))
@@ -210,8 +212,7 @@ def _count(batch: Any, keep: Sequence[str]) -> tuple[int, list[bool]]:
         odd = [".".join(_path_parts(path)) for path, count, _ in found if count != found[0][1]]
         raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list", odd[:3])
     if counts == {0}:
-        text = "no sample"
-        raise AmbiguousBatchError(text)
+        raise AmbiguousBatchError("no sample")
     return counts.pop(), is_cut
 
 
@@ -224,8 +225,9 @@ def _cut(batch: Any, is_cut: Sequence[bool], first: int, last: int, total: int) 
         if isinstance(value, PackedSequence) or (
             isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided)
         ):
-            text = "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
-            raise AmbiguousBatchError(text)
+            raise AmbiguousBatchError(
+                "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
+            )
         values[index] = value[first:last]
     return _with_leaves(batch, iter(values))
 

@@ -117,11 +117,11 @@ class Window:
                 has neither a weight nor a number of samples.
         """
         if self._num_counted and (weight is None) is not (self._weight is None):
-            text = "training_step returned a weight for some micro-batches of a window and none for others"
-            raise ValueError(text)
+            raise ValueError(
+                "training_step returned a weight for some micro-batches of a window and none for others"
+            )
         if weight is None and batch_samples == 0:
-            text = f"of the splitter's micro-batches {UNKNOWN_SAMPLES}"
-            raise ValueError(text)
+            raise ValueError(f"of the splitter's micro-batches {UNKNOWN_SAMPLES}")
         fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
         if weight is None and num_samples is None and self._num_batches > 1 and not self._has_warned:
             self._has_warned = True
@@ -200,8 +200,9 @@ def weight_of(output: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not (math.isfinite(number) and number >= 0.0):
-        text = f"training_step returned loss_weight={weight!r}: expected a finite number of at least 0"
-        raise ValueError(text)
+        raise ValueError(
+            f"training_step returned loss_weight={weight!r}: expected a finite number of at least 0"
+        )
     return number
 
 

@@ -22,20 +22,19 @@ def read_config(name: str, revision: str | None) -> Any:
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     except ModuleNotFoundError as error:
-        msg = f"name={name!r} needs transformers: pip install 'lightning-eff[hf]'"
-        raise ModuleNotFoundError(msg) from error
+        raise ModuleNotFoundError(
+            f"name={name!r} needs transformers: pip install 'lightning-eff[hf]'"
+        ) from error
     if (Path(name).expanduser() / "adapter_config.json").is_file():
         reason = "holds an adapter, which transformers would load too: name the model that it belongs to"
-        msg = f"name={name!r} {reason}"
-        raise ValueError(msg)
+        raise ValueError(f"name={name!r} {reason}")
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(load_failure_message(name, str(error))) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = config.model_type
-        msg = f"name={name!r} is a {kind}: transformers has no causal language model of this type"
-        raise ValueError(msg)
+        raise ValueError(f"name={name!r} is a {kind}: transformers has no causal language model of this type")
     return config
 
 
@@ -78,5 +77,4 @@ def check_weights(name: str, config: Any) -> None:
                 "  try: convert it where you trust it: model.save_pretrained(folder) writes safetensors"
             )
     if problem:
-        msg = f"name={name!r} {problem}"
-        raise ValueError(msg)
+        raise ValueError(f"name={name!r} {problem}")

@@ -64,11 +64,9 @@ class CNN(pl.LightningModule):
         sizes = {"in_channels": in_channels, "num_classes": num_classes}
         for name, value in (sizes | {"channels": channels, "num_blocks": num_blocks}).items():
             if value < 1:
-                msg = f"{name}={value} must be at least 1"
-                raise ValueError(msg)
+                raise ValueError(f"{name}={value} must be at least 1")
         if not 0.0 <= dropout < 1.0:
-            msg = f"dropout={dropout} must lie in [0, 1)"
-            raise ValueError(msg)
+            raise ValueError(f"dropout={dropout} must lie in [0, 1)")
         self.save_hyperparameters()
         self.stem = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
         self.stem_norm = nn.BatchNorm2d(channels)

@@ -126,14 +126,11 @@ class GPT(pl.LightningModule):
         sizes = {"vocab_size": vocab_size, "context_length": context_length, "d_model": d_model}
         for name, value in (sizes | {"num_layers": num_layers, "num_heads": num_heads}).items():
             if value < 1:
-                msg = f"{name}={value} must be at least 1"
-                raise ValueError(msg)
+                raise ValueError(f"{name}={value} must be at least 1")
         if d_model % (2 * num_heads):
-            msg = f"d_model={d_model} must be a multiple of 2 * num_heads = {2 * num_heads}"
-            raise ValueError(msg)
+            raise ValueError(f"d_model={d_model} must be a multiple of 2 * num_heads = {2 * num_heads}")
         if not 0.0 <= dropout < 1.0:
-            msg = f"dropout={dropout} must lie in [0, 1)"
-            raise ValueError(msg)
+            raise ValueError(f"dropout={dropout} must lie in [0, 1)")
         self.save_hyperparameters()
         self.context_length = context_length
         self.embedding = nn.Embedding(vocab_size, d_model)
@@ -161,8 +158,9 @@ class GPT(pl.LightningModule):
         for key in ("vocab_size", "context_length"):
             given, own = getattr(data, key, None), self.hparams[key]
             if isinstance(given, int) and given > own:
-                msg = f"the data has {key}={given}, more than model.{key}={own}\n  try: model.{key}={given}"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"the data has {key}={given}, more than model.{key}={own}\n  try: model.{key}={given}"
+                )
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -172,10 +170,9 @@ class GPT(pl.LightningModule):
             ValueError: The sequences are longer than `context_length`.
         """
         if tokens.shape[1] > self.context_length:
-            msg = (
+            raise ValueError(
                 f"sequences of {tokens.shape[1]} tokens are longer than context_length={self.context_length}"
             )
-            raise ValueError(msg)
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
@@ -224,8 +221,7 @@ class GPT(pl.LightningModule):
             ValueError: The prompt is empty, or an option is out of range.
         """
         if tokens.shape[1] == 0:
-            msg = "the prompt is empty: pass at least one token"
-            raise ValueError(msg)
+            raise ValueError("the prompt is empty: pass at least one token")
         for _ in range(max_new_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
             tokens = torch.cat([tokens, next_token(logits, **options).to(tokens.device)], dim=1)
@@ -255,8 +251,9 @@ def next_token(
     if not do_sample:
         return logits.argmax(-1, keepdim=True)
     if not (temperature > 0 and (top_k is None or top_k >= 1) and 0 < top_p <= 1):
-        msg = f"expected temperature={temperature} > 0, top_k={top_k} >= 1 and 0 < top_p={top_p} <= 1"
-        raise ValueError(msg)
+        raise ValueError(
+            f"expected temperature={temperature} > 0, top_k={top_k} >= 1 and 0 < top_p={top_p} <= 1"
+        )
     logits, tokens = (logits / temperature).sort(descending=True)
     probabilities = logits[:, :top_k].softmax(-1)
     # A token goes if the likelier ones have enough together; the likeliest, which has none, always stays.

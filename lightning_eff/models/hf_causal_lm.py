@@ -78,8 +78,7 @@ class HFCausalLM(pl.LightningModule):
         super().__init__()
         for key, value in (("vocab_size", vocab_size), ("pad_to_multiple_of", pad_to_multiple_of)):
             if value is not None and value < 1:
-                msg = f"{key}={value} must be at least 1"
-                raise ValueError(msg)
+                raise ValueError(f"{key}={value} must be at least 1")
         self.save_hyperparameters()
         self._weight_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         self._config: Any = read_config(name, revision)
@@ -170,11 +169,10 @@ class HFCausalLM(pl.LightningModule):
         num_rows = self._embedding_rows(self._config.get_text_config().vocab_size)
         name = self.hparams["name"]
         if isinstance(num_tokens, int) and num_tokens > num_rows:
-            msg = (
+            raise ValueError(
                 f"the data has {num_tokens} tokens, but the embedding of {name} has {num_rows} rows\n"
                 f"  try: model.vocab_size={num_tokens}, or data.tokenizer={name}"
             )
-            raise ValueError(msg)
 
     def _check_length(self, length: object) -> None:
         """Reject rows with more tokens than the model has positions; rotary ones are computed for any."""
@@ -213,11 +211,10 @@ class HFCausalLM(pl.LightningModule):
     def _batch_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         if "position_ids" in inputs and self.isolates_documents is False:
-            msg = (
+            raise ValueError(
                 f"{type(self.model).__name__} lets a document in a packed row attend to earlier documents\n"
                 "  try: data.packing=false, or data.packing=grouped"
             )
-            raise ValueError(msg)
         labels = batch["labels"]
         # Labels with a prediction: all that are not ignored, but the first of a row.
         return self.loss(self(**inputs), labels), (labels[:, 1:] != IGNORED_TARGET).sum()

@@ -75,8 +75,7 @@ class UNet(pl.LightningModule):
         sizes = {"in_channels": in_channels, "num_classes": num_classes}
         for name, value in (sizes | {"channels": channels, "num_levels": num_levels}).items():
             if value < 1:
-                msg = f"{name}={value} must be at least 1"
-                raise ValueError(msg)
+                raise ValueError(f"{name}={value} must be at least 1")
         self.save_hyperparameters()
         widths = [channels * 2**level for level in range(num_levels)]
         pairs = list(itertools.pairwise(widths))  # of a level and the one below it
@@ -95,8 +94,7 @@ class UNet(pl.LightningModule):
         multiple = 2 ** len(self.down)
         if any(size % multiple for size in images.shape[2:]):
             height, width = images.shape[2:]
-            msg = f"images of {height} x {width} pixels: both must be multiples of {multiple}"
-            raise ValueError(msg)
+            raise ValueError(f"images of {height} x {width} pixels: both must be multiples of {multiple}")
         skips: list[Tensor] = []
         x = self.encoder[0](images)  # [B, C, H, W]
         for down, encode in zip(self.down, self.encoder[1:], strict=True):

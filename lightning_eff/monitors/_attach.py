@@ -26,8 +26,7 @@ def refuse_legacy() -> list[Any]:
     if is_asked_for():
         from lightning_eff.core.errors import legacy_package_error
 
-        setting = f"{VARIABLE}={os.environ[VARIABLE]}"
-        raise legacy_package_error(setting)
+        raise legacy_package_error(f"{VARIABLE}={os.environ[VARIABLE]}")
     return []
 
 

@@ -307,8 +307,7 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         """
         rows = {row["technique"]: row for row in self.report.get("ledger", [])}
         if name not in rows:
-            text = f"{name!r}: {suggest_name(name, rows)}"
-            raise KeyError(text)
+            raise KeyError(f"{name!r}: {suggest_name(name, rows)}")
         return rows[name]
 
 

@@ -172,11 +172,10 @@ class InBackward(PerParameter):
         if gradient is None or self._is_paused:
             return
         if parameter in self._stepped:
-            text = (
+            raise RuntimeError(
                 "a parameter has a second gradient before step() was called: from another backward pass, or"
                 " from a layer that is used twice under reentrant checkpointing (use_reentrant=False works)"
             )
-            raise RuntimeError(text)
         self._stepped.add(parameter)
         for hook in list(self._gradient_hooks.values()):
             hook(parameter, gradient)

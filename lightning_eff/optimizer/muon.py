@@ -106,8 +106,7 @@ class Muon(WrapperOptimizer):
         hidden, others = split_hidden([param_group])
         present = {parameter for group in self.param_groups for parameter in group["params"]}
         if any(parameter in present for group in (*hidden, *others) for parameter in group["params"]):
-            text = "some parameters appear in more than one parameter group"
-            raise ValueError(text)
+            raise ValueError("some parameters appear in more than one parameter group")
         if others and len(self.optimizers) == 1:
             adamw = self._adamw([torch.zeros(0)])  # an optimizer cannot be made without a parameter
             adamw.param_groups.clear()

@@ -91,8 +91,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
         choice = choose(call, self._capability, enabled=enabled)
         if choice.backend not in enabled:
             reasons = ", ".join(f"{name}: {why}" for name, why in choice.rejected.items())
-            msg = f"math is switched off, and no other backend takes attention ({reasons})"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"math is switched off, and no other backend takes attention ({reasons})")
         return _BY_BACKEND[choice.backend](*operands, scale=scale, **options)
 
 

@@ -134,8 +134,7 @@ class ExampleBatch:
         is_matrix = (isinstance(x, Tensor) and x.ndim > 1 and not x.is_floating_point() for x in leaves)
         rows = next(itertools.compress(leaves, is_matrix), None)
         if rows is None:
-            msg = "the batch has no rows of tokens"
-            raise ValueError(msg)
+            raise ValueError("the batch has no rows of tokens")
         index = torch.arange(num_tokens) % rows.shape[1]
         for at, leaf in enumerate(leaves):
             axes = range(1, leaf.ndim) if isinstance(leaf, Tensor) else ()

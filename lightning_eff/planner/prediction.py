@@ -136,8 +136,7 @@ def predict(
         made: Any = trainer() if callable(trainer) else trainer
         device, gpu = made.strategy.root_device, _like(capability)
         if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
-            msg = f"a Trainer for {device}: expected accelerator='cpu', devices=1"
-            raise ValueError(msg)
+            raise ValueError(f"a Trainer for {device}: expected accelerator='cpu', devices=1")
         made.callbacks = [each for each in made.callbacks if _takes_part(each, gpu)]
         _takes_part(made.precision_plugin, gpu)  # a plugin always does
 

@@ -142,8 +142,9 @@ class Float8(AutoPrecision):
             allowed = "tensorwise with all_gather: only one scale a tensor is known before it is gathered"
             raise ConfigError(key="recipe", value=recipe, allowed=allowed)
         if find_spec("torchao") is None:
-            text = "precision/float8 needs the package torchao\n  try: pip install 'lightning-eff[float8]'"
-            raise EnvironmentLacksError(text)
+            raise EnvironmentLacksError(
+                "precision/float8 needs the package torchao\n  try: pip install 'lightning-eff[float8]'"
+            )
         super().__init__(precision=precision)
         self.recipe: Recipe = recipe
         self.skip = skip
@@ -201,8 +202,7 @@ class Float8(AutoPrecision):
                 on=None if self.emulate else self._device_of(model),
             )
         except ConfigError as error:
-            group = "precision"
-            raise error.under(group) from error
+            raise error.under("precision") from error
         return count
 
     def _device_of(self, model: nn.Module) -> devices.Device:

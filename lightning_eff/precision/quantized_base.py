@@ -122,8 +122,9 @@ class QuantizedBase(AutoPrecision):
             raise ConfigError(key="compute_dtype", value=compute_dtype, allowed=allowed)
         if quant_type in QUANTIZED and find_spec("bitsandbytes") is None:
             remedy = "pip install 'lightning-eff[qlora]'"
-            text = f"quant_type={quant_type!r} needs the package bitsandbytes\n  try: {remedy}"
-            raise EnvironmentLacksError(text)
+            raise EnvironmentLacksError(
+                f"quant_type={quant_type!r} needs the package bitsandbytes\n  try: {remedy}"
+            )
         products = quant_type if quant_type in CAST else compute_dtype
         super().__init__(precision=PRECISIONS.get(products, "auto"), device=device)
         self.quant_type = quant_type
@@ -179,21 +180,24 @@ class QuantizedBase(AutoPrecision):
         new = {name: layer for name, layer in layers.items() if name in frozen}
         present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
         if not new and not present:
-            allowed = "bf16 or fp16, since no linear layer is frozen and quantized weights cannot be trained"
-            raise self._quant_type_error(allowed)
+            raise self._quant_type_error(
+                "bf16 or fp16, since no linear layer is frozen and quantized weights cannot be trained"
+            )
         if new:
             self._errors, self._bytes = {}, {}
         options: dict[str, Any] = {"blocksize": self.blocksize, "double_quant": self.double_quant}
         for name, layer in new.items():
             if layer.weight.is_meta or layer.weight.dtype == torch.float64:
                 has = "is on the meta device" if layer.weight.is_meta else "has 64 bits"
-                allowed = f"a model with weights of at most 32 bits in memory: {name} {has}"
-                raise self._quant_type_error(allowed, ())
+                raise self._quant_type_error(
+                    f"a model with weights of at most 32 bits in memory: {name} {has}", ()
+                )
             before, dtype = storage_bytes(layer.parameters()), COMPUTE_DTYPES[self.precision]
             error = quantize(layer, self.quant_type, compute_dtype=dtype, **options)
             if not error < MAX_ERROR:  # true for NaN too
-                allowed = f"a format that can hold {name}: {error:.0%} of its norm would be lost"
-                raise self._quant_type_error(allowed, (_without(name),))
+                raise self._quant_type_error(
+                    f"a format that can hold {name}: {error:.0%} of its norm would be lost", (_without(name),)
+                )
             self._errors[name] = error
             self._bytes[name] = (before, storage_bytes(layer.parameters()))
         for name, layer in present.items():
@@ -206,8 +210,7 @@ class QuantizedBase(AutoPrecision):
         trained = [p for p in model.parameters() if p.requires_grad]
         trainer: Any = getattr(model, "_trainer", None)
         if not trained and (trainer is None or trainer.training):
-            allowed = "a model with trained parameters"
-            raise self._quant_type_error(allowed)
+            raise self._quant_type_error("a model with trained parameters")
         for name, module in model.named_modules():
             # bitsandbytes casts a quantized layer's bias as it computes
             if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -226,8 +229,7 @@ class QuantizedBase(AutoPrecision):
             return len(low)
         found, dtype = dict(matrices(model, self.skip_modules or ())), CAST[self.quant_type]
         if not found:
-            allowed = "a model with frozen weights: all of its weights are trained"
-            raise self._quant_type_error(allowed)
+            raise self._quant_type_error("a model with frozen weights: all of its weights are trained")
         high = {name: parameter.nbytes for name, parameter in found.items() if parameter.dtype != dtype}
         for name in high:
             found[name].data = found[name].data.to(dtype)
@@ -263,8 +265,9 @@ class QuantizedBase(AutoPrecision):
             ConfigError: No layer was quantized, because no callback of lightning_eff triggered it in time.
         """
         if self.quant_type in QUANTIZED and not any(map(is_quantized, module.modules())):
-            allowed = "bf16 or fp16 without adapters: layers are quantized before a checkpoint is read"
-            raise self._quant_type_error(allowed)
+            raise self._quant_type_error(
+                "bf16 or fp16 without adapters: layers are quantized before a checkpoint is read"
+            )
         self.cast_frozen(module)
         return super().convert_module(module)
 

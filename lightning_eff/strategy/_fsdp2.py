@@ -254,8 +254,9 @@ def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: Checkp
         # 3. Rank 0 replaces the index. Only now the folder is the new checkpoint.
         with ranks.all_or_none() as step, _disk_errors(path, rest):
             if len({shard["names"] for shard in shards}) > 1:
-                text = f"checkpoint {path} was not saved: ranks have shards of different tensors"
-                raise CheckpointError(text)
+                raise CheckpointError(
+                    f"checkpoint {path} was not saved: ranks have shards of different tensors"
+                )
             if ranks.rank == 0:
                 digests = [shard["digest"] for shard in shards]
                 index = sharded_write.write_index(path, token, digests, rest, rows)

@@ -491,8 +491,9 @@ class ZeroFabric(FabricDeepSpeed):
         if rejects and not self.precision.precision.startswith("16"):
             norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):
-                text = "the norm of the gradients is not finite; error_if_nonfinite=False would go on"
-                raise RuntimeError(text)
+                raise RuntimeError(
+                    "the norm of the gradients is not finite; error_if_nonfinite=False would go on"
+                )
         return result
 
     @override

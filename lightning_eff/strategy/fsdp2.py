@@ -249,8 +249,9 @@ class FSDP2(ModelParallelStrategy):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None or "://" in str(filepath):
-            text = f"checkpoint {filepath}: folders need a local disk\n  try: {TO_FULL_CHECKPOINTS}"
-            raise CheckpointError(text)
+            raise CheckpointError(
+                f"checkpoint {filepath}: folders need a local disk\n  try: {TO_FULL_CHECKPOINTS}"
+            )
         ranks = Ranks(self.root_device)
         save_folder(checkpoint, Path(filepath).expanduser(), ranks, self.checkpoint_io)
 
@@ -262,8 +263,9 @@ class FSDP2(ModelParallelStrategy):
         if not path.is_dir():
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
         if weights_only is False:
-            text = f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
-            raise CheckpointError(text)
+            raise CheckpointError(
+                f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
+            )
         return load_folder(path, Ranks(self.root_device), self.checkpoint_io)
 
     @override

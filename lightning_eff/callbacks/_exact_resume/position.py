@@ -113,8 +113,7 @@ def unpack(packed: Tensor) -> RankPosition:
         return _unpack(packed)
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
         off = Remedy("~callbacks.exact_resume", "remove ExactResume")
-        text = f"the checkpoint's position in the data is damaged\n  try: {off}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"the checkpoint's position in the data is damaged\n  try: {off}") from error
 
 
 def _unpack(packed: Tensor) -> RankPosition:

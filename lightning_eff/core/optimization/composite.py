@@ -55,8 +55,9 @@ class WrapperOptimizer(Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        text = f"{type(self).__name__} cannot be copied or pickled: build another and load its state_dict()"
-        raise TypeError(text)
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: build another and load its state_dict()"
+        )
 
 
 class PerParameter(WrapperOptimizer):

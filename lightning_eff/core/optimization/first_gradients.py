@@ -112,11 +112,13 @@ class FirstGradients:
             handle.remove()
         handles.clear()
         if missing:
-            text = f"{parameters_have(missing)} no gradient after the first step\n  try: {self.remedy}"
-            raise GradientError(text)
+            raise GradientError(
+                f"{parameters_have(missing)} no gradient after the first step\n  try: {self.remedy}"
+            )
         if broken:
-            text = f"{parameters_have(broken)} a gradient that is not finite after the first step"
-            raise GradientError(text)
+            raise GradientError(
+                f"{parameters_have(broken)} a gradient that is not finite after the first step"
+            )
 
     def end(self) -> None:
         """Remove the hooks that are left, after a run.
@@ -126,8 +128,9 @@ class FirstGradients:
         """
         self.remove_hooks()
         if self._unchecked:
-            text = f"{parameters_have(self._unchecked)} no gradient: no step of the run had a backward pass"
-            raise GradientError(text)
+            raise GradientError(
+                f"{parameters_have(self._unchecked)} no gradient: no step of the run had a backward pass"
+            )
 
     def remove_hooks(self) -> None:
         """Remove the hooks that are left."""

@@ -58,8 +58,7 @@ class Plan:
                 y[tile.index(-1)] = part
                 del part
         if y is None:
-            msg = "a grid without tiles"
-            raise RuntimeError(msg)
+            raise RuntimeError("a grid without tiles")
         return y
 
     def backward(
@@ -166,10 +165,9 @@ class _Tiled(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # torch would take these gradients for constants
-            msg = (
+            raise RuntimeError(
                 "layers in tiles have no second derivative: compute them without tiles for gradient penalties"
             )
-            raise RuntimeError(msg)
         x, *others = ctx.saved.saved_tensors  # raises where the graph was freed, or a weight has changed
         return None, None, *ctx.plan.backward(x, others, grads[0], ctx.needs_input_grad[2:])
 
@@ -188,6 +186,5 @@ def apply(grid: Grid, x: Tensor) -> Tensor:
 
 def _given(tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        msg = "no input"
-        raise RuntimeError(msg)
+        raise RuntimeError("no input")
     return tensor

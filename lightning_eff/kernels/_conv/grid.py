@@ -51,13 +51,13 @@ class Chain:
         lengths, channels = [tuple(x.shape[2:])], [x.shape[1]]
         for layer in layers:
             if layer.num_axes not in (None, x.dim() - 2):
-                msg = f"x {list(x.shape)}: expected [samples, channels] and {layer.num_axes} spatial axes"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"x {list(x.shape)}: expected [samples, channels] and {layer.num_axes} spatial axes"
+                )
             lengths.append(tuple(layer.window(axis).size(n) for axis, n in enumerate(lengths[-1])))
             channels.append(layer.channels or channels[-1])
         if not all(size > 0 for sizes in lengths for size in sizes):
-            msg = f"x {list(x.shape)} is too small for its layers: sizes {lengths}"
-            raise ValueError(msg)
+            raise ValueError(f"x {list(x.shape)} is too small for its layers: sizes {lengths}")
         return cls(tuple(layers), tuple(lengths), tuple(channels), len(x))
 
     def elements(self, index: int) -> int:

@@ -55,8 +55,9 @@ def checked_rows(
         TypeError: Dtypes that do not fit, or a module in place of its weight.
     """
     if isinstance(weight, nn.Module):
-        msg = f"{of}weight is a module, {type(weight).__name__}: pass head.weight, and head.bias as bias"
-        raise TypeError(msg)
+        raise TypeError(
+            f"{of}weight is a module, {type(weight).__name__}: pass head.weight, and head.bias as bias"
+        )
     has_target_shape = target is None or x.shape[:-1] == target.shape
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1:] != weight.shape[1:] or not has_target_shape:
         hint = ""
@@ -69,8 +70,7 @@ def checked_rows(
         raise ValueError(msg)
     for name, each in by_class.items():
         if each is not None and each.shape != weight.shape[:1]:
-            msg = f"{name} {list(each.shape)}: expected one value per class, [{len(weight)}]"
-            raise ValueError(msg)
+            raise ValueError(f"{name} {list(each.shape)}: expected one value per class, [{len(weight)}]")
     cast = autocast_dtype(x.device.type, x.dtype, weight.dtype)
     dtype = cast or x.dtype
     if not x.dtype.is_floating_point or (cast is None and x.dtype != weight.dtype):
@@ -88,8 +88,7 @@ def checked_target(target: Tensor, num_classes: int, ignore_index: int | None) -
         TypeError: They are no integers.
     """
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
-        msg = f"target of {target.dtype}: expected integers; for probabilities use linear_kl"
-        raise TypeError(msg)
+        raise TypeError(f"target of {target.dtype}: expected integers; for probabilities use linear_kl")
     flat = target.reshape(-1).to(torch.int64)
     if flat.device.type == "cpu" and not is_fake(flat):
         is_wrong = (flat < 0) | (flat >= num_classes)
@@ -98,8 +97,7 @@ def checked_target(target: Tensor, num_classes: int, ignore_index: int | None) -
         if is_wrong.any():
             value = int(flat[is_wrong][0])
             hint = ": select rows with labels != -100 first" if ignore_index is None and value == -100 else ""
-            msg = f"Target {value} is out of bounds, of {num_classes} classes{hint}"
-            raise IndexError(msg)
+            raise IndexError(f"Target {value} is out of bounds, of {num_classes} classes{hint}")
     return flat
 
 
@@ -112,8 +110,7 @@ def check_low_rank(low_rank: LowRank, num_rows: int, num_classes: int) -> None:
     rows, weight = low_rank
     fits = weight.ndim == 2 and len(weight) == num_classes and rows.shape[-1:] == weight.shape[1:]
     if not fits or rows.numel() != num_rows * weight.shape[1]:
-        msg = (
+        raise ValueError(
             f"low_rank {list(rows.shape)} and {list(weight.shape)}: expected rows [*batch, r], {num_rows} "
             f"in all, and a weight [{num_classes}, r]"
         )
-        raise ValueError(msg)

@@ -90,8 +90,9 @@ class TiledLoss(torch.autograd.Function):
             RuntimeError: A second derivative is prepared.
         """
         if torch.is_grad_enabled():  # torch would take these gradients for constants
-            msg = "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
-            raise RuntimeError(msg)
+            raise RuntimeError(
+                "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
+            )
         bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:

@@ -169,8 +169,7 @@ class Ranks:
         step.gathered = self._all_gather(step.local)
         for rank, message in enumerate(step.gathered):
             if "failed" in message:
-                text = f"rank {rank}: {message['failed']}"
-                raise CheckpointError(text)
+                raise CheckpointError(f"rank {rank}: {message['failed']}")
 
     def _all_gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchange one message per rank; a collective of all ranks."""

@@ -86,10 +86,9 @@ def load_checkpoint(
     missing = [key for key in state or {} if key not in checkpoint]
     if missing and strict:
         names = ", ".join(f"{key[:100]!a}" for key in list(checkpoint)[:20])
-        text = (
+        raise CheckpointError(
             f"checkpoint {path} has no {missing[0]!r}; it has {names}\n  try: fabric.load(..., strict=False)"
         )
-        raise CheckpointError(text)
     for key, value in list((state or {}).items()):
         if key not in missing:
             state[key] = _load(self, value, checkpoint.pop(key), strict=strict)
@@ -134,8 +133,9 @@ def _load(self: Any, value: Any, saved: Any, *, strict: bool) -> Any:
         full_state.load_optimizer(self.sharded_state(value), saved)
     elif type(value) is list:
         if len(value) != len(saved):
-            text = f"the checkpoint has a list of {len(saved)}, the state to load one of {len(value)}"
-            raise CheckpointError(text)
+            raise CheckpointError(
+                f"the checkpoint has a list of {len(saved)}, the state to load one of {len(value)}"
+            )
         return [_load(self, one, item, strict=strict) for one, item in zip(value, saved, strict=True)]
     elif type(value) is dict:
         return saved | {k: _load(self, v, saved[k], strict=strict) for k, v in value.items() if k in saved}
