@@ -36,7 +36,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -44,10 +43,10 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.core.managed import Managed
-from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.managed import Tiling
+from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.remedies import Remedy
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import (
     Chain,
@@ -140,7 +139,7 @@ def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module
     }
 
 
-class TiledConv(Managed):
+class TiledConv(Tiling):
     """Compute the chains of convolutions in `nn.Sequential` containers in spatial tiles.
 
     Args:
@@ -158,6 +157,7 @@ class TiledConv(Managed):
         NoEffectWarning: No container with convolutions was found, or nothing was computed in tiles.
 
     Example:
+        >>> import lightning.pytorch as pl
         >>> callback = TiledConv(tile_budget_mib=256)
         >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
         >>> TiledConv(min_pixels=0)
@@ -165,7 +165,6 @@ class TiledConv(Managed):
         lightning_eff.core.errors.ConfigError: min_pixels=0: expected a whole number of at least 1
     """
 
-    exact = True
     lowers = ("activations",)
     try_as = (Try(needs=("peak/convolution",)),)
 
@@ -177,10 +176,10 @@ class TiledConv(Managed):
         tile_budget_mib: Positive | None = None,
         min_pixels: Count = 65536,
     ) -> None:
+        super().__init__()
         self.modules = modules
         self.tile_budget_mib = tile_budget_mib
         self.min_pixels = min_pixels
-        self._tiled: dict[str, TiledContainer] = {}
 
     def facts(self) -> Facts:
         """State that compiled blocks are not tiled, and that products of tiles are not kept."""
@@ -195,35 +194,11 @@ class TiledConv(Managed):
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._tiled = {}
-            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
-            self.cleanup.callback(self._restore)
-            self.cleanup.callback(model_surgery.restore, pl_module)
-
-    def _apply(self, model: nn.Module) -> int:
-        try:
-            new = _tile(model, self.modules, self.tile_budget_mib, self.min_pixels)
-        except ConfigError as error:
-            raise error.under(name_of(self).replace("/", ".")) from error
-        self._tiled |= new
-        if not self._tiled:
-            text = f"TiledConv had no effect: {self.outcome().did}"
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
-        return len(new)
-
-    def _restore(self) -> None:
-        for forward in self._tiled.values():
-            forward.restore()
+    def tile(self, model: nn.Module) -> dict[str, TiledContainer]:
+        """Replace the forward of containers."""
+        return _tile(model, self.modules, self.tile_budget_mib, self.min_pixels)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        outcome = self.outcome()
-        if self._tiled and not outcome.effective:
-            warnings.warn(f"TiledConv had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
-
     def outcome(self) -> Outcome:
         """Report the segments, their tiles and halo, the bytes not held, and what ended segments."""
         segments = {

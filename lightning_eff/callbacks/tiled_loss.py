@@ -34,10 +34,9 @@ from lightning_eff.callbacks._late_projection import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarning
-from lightning_eff.core.managed import Managed
-from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.managed import Tiling
 from lightning_eff.core.remedies import TO_FSDP2, Remedy
-from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try, name_of
+from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.cross_entropy import tile_rows_of
 from lightning_eff.microbatching import lightning_loop
@@ -89,7 +88,7 @@ def tile_loss(
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
 
 
-class TiledLoss(Managed):
+class TiledLoss(Tiling):
     """Compute the loss of a language model in tiles.
 
     Args:
@@ -111,15 +110,15 @@ class TiledLoss(Managed):
         lightning_eff.core.errors.ConfigError: tile_budget_mib=0: expected a finite number above 0...
     """
 
-    exact = True
+    hint = f"\n  try: {CHANGE}"
     lowers = ("activations", "time")
     try_as = (Try(),)
 
     @check_arguments
     def __init__(self, *, head: str | None = None, tile_budget_mib: Positive | None = None) -> None:
+        super().__init__()
         self.head = head
         self.tile_budget_mib = tile_budget_mib
-        self._tiled: dict[str, LateProjection] = {}
         self._unweighted: list[Tensor] = []
         """Targets per sample of those backward passes of a step that got no weight."""
         self._has_warned = False
@@ -170,22 +169,16 @@ class TiledLoss(Managed):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._tiled, self._unweighted, self._has_warned = {}, [], False
-            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
-            self.cleanup.callback(self._restore)
-            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
+            self._unweighted, self._has_warned = [], False
 
-    def _restore(self) -> None:
-        for projection in self._tiled.values():
-            projection.restore()
+    @override
+    def tile(self, model: nn.Module) -> dict[str, LateProjection]:
+        """Let the output projection compute its logits when they are read."""
+        return tile_loss(model, head=self.head, tile_budget_mib=self.tile_budget_mib)
 
-    def _apply(self, model: nn.Module) -> int:
-        try:
-            new = tile_loss(model, head=self.head, tile_budget_mib=self.tile_budget_mib)
-        except ConfigError as error:
-            raise error.under(name_of(self).replace("/", ".")) from error
-        self._tiled |= new
-        return len(new)
+    @override
+    def warn_that_nothing_is_found(self) -> None:
+        """Do nothing: `tile_loss` has warned."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -232,12 +225,6 @@ class TiledLoss(Managed):
             warnings.warn(text, ConflictWarning, stacklevel=2)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        outcome = self.outcome()
-        if self._tiled and not outcome.effective:
-            text = f"TiledLoss had no effect: {outcome.did}\n  try: {CHANGE}"
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
-
     def outcome(self) -> Outcome:
         """Report the tiles, the bytes that were not held, and what needed whole logits."""
         for name, each in self._tiled.items():

@@ -47,11 +47,11 @@ from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.call_state import CallState, stops_early
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.core.managed import Managed
-from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.managed import Tiling
+from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import GatheredAtOnce, full_shape
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
 
@@ -147,7 +147,7 @@ def _candidates(model: nn.Module, modules: BlockSelector) -> Mapping[str, nn.Mod
     }
 
 
-class TiledMLP(Managed):
+class TiledMLP(Tiling):
     """Compute the MLPs of repeated blocks in tiles of their tokens.
 
     Args:
@@ -172,7 +172,7 @@ class TiledMLP(Managed):
         lightning_eff.core.errors.ConfigError: min_tokens=0: expected a whole number of at least 1
     """
 
-    exact = True
+    hint_if_none = "; name them with modules="
     lowers = ("activations",)
     try_as = (Try(),)
 
@@ -184,10 +184,10 @@ class TiledMLP(Managed):
         tile_budget_mib: Positive | None = None,
         min_tokens: Count = 16384,
     ) -> None:
+        super().__init__()
         self.modules = modules
         self.tile_budget_mib = tile_budget_mib
         self.min_tokens = min_tokens
-        self._tiled: dict[str, TiledForward] = {}
         self._refused: dict[str, str] = {}
 
     def facts(self) -> Facts:
@@ -224,32 +224,14 @@ class TiledMLP(Managed):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._tiled, self._refused = {}, {}
-            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
-            self.cleanup.callback(self._restore)
-            self.cleanup.callback(model_surgery.restore, pl_module)
-
-    def _apply(self, model: nn.Module) -> int:
-        try:
-            new = _tile(model, self.modules, self.tile_budget_mib, self.min_tokens, self._refused)
-        except ConfigError as error:
-            raise error.under(name_of(self).replace("/", ".")) from error
-        self._tiled |= new
-        if not self._tiled:
-            text = f"TiledMLP had no effect: {self.outcome().did}; name them with modules="
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
-        return len(new)
-
-    def _restore(self) -> None:
-        for forward in self._tiled.values():
-            forward.restore()
+            self._refused = {}
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        outcome = self.outcome()
-        if self._tiled and not outcome.effective:
-            warnings.warn(f"TiledMLP had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
+    def tile(self, model: nn.Module) -> dict[str, TiledForward]:
+        """Replace the forward of MLPs."""
+        return _tile(model, self.modules, self.tile_budget_mib, self.min_tokens, self._refused)
 
+    @override
     def outcome(self) -> Outcome:
         """Report how many MLPs were tiled, the bytes not held, and the FLOPs of what was computed again."""
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}

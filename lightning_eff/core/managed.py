@@ -1,19 +1,24 @@
 """The base classes of our own: what every callback of the suite does in addition to its technique.
 
 `Managed` asks the rules when they can be answered, stamps checkpoints, and undoes at the end of a run, or
-when one fails, what the technique pushed onto `cleanup`.
+when one fails, what the technique pushed onto `cleanup`. `Tiling` is its only subclass that is a base too.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+from torch import nn
 from typing_extensions import override
 
-from lightning_eff.core import checkpoint_stamp, rules
-from lightning_eff.core.errors import ConflictError
+from lightning_eff.core import checkpoint_stamp, model_surgery, rules
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.model_surgery import Stage
+from lightning_eff.core.technique import Outcome, name_of
 
 
 class RejectsTransformersTrainer:
@@ -89,3 +94,64 @@ class Managed(RejectsTransformersTrainer, pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self.cleanup.close()
+
+
+class Tiling(Managed):
+    """Base of a technique that computes parts of a model in tiles, from their stage of a fit to its end.
+
+    A subclass has `tile`, `outcome`, and calls `setup` and `on_train_end` of this class where it overrides
+    them.
+    """
+
+    exact = True
+    hint = ""
+    """Added to the warning that nothing was computed in tiles: a remedy."""
+    hint_if_none = ""
+    """The same where the model has nothing to tile."""
+
+    def __init__(self) -> None:
+        self._tiled: dict[str, Any] = {}
+        """What `tile` has returned in this fit."""
+
+    def tile(self, model: nn.Module) -> Mapping[str, Any]:
+        """Tile what is not tiled yet; return by name what was, objects whose `restore()` undoes it."""
+        raise NotImplementedError
+
+    def outcome(self) -> Outcome:
+        """Report what was computed in tiles."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._tiled = {}
+            model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
+            self.cleanup.callback(self._restore)
+            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
+
+    def _apply(self, model: nn.Module) -> int:
+        try:
+            new = self.tile(model)
+        except ConfigError as error:
+            raise error.under(name_of(self).replace("/", ".")) from error
+        self._tiled |= new
+        if not self._tiled:
+            self.warn_that_nothing_is_found()
+        return len(new)
+
+    def warn_that_nothing_is_found(self) -> None:
+        """Warn, when the model is built, that it has nothing to tile."""
+        text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
+        warnings.warn(text, NoEffectWarning, stacklevel=3)
+
+    def _restore(self) -> None:
+        for each in self._tiled.values():
+            each.restore()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        outcome = self.outcome()
+        if self._tiled and not outcome.effective:
+            text = f"{type(self).__name__} had no effect: {outcome.did}{self.hint}"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
