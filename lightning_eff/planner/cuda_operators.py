@@ -186,7 +186,7 @@ NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_
 """The overload that has a dtype."""
 INSIDE = {
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "cudnn_convolution", "cudnn_convolution_transpose"),
-    "_scaled_dot_product_flash_attention",
+    *("_scaled_dot_product_flash_attention", "_cudnn_rnn"),
 }
 """Called by operators that have cast already."""
 
