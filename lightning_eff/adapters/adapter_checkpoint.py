@@ -26,7 +26,6 @@ from lightning_eff.adapters.inject import peft_config_of
 from lightning_eff.adapters.methods import settings_of
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape, is_sharded
 
 NO_ADAPTER = (
@@ -109,11 +108,8 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
         key = "peft_type" if "peft_type" in different else different[0]
         name = "method" if key == "peft_type" else f"options.{key}"
         was, now = str(saved[key])[:60], str(here[key])[:60]
-        value = saved[key].lower() if key == "peft_type" else saved[key]
-        argument = f"method={value!r}" if name == "method" else f"options={{{key!r}: {value!r}}}"
-        remedy = Remedy(f"callbacks.peft_adapter.{name}={was.lower()}", f"PeftAdapter({argument[:100]})")
         raise CheckpointError(
-            f"it holds an adapter with {name} {was!a}, and this run has {now!a}\n  try: {str(remedy)!a}"
+            f"it holds an adapter with {name} {was!a}, and this run has {now!a}: set what it was saved with"
         )
 
 

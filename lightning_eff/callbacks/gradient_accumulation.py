@@ -39,7 +39,7 @@ from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import ConfigError, ConflictWarning
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP
+from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.microbatching import lightning_loop
 
@@ -156,7 +156,7 @@ class GradientAccumulation(Managed):
                 key=self._set_key,
                 value=self.schedule or self.global_batch_size,
                 allowed="a training loader with a batch_size, which divides it into batches",
-                remedies=[f"{PREFIX}.{self._set_key}=null {PREFIX}.num_batches=4"],
+                remedies=[self._by_batches()],
             )
         world_size = trainer.world_size
         for start, size in self._global_batch_sizes.items():
@@ -165,6 +165,11 @@ class GradientAccumulation(Managed):
         self._describe(f"of {batch_size} a step", world_size)
         self._set_current(trainer)
         return loader
+
+    def _by_batches(self) -> Remedy:
+        return Remedy(
+            f"{PREFIX}.{self._set_key}=null {PREFIX}.num_batches=4", "GradientAccumulation(num_batches=4)"
+        )
 
     def _describe(self, of_what: str, world_size: int) -> None:
         numbers = " then ".join(map(str, dict.fromkeys(self._accumulate_grad_batches.values())))
@@ -188,7 +193,7 @@ class GradientAccumulation(Managed):
                 key=self._set_key,
                 value=self.schedule or self.global_batch_size,
                 allowed=f"one training loader: batches of {len(loaders)} loaders have no single size",
-                remedies=[f"{PREFIX}.{self._set_key}=null {PREFIX}.num_batches=4"],
+                remedies=[self._by_batches()],
             )
         longest = max(self._accumulate_grad_batches.values(), default=1)
         if longest > trainer.num_training_batches:

@@ -127,7 +127,7 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
     verb.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help=about)
     about = "a trial is killed after so many seconds (180), and starts no more steps after a third of them"
     verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
-    about = "these rows besides the baseline; * matches anything"
+    about = "these rows besides the baseline and the recipe as it is; * matches anything"
     verb.add_argument("--only", metavar="NAME,...", help=about)
     about = "a row of your own on top of the baseline; may be repeated"
     verb.add_argument("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class SavedRun:
                     raise
                 # PyTorch lists every key that differs: the first ones tell enough.
                 keys = " ".join(line.strip() for line in str(error).splitlines()[1:])
-                run, allowed = self.checkpoint.parent.parent, f"a checkpoint of this model; {keys[:200]}"
+                keys = textwrap.shorten(keys, 200, placeholder=" ...")
+                run, allowed = self.checkpoint.parent.parent, f"a checkpoint of this model; {keys}"
                 remedies = [f"lightning-eff {self.verb} {run}"] if (run / RESOLVED).is_file() else []
                 remedies.append("the overrides that the run was trained with")
                 key, value = "ckpt_path", str(self.checkpoint)

@@ -29,6 +29,7 @@ from lightning_eff.core.errors import (
     EXIT_OK,
     RankError,
     SweepRunError,
+    UsageError,
     exit_code,
     is_out_of_memory,
     root_cause_line,
@@ -62,10 +63,12 @@ def main(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace, launch: Launch) -> int:
     if options.multirun:
+        if options.cfg or options.info:
+            raise UsageError("train: --cfg and --info show one run\n  try: leave out --multirun")
         check_sweep(launch, options.recipe)
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
-        if (options.cfg or options.info) and not options.multirun:
+        if options.cfg or options.info:
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
         configure_logging(launch)  # imports Lightning: not for a recipe that does not exist

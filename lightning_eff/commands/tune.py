@@ -276,7 +276,9 @@ def _report(options: argparse.Namespace, search: Search, best: Change) -> int:
         return EXIT_FAILED
     lines = [comparison_table(rows), f" {verdict(rows)}"]
     if time.monotonic() >= search.rounds.until:
-        lines.append(" time ran out; the same command continues")
+        lines.append(" time ran out; the same command continues, longer with --minutes")
+    if not best:
+        lines.append(" nothing was found to be faster; the recipe as it is:")
     words = ["lightning-eff", "train", *words_of(options.given, options.config_dir), *options.overrides]
     lines.append(shlex.join([*words, *change]))
     sys.stdout.writelines(f"{line}\n" for line in lines)

@@ -121,7 +121,12 @@ def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     level = noise(rows)
     if level is None:
         return []
-    found = [row for row in rows if can_win(row) and (row.speed_ratio or 0.0) > 1 + level]
+    found: list[ComparisonRow] = []
+    for row in filter(can_win, rows):
+        # A row that is noisier than the others has a noise of its own.
+        own = 2 * (row.samples_per_s_spread or 0.0) / (row.samples_per_s or 1.0)
+        if (row.speed_ratio or 0.0) > 1 + max(level, own):
+            found.append(row)
     return sorted(found, key=lambda row: -(row.speed_ratio or 0.0))
 
 
@@ -143,7 +148,7 @@ def describe_noise(rows: Sequence[ComparisonRow]) -> str:
     if level is not None:
         return f"Differences in speed of up to {level:.0%} are noise here."
     is_measured = any(row.samples_per_s for row in rows)
-    return "Only one round: noise is unknown. Use --rounds 3 to compare speeds." if is_measured else ""
+    return "Only one round: noise is unknown, and no speeds are compared." if is_measured else ""
 
 
 def verdict(rows: Sequence[ComparisonRow]) -> str:

@@ -166,10 +166,14 @@ class RecipeApp:
         """
         with _habits_explained(self.overrides):
             check_keys(self.config(), self.overrides, self.chain)
-        if info is not None:
-            self._hydra.show_info(info, self.recipe, self._lines)
-        else:
-            self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
+        with _explained():
+            try:
+                if info is not None:
+                    self._hydra.show_info(info, self.recipe, self._lines)
+                else:
+                    self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
+            except SystemExit as end:  # with its reason printed
+                raise UsageError(f"--package={package}: the config has no such part") from end
 
     def _check(
         self,

@@ -106,7 +106,9 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
         group = first.split()[3].rstrip(".")
         remedy = f"leave one of them out, or write `override {group}: OPTION`"
         return f"{group} is set more than once, and takes one option: {remedy}"
-    reason = f" ({str(cause).splitlines()[0]})" if str(error) and cause is not None and str(cause) else ""
+    while cause is not None and not str(cause).strip() and cause.__cause__ is not None:
+        cause = cause.__cause__
+    reason = f" ({str(cause).strip().splitlines()[0]})" if str(error) and str(cause or "").strip() else ""
     return f"{first}{reason}"
 
 

@@ -6,12 +6,13 @@ A text that names a remedy gets the form for its reader when it is written: the 
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-
-import yaml
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
 _in_fabric: ContextVar[bool] = ContextVar("_in_fabric", default=False)
@@ -82,17 +83,25 @@ def for_fabric() -> Generator[None]:
         _in_fabric.reset(token)
 
 
+WORDS = ("null", "true", "false", "nan", "inf", "yes", "no", "on", "off")
+"""Words that Hydra reads as other values than strings."""
+
+
 def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[str]) -> Remedy:
     """Return the remedy that sets a parameter to a list of names.
 
-    In the override a name has quotes where Hydra would read a number or null, and then the override, too.
+    In the override a name has quotes where Hydra would read anything but this word, and then the override,
+    too.
 
     Example:
         >>> remedy = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["weights", "1.0"])
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    quoted = [name if type(yaml.safe_load(name)) in (str, int) else f'"{name}"' for name in names]
+    plain = [
+        re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name, re.ASCII) and name.lower() not in WORDS for name in names
+    ]
+    quoted = [name if is_plain else json.dumps(name) for name, is_plain in zip(names, plain, strict=True)]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
-    override = override if quoted == list(names) else f"'{override}'"
+    override = override if all(plain) else shlex.quote(override)
     return Remedy(override, f"{class_name}({parameter}={list(names)})")

@@ -136,6 +136,12 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         folder = self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         if not self.dirpath and not trainer.loggers and (folder / files.PAGE_FILE).exists():
             self._folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
+        if self.dirpath and trainer.is_global_zero:
+            try:  # before the run, which would end without its report
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                allowed = f"a folder that can be made: {error.strerror}"
+                raise ConfigError(key="dirpath", value=str(self.dirpath), allowed=allowed) from error
         self.meter = Meter(
             trainer.strategy.root_device,
             trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]

@@ -111,8 +111,9 @@ class Progress(RejectsTransformersTrainer, ProgressBar):
         now, step, total = time.monotonic(), trainer.global_step, _total_steps(trainer)
         has_total = total not in (float("inf"), -1)
         done = step - self._begin_step
-        left_s = (now - self._begin_s) / done * (total - step) if has_total and done else 0.0
-        fields = [f"step {step}/{total:.0f}", f"{left_s:.0f} s left"] if has_total else [f"step {step}"]
+        fields = [f"step {step}/{total:.0f}" if has_total else f"step {step}"]
+        if has_total and done:
+            fields.append(f"{(now - self._begin_s) / done * (total - step):.0f} s left")
         for name, value in trainer.progress_bar_metrics.items():
             fields.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
         if self._num_samples:

@@ -44,7 +44,7 @@ def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
     content = report_page(report, config)
     written = page.with_suffix(".html.part")
     try:
-        written.write_text(content, encoding="utf-8")
+        written.write_text(content, encoding="utf-8", errors="backslashreplace")  # of surrogates
         written.replace(page)
     finally:
         written.unlink(missing_ok=True)
