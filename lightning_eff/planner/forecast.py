@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_eff.core import host_memory
+from lightning_eff.core.errors import UsageError
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.devices import AMPERE, Device
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
@@ -150,7 +151,9 @@ class ExampleBatch:
         try:
             data.setup("fit")
             loader: Any = data.train_dataloader()
-            batch = next(iter(loader))
+            batch = next(iter(loader), None)
+            if batch is None:
+                raise UsageError("the data have no batches to train on")
         except Exception as error:  # a user's data module may raise anything
             make_synthetic: Any = getattr(data, "example_batch", None)
             synthetic = make_synthetic() if callable(make_synthetic) else None
