@@ -71,8 +71,8 @@ GPU_SCRIPTS = {
     "gemm": {"ceilings": 1, "gemm": 9},
     "kernels": {"correctness": 0},
     "layers": {"host": 1, "layers": 4, "dw": 2, "loss": 2},
-    "models": {"attention": 12, "float8": 1, "offload": 1, "conv": 1, "long": 1},
-    "recipes": {"planner": 1, "speed": 3},
+    "models": {"attention": 12, "trainer": 1, "float8": 1, "offload": 1, "conv": 1, "lora": 1, "long": 1},
+    "training": {"planner": 1, "speed": 3},
 }
 """The parts of each script of benchmarks/gpu, and the cases that they have on a CPU."""
 
@@ -96,7 +96,7 @@ def test_a_script_for_a_gpu_runs_its_smallest_sizes_on_a_cpu(name: str, tmp_path
         assert backends == {case: each["expected"] for case, each in found["attention"].items()}
         assert list(backends.values()).count("math") == 4
         assert found["long"]["64 tokens"]["trained"] == 2 * 16 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
-    elif name == "recipes":
+    elif name == "training":
         assert found["planner"]["baseline"]["ratio"] == 1.0, "on a CPU exact to the byte"
     elif name == "layers":
         losses = [each["loss"] for case in found["loss"].values() for each in case.values()]
@@ -108,7 +108,7 @@ def test_a_script_for_a_gpu_runs_its_smallest_sizes_on_a_cpu(name: str, tmp_path
 def test_every_config_is_right_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     cases = run_gpu_script("kernels", tmp_path)["correctness"]
-    assert cases.keys() == {"gemm", *map(str, CONFIGS)}
+    assert cases.keys() == {"gemm", "other calls", *map(str, CONFIGS)}
     assert all(case["right"] and len(case) == 1 for case in cases.values())
 
 
