@@ -26,6 +26,7 @@ from lightning_eff.adapters.inject import peft_config_of
 from lightning_eff.adapters.methods import settings_of
 from lightning_eff.adapters.quantized import quantized_prefixes
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape, is_sharded
 
 NO_ADAPTER = (
@@ -108,9 +109,14 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
         key = "peft_type" if "peft_type" in different else different[0]
         name = "method" if key == "peft_type" else f"options.{key}"
         was, now = str(saved[key])[:60], str(here[key])[:60]
-        raise CheckpointError(
-            f"it holds an adapter with {name} {was!a}, and this run has {now!a}: set what it was saved with"
-        )
+        text = f"it holds an adapter with {name} {was!a}, and this run has {now!a}"
+        value = str(saved[key]).lower() if key == "peft_type" else saved[key]
+        # A remedy only of a value that is safe to paste: it is from a file.
+        if isinstance(value, (int, float)) or (isinstance(value, str) and value.isidentifier()):
+            argument = f"method={value!r}" if name == "method" else f"options={{{key!r}: {value!r}}}"
+            typed = value if isinstance(value, str) else str(value).lower()
+            text += f"\n  try: {Remedy(f'callbacks.peft_adapter.{name}={typed}', f'PeftAdapter({argument})')}"
+        raise CheckpointError(text)
 
 
 def load_adapter(

@@ -154,8 +154,8 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c.pop(CHECKPOINT_KEY), "missing: 'first.base_layer.weight'"),
 ]
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"options": {"r": 2}}, r"options.r '4', and this run has '2'\n  try: .PeftAdapter\(options=\{'r': 4\}"),
-    ({"method": "ia3", "options": None}, r"'LORA', and this run has 'IA3'\n  try: .PeftAdapter\(method=.lor"),
+    ({"options": {"r": 2}}, r"options.r '4', and this run has '2'\n  try: PeftAdapter\(options=\{'r': 4\}"),
+    ({"method": "ia3", "options": None}, r"'LORA', and this run has 'IA3'\n  try: PeftAdapter\(method=.lora"),
     ({"target_modules": ["first"]}, "unexpected: 'second.lora_A.default.weight', .* and 5 more"),
     ({"modules_to_save": ["second"]}, "missing: 'second.modules_to_save.default.weight'"),
 ]
