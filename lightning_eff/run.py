@@ -37,7 +37,7 @@ from lightning_eff.config.ckpt_path import (
 from lightning_eff.config.validate import MODULE_OPTIMIZER
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.batch_size import check_global_batch
-from lightning_eff.core.catalog import RESOLVED
+from lightning_eff.core.catalog import LEDGER_FILE, RESOLVED
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.core.remedies import keep_overrides
@@ -70,7 +70,7 @@ class Run:
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         if self.is_finished and self.ckpt_path is not None:
-            report = self.ckpt_path.parent.parent / "efficiency.json"
+            report = self.ckpt_path.parent.parent / LEDGER_FILE
             return json.loads(report.read_text()) if report.is_file() else {}
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):

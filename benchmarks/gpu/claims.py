@@ -105,7 +105,10 @@ def summary(contents: dict[str, Any]) -> str:
             f"- {name}: {state}; {call['date']}; `{call['command']}`; {call.get('clocks after', '')}"
         )
     lines += ["", "| what | goal | measured | verdict |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(goal.row(contents))} |" for goal in GOALS]
+    if environment.get("sizes") == "smoke":
+        lines.append("| none is judged: these are the smallest sizes | - | - | - |")
+    else:
+        lines += [f"| {' | '.join(goal.row(contents))} |" for goal in GOALS]
     faults = [f"- FAILED {name}, {fault}" for name, each in contents.items() for fault in faults_of(each)]
     return "\n".join([*lines, "", *faults]).rstrip() + "\n"
 

@@ -46,6 +46,8 @@ from lightning_eff.report.module_tracker import FORWARD
 GEMMS = ("mm", "addmm", "bmm", "linear")
 TILED = ("_log_softmax", "_to_copy", "clone", "mul", "div")
 """Operations of the forward pass that are computed in tiles, by the names that torch dispatches."""
+NOT_FOUND = "no output projection with more outputs than inputs"
+NAME_IT = "; name it with head="
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
 """What a `training_step` can do itself."""
 
@@ -78,13 +80,16 @@ def tile_loss(
         >>> logits = model(torch.zeros(1, 4, dtype=torch.long))
         >>> nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(4, dtype=torch.long)).backward()
     """
-    found = find_head(model, head)
-    if found is None:
-        text = "no loss in tiles: no output projection with more outputs than inputs; name it with head="
+    if find_head(model, head) is None:
+        text = f"tile_loss had no effect: {NOT_FOUND}{NAME_IT}"
         warnings.warn(text, NoEffectWarning, stacklevel=3)
-    if found is None or LateProjection.is_late(found[1]):
+    return _tile(model, head, tile_budget_mib)
+
+
+def _tile(model: nn.Module, head: str | None, tile_budget_mib: float | None) -> dict[str, LateProjection]:
+    name, module = find_head(model, head) or ("", None)
+    if module is None or LateProjection.is_late(module):
         return {}
-    name, module = found
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
 
 
@@ -111,7 +116,8 @@ class TiledLoss(Tiling):
     """
 
     hint = f"\n  try: {CHANGE}"
-    lowers = ("activations", "time")
+    hint_if_none = NAME_IT
+    lowers = ("activations",)
     try_as = (Try(),)
 
     @check_arguments
@@ -174,11 +180,7 @@ class TiledLoss(Tiling):
     @override
     def tile(self, model: nn.Module) -> dict[str, LateProjection]:
         """Let the output projection compute its logits when they are read."""
-        return tile_loss(model, head=self.head, tile_budget_mib=self.tile_budget_mib)
-
-    @override
-    def warn_that_nothing_is_found(self) -> None:
-        """Do nothing: `tile_loss` has warned."""
+        return _tile(model, self.head, self.tile_budget_mib)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -243,7 +245,7 @@ class TiledLoss(Tiling):
             did += f" {each.held_bytes / 2**20:.4g} MiB of logits [{each.rows}, {width}] not held"
             did += f"; computed whole for {by}" if by else ""
             return Outcome(did=did, numbers=numbers)
-        return Outcome(did="no output projection found", effective=False)
+        return Outcome(did=NOT_FOUND, effective=False)
 
 
 def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | None:

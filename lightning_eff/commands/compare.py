@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         _measure(options, values, comparison)
-    finally:  # what was measured before an interruption is reported too
+    finally:  # what was measured before an interruption is shown too
         shutil.rmtree(folder / "runs", ignore_errors=True)
         rows = comparison.table_rows()
         reports = [result.report for result in comparison.results.get(BASELINE, []) if result.report]
@@ -78,13 +78,13 @@ def main(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULT_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
         (folder / PAGE_FILE).write_text(comparison_page(content, rows), encoding="utf-8")
-    if options.json:
-        print_json(content)
-    else:
-        rounds = f"{options.rounds} round{'s' if options.rounds > 1 else ''}"
-        summary = f" {options.steps} steps per trial, {rounds}, {time.monotonic() - started:.0f} s"
-        lines = [comparison_table(rows), f" {content['verdict']}", f"{summary}; {folder / PAGE_FILE}"]
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        if options.json:
+            print_json(content)
+        else:
+            rounds = f"{options.rounds} round{'s' if options.rounds > 1 else ''}"
+            summary = f" {options.steps} steps per trial, {rounds}, {time.monotonic() - started:.0f} s"
+            lines = [comparison_table(rows), f" {content['verdict']}", f"{summary}; {folder / PAGE_FILE}"]
+            sys.stdout.writelines(f"{line}\n" for line in lines)
     return EXIT_OK if any(row.status == MEASURED for row in rows) else EXIT_FAILED
 
 
@@ -131,8 +131,7 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
         with redirect_stdout(sys.stderr):
             path = RecipePath.of(options.config_dir)
             trainer = build_trainer(compose_recipe(options.recipe, overrides, path).values)
-        findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
-        rules.raise_rejected(findings)
+        rules.raise_rejected(rules.verdict_on(trainer))
     except PRE_RUN_ERRORS:
         return False
     return True

@@ -117,7 +117,7 @@ def check_anywhere(recipe: str, overrides: Sequence[str]) -> None:
         trainer = build_trainer(values | {"trainer": here, "logger": None})
     finally:
         logging.disable(logging.NOTSET)
-    findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
+    findings = rules.verdict_on(trainer)
     rules.raise_rejected(each for each in findings if not each.rule.name.startswith(OF_THIS_MACHINE))
     check_global_batch(values, num_ranks(values["trainer"]))
 

@@ -25,6 +25,7 @@ from lightning_eff.config.recipes import RecipeLoader, RecipePath
 from lightning_eff.config.sweeps import METRIC
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
+from lightning_eff.core.catalog import LEDGER_FILE
 from lightning_eff.core.errors import (
     EXIT_OK,
     RankError,
@@ -144,7 +145,7 @@ class Ended:
 
 def left_of(folder: Path) -> dict[str, Any]:
     """Return what a run that failed has left of its report."""
-    file = folder / "efficiency.json"
+    file = folder / LEDGER_FILE
     return json.loads(file.read_text()) if file.is_file() else {}
 
 

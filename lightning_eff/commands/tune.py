@@ -225,7 +225,7 @@ class Search:
                 except PRE_RUN_ERRORS as error:
                     reason = root_cause_line(error).splitlines()[0]
                 if reason:
-                    self.rounds.add_refused(trial, reason)
+                    self.rounds.add_rejected(trial, reason)
             trials.append(trial)
         return trials
 

@@ -58,7 +58,7 @@ class TrialRounds:
         self._kept = kept
         self._num_rounds = 0
 
-    def add_refused(self, trial: Trial, reason: str) -> None:
+    def add_rejected(self, trial: Trial, reason: str) -> None:
         """Add a row for a trial that is not run."""
         self._overrides[trial.name] = trial.overrides
         self.results[trial.name] = [TrialResult(NOT_RUN, reason)]

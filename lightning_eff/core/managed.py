@@ -87,12 +87,14 @@ class Managed(RejectsTransformersTrainer, pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        rules.forget_verdict(trainer)
         self.cleanup.close()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        rules.forget_verdict(trainer)
         self.cleanup.close()
 
 
@@ -137,13 +139,9 @@ class Tiling(Managed):
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
         if not self._tiled:
-            self.warn_that_nothing_is_found()
+            text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
         return len(new)
-
-    def warn_that_nothing_is_found(self) -> None:
-        """Warn, when the model is built, that it has nothing to tile."""
-        text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
-        warnings.warn(text, NoEffectWarning, stacklevel=3)
 
     def _restore(self) -> None:
         for each in self._tiled.values():

@@ -173,17 +173,23 @@ def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) ->
     """Apply the rules to a Trainer, and keep the findings on it until more is known.
 
     More is known with the model, with callbacks that the model adds, and when the optimizers exist. Every
-    technique asks in each of its hooks.
+    technique asks in each of its hooks; at the end of a run `Managed` forgets the verdict, since settings may
+    change before the next one.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     stating = [callback for callback in callbacks if isinstance(callback, HasFacts)]
     # By id, so that nothing of an earlier `fit` stays in memory.
-    moment = [id(each) for each in (module, *stating, *trainer.optimizers)]
+    moment = [trainer.state.fn, *(id(each) for each in (module, *stating, *trainer.optimizers))]
     kept_moment, findings = vars(trainer).get(_VERDICT, (None, []))
     if kept_moment != moment:
         findings = check_rules(trainer_components(trainer), run_facts(trainer, module))
         vars(trainer)[_VERDICT] = moment, findings
     return findings
+
+
+def forget_verdict(trainer: pl.Trainer) -> None:
+    """Let the next run of a Trainer be judged anew."""
+    vars(trainer).pop(_VERDICT, None)
 
 
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
+from lightning_eff.core.catalog import LEDGER_FILE
 from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -99,7 +100,7 @@ def run(
         raise failure
     if code in STOPPED:
         raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
-    report = folder / "efficiency.json"
+    report = folder / LEDGER_FILE
     return json.loads(report.read_text()) if report.is_file() else {}
 
 

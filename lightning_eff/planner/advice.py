@@ -35,8 +35,6 @@ MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 MIN_HALVING = 0.03
 """Fraction of the peak that half a micro-batch must save for the next half to be tried."""
-
-
 PART = "{part}"
 """Stands for a number of samples in the overrides of a technique that divides batches."""
 
@@ -132,9 +130,7 @@ class AdvisedRecipe:
         """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
         if options not in self._known:
             values = self.compose(options) if options else self.values
-            trainer = build_trainer(values)
-            components = rules.trainer_components(trainer)
-            rules.raise_rejected(rules.check_rules(components, rules.run_facts(trainer)))
+            rules.raise_rejected(rules.verdict_on(build_trainer(values)))
             self._known[options] = forecast(values, self.memory, self.example)
         return self._known[options]
 

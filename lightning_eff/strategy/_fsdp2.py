@@ -221,6 +221,17 @@ def _shard_like(value: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
+    """Give an optimizer the sharded parameters in place of those that it was built with, and their state."""
+    sharded = dict(module.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
+    state = DTensorState(optimizer)
+    for parameter, name in names.items():
+        if parameter in optimizer.state and sharded[name] is not parameter:
+            state.load_state(sharded[name], optimizer.state.pop(parameter))
+
+
 @torch.no_grad()
 def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: CheckpointIO) -> None:
     """Save a checkpoint to a folder, or leave the previous one unchanged; a collective of all ranks.

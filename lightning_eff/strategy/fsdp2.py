@@ -70,6 +70,7 @@ from lightning_eff.strategy._fsdp2 import (
     explained_step,
     load_folder,
     parameter_attributes,
+    replace_parameters,
     restore_attributes,
     save_folder,
     shard_for,
@@ -423,7 +424,7 @@ class FSDP2Fabric(FabricStrategy):
                 raise checks.conflict(checks.FSDP2, problem, _LATER)
         self.setup_module(module)
         for optimizer in optimizers:
-            _replace_parameters(optimizer, names, module)
+            replace_parameters(optimizer, names, module)
             self._check_optimizer(optimizer, module)
         return module, optimizers, scheduler
 
@@ -493,14 +494,3 @@ class FSDP2Fabric(FabricStrategy):
         if not Path(path).expanduser().is_dir():
             return fabric_checkpoint.read_checkpoint(self, path, weights_only=weights_only)
         return load_folder(Path(path).expanduser(), Ranks(self.root_device), self.checkpoint_io)
-
-
-def _replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
-    """Give an optimizer the sharded parameters in place of those that it was built with, and their state."""
-    sharded = dict(module.named_parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
-    state = DTensorState(optimizer)
-    for parameter, name in names.items():
-        if parameter in optimizer.state and sharded[name] is not parameter:
-            state.load_state(sharded[name], optimizer.state.pop(parameter))

@@ -84,7 +84,7 @@ def test_one_that_fails_says_why_and_has_no_second_try(tmp_path: Path) -> None:
         other=[report(9.0), TrialResult(FAILED, "no end after 3 s")],
     )
     comparison = TrialRounds(tmp_path, limit_s=60.0)
-    comparison.add_refused(turns.trial("never"), "needs CUDA")
+    comparison.add_rejected(turns.trial("never"), "needs CUDA")
     for _ in range(3):
         comparison.run_round([turns.trial(name) for name in NAMES])
     rows = comparison.table_rows()
