@@ -109,5 +109,8 @@ def test_facts_are_stated_once_a_moment_however_many_techniques_ask() -> None:
 
     asking = [GradientCheckpointing(), EmptyCache(every_n_steps=1)]
     trainer = make_trainer(callbacks=[*asking, Counted(facts=Facts())], max_steps=1)
-    trainer.fit(Deep(), make_loader())
+    model = Deep()
+    trainer.fit(model, make_loader())
     assert moments == [False, True], "with the model, and when the optimizers exist"
+    rules.verdict_on(trainer, model)
+    assert len(moments) == 3, "a verdict ends with its run"
