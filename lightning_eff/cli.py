@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_eff.commands import _completion, _parser
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, root_cause_line
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, keep_overrides, root_cause_line
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import printable
 

@@ -38,9 +38,8 @@ from lightning_eff.config.validate import MODULE_OPTIMIZER
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import LEDGER_FILE, RESOLVED
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, keep_overrides
 from lightning_eff.core.log_filters import ignore_library_messages
-from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.launch import ray_worker
 from lightning_eff.launch.job import Launch, as_started
 from lightning_eff.monitors.efficiency_report import EfficiencyReport

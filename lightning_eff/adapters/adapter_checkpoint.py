@@ -25,8 +25,7 @@ from lightning_eff.adapters.base_fingerprint import Fingerprint, format_names, s
 from lightning_eff.adapters.inject import peft_config_of
 from lightning_eff.adapters.methods import settings_of
 from lightning_eff.adapters.quantized import quantized_prefixes
-from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.shards import full_shape, is_sharded
 
 NO_ADAPTER = (

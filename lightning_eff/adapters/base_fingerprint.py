@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from lightning_eff.adapters.inject import wrapped_layers
 from lightning_eff.adapters.module_tree import plain_name
 from lightning_eff.adapters.quantized import quantized_prefixes
-from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.shards import full_shape, full_tensor, is_sharded
 
 NUM_THREADS = 8

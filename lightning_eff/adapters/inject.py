@@ -29,7 +29,7 @@ from lightning_eff.adapters.methods import FOR_QUANTIZED, method_error, name_of_
 from lightning_eff.adapters.module_tree import outermost
 from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
 from lightning_eff.adapters.targets import resolve_targets
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import Remedy
 
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""

@@ -16,8 +16,7 @@ from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from lightning_eff.core.arguments import check_value
-from lightning_eff.core.errors import ConfigError, suggest_name
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy, suggest_name
 
 ALL_LINEAR = "all-linear"
 Targets = str | Collection[str] | None

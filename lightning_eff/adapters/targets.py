@@ -23,8 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.adapters.methods import ALL_LINEAR, NOT_LINEAR, name_of_method, peft_rejects
 from lightning_eff.adapters.module_tree import check_module_names, outermost, tied_parameters
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import Remedy, list_remedy
+from lightning_eff.core.errors import ConfigError, Remedy, list_remedy
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MAX_NAMES = 12

@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy
 
 METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",

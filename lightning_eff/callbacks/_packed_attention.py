@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConflictError, Remedy
 
 NAME = "lightning_eff_varlen"
 """Of the attention function, as transformers knows it."""

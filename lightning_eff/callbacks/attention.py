@@ -54,9 +54,8 @@ from lightning_eff.core.attention_backends import (
 )
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import Outcome
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels import devices

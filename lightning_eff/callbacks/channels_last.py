@@ -33,9 +33,8 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_eff.core import model_surgery
-from lightning_eff.core.errors import NoEffectWarning
+from lightning_eff.core.errors import TO_ADAMW, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

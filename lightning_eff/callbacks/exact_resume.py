@@ -38,9 +38,8 @@ from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, Remedy
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import Outcome, name_of
 
 POSITIONS, FLAGS = "positions", "flags"

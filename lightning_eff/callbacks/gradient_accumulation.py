@@ -37,9 +37,8 @@ from typing_extensions import override
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.batch_size import PREFIX, batches_per_step
-from lightning_eff.core.errors import ConfigError, ConflictWarning
+from lightning_eff.core.errors import TO_ONE_BATCH_A_STEP, ConfigError, ConflictWarning, Remedy
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.microbatching import lightning_loop
 

@@ -41,11 +41,10 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Fraction, check_arguments
 from lightning_eff.core.call_state import CallState, RecomputationError, stops_early
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import (
     MEMORY_BUDGET,
     RECOMPUTE,

@@ -41,9 +41,8 @@ from typing_extensions import override
 
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import BelowOne, Count, accepts, check_arguments
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.mean_check import check_mean

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import TO_ADAMW, ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.optimization.build import (
     SchedulerFactory,
@@ -39,7 +39,6 @@ from lightning_eff.core.optimization.build import (
     optimizer_classes,
 )
 from lightning_eff.core.optimization.composite import FreesGradients, OptimizerFactory
-from lightning_eff.core.remedies import TO_ADAMW, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import PACKAGE, SCHEDULE, Facts, Outcome, Technique, Try
 from lightning_eff.core.text import human_bytes

@@ -41,11 +41,10 @@ from lightning_eff.adapters.targets import CONVOLUTIONS, MAX_NAMES, ends_of_name
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
-from lightning_eff.core.errors import ConfigError, LittleReachedWarning
+from lightning_eff.core.errors import ConfigError, LittleReachedWarning, Remedy, list_remedy
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError, parameters_have
-from lightning_eff.core.remedies import Remedy, list_remedy
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,

@@ -33,9 +33,8 @@ from typing_extensions import override
 from lightning_eff.callbacks._late_projection import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
-from lightning_eff.core.errors import ConfigError, ConflictWarning, NoEffectWarning
+from lightning_eff.core.errors import TO_FSDP2, ConfigError, ConflictWarning, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Tiling
-from lightning_eff.core.remedies import TO_FSDP2, Remedy
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.cross_entropy import tile_rows_of

@@ -46,10 +46,9 @@ from lightning_eff.callbacks._token_wise import check_token_wise, join, num_matr
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.call_state import CallState, stops_early
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Tiling
 from lightning_eff.core.model_surgery import BlockSelector
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import GatheredAtOnce, full_shape
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes

@@ -40,10 +40,9 @@ from typing_extensions import override
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.errors import ConfigError, LittleReachedWarning, NoEffectWarning, suggest_name
+from lightning_eff.core.errors import ConfigError, LittleReachedWarning, NoEffectWarning, Remedy, suggest_name
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.technique import (
     MEMORY_BUDGET,
     RECOMPUTE,

@@ -34,10 +34,9 @@ from lightning_eff.callbacks._fused_mlp import FusedMLP, fuse_mlps
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.dtypes import matmul_dtype
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.kernels import dispatch

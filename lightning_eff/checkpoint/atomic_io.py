@@ -29,10 +29,9 @@ from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain, with_plain_hparams
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import nested_dict
-from lightning_eff.core.errors import CheckpointError, CheckpointWarning
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning, Remedy
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.optimization.first_gradients import parameters_have
-from lightning_eff.core.remedies import Remedy
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from dataclasses import asdict
 
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.core import rules
-from lightning_eff.core.remedies import TO_FULL_CHECKPOINTS, Remedy
+from lightning_eff.core.errors import TO_FULL_CHECKPOINTS, Remedy
 from lightning_eff.core.technique import PLACES_STATE, SHARDED_CHECKPOINTS, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_bytes
 

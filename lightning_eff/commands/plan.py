@@ -16,8 +16,7 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, suggest_name
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, keep_overrides, suggest_name
 from lightning_eff.core.text import (
     UNITS,
     WIDTH,

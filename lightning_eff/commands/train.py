@@ -33,10 +33,10 @@ from lightning_eff.core.errors import (
     UsageError,
     exit_code,
     is_out_of_memory,
+    keep_overrides,
     root_cause_line,
 )
 from lightning_eff.core.log_filters import report_on_stdout, reports_in_brief
-from lightning_eff.core.remedies import keep_overrides
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (

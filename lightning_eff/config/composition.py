@@ -30,8 +30,7 @@ from lightning_eff.config.overrides import allow_new_keys, parse_overrides
 from lightning_eff.config.recipes import RECIPE, RUN_DIR, TASK, RecipeChain, RecipeLoader, RecipePath
 from lightning_eff.config.resolution import check_keys, resolve_config
 from lightning_eff.config.validate import check_hydra, check_run_dir, check_write_access
-from lightning_eff.core.errors import ConfigError, UsageError
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import ConfigError, UsageError, keep_overrides
 
 VERSION_BASE = "1.3"
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy
 
 PREFIX = "callbacks.gradient_accumulation"
 GLOBAL_BATCH_SIZE = f"{PREFIX}.global_batch_size"

@@ -5,7 +5,7 @@ A key is a package and a class, and holds for its subclasses too; or it is a nam
 
 from __future__ import annotations
 
-from lightning_eff.core.remedies import TO_ADAMW, TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32, TO_FSDP2, Remedy
+from lightning_eff.core.errors import TO_ADAMW, TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32, TO_FSDP2, Remedy
 from lightning_eff.core.technique import (
     NEEDS_MATRICES,
     NEW_PARAMETERS,

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_eff.core import catalog
-from lightning_eff.core.remedies import TO_ADAMW, Remedy
+from lightning_eff.core.errors import TO_ADAMW, Remedy
 from lightning_eff.core.secret_values import HIDDEN, is_secret, secret_variables
 
 TIME = "time"

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy
 
 
 def check_language_model(

@@ -47,8 +47,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
-from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning
-from lightning_eff.core.remedies import TO_DDP, Remedy
+from lightning_eff.core.errors import TO_DDP, ConfigError, ConflictError, ConflictWarning, Remedy
 from lightning_eff.core.technique import name_of
 from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.mean_check import MeanCheck, check_mean

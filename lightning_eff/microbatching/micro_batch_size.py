@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from lightning_eff.core import allocator
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 

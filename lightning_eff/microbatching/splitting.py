@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import list_remedy
+from lightning_eff.core.errors import ConfigError, list_remedy
 
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""

@@ -33,11 +33,10 @@ from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
-from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
-from lightning_eff.core.remedies import Remedy
 from lightning_eff.core.torch_private import real_tensors
 
 

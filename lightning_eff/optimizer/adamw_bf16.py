@@ -33,8 +33,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.arguments import BelowOne, CountOrZero, NotNegative, Positive, check_arguments
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import TO_ADAMW, TO_FP32, Remedy
+from lightning_eff.core.errors import TO_ADAMW, TO_FP32, ConfigError, Remedy
 from lightning_eff.core.technique import Outcome
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import STATE

@@ -26,9 +26,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import NoEffectWarning
+from lightning_eff.core.errors import TO_ADAMW, NoEffectWarning
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
-from lightning_eff.core.remedies import TO_ADAMW
 from lightning_eff.core.technique import PLACES_STATE, Facts, Outcome, Rule, Try, Verdict
 from lightning_eff.core.text import human_bytes
 

@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.errors import TO_ADAMW, TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.optimization.composite import OptimizerFactory, PerParameter
-from lightning_eff.core.remedies import TO_ADAMW, TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion

@@ -25,9 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import TO_ADAMW, TO_ONE_BATCH_A_STEP, ConfigError, Remedy
 from lightning_eff.core.managed import Managed
-from lightning_eff.core.remedies import TO_ADAMW, TO_ONE_BATCH_A_STEP, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes

@@ -28,9 +28,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import ConfigError, LittleReachedWarning
+from lightning_eff.core.errors import TO_ADAMW, ConfigError, LittleReachedWarning
 from lightning_eff.core.optimization.composite import WrapperOptimizer
-from lightning_eff.core.remedies import TO_ADAMW
 from lightning_eff.core.technique import NEEDS_MATRICES, Facts, Outcome
 
 

@@ -39,8 +39,14 @@ from typing_extensions import override
 from lightning_eff.core import checkpoint_stamp, rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision, cast_floats, dtype_support
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
-from lightning_eff.core.remedies import TO_AUTO_PRECISION, TO_BF16_MIXED, TO_FP32
+from lightning_eff.core.errors import (
+    TO_AUTO_PRECISION,
+    TO_BF16_MIXED,
+    TO_FP32,
+    ConfigError,
+    NoEffectWarning,
+    SlowPathWarning,
+)
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.kernels.devices import AMPERE, Device

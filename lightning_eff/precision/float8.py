@@ -37,11 +37,18 @@ from lightning_eff.adapters.module_tree import check_module_names, is_in_module,
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import CompiledCall
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.errors import (
+    TO_BF16_MIXED,
+    TO_FSDP2,
+    ConfigError,
+    EnvironmentLacksError,
+    NoEffectWarning,
+    Remedy,
+    SlowPathWarning,
+)
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.machine import FLOAT8_CAPABILITY, gpu_facts
 from lightning_eff.core.model_surgery import ADAPTER, Stage, repeated_blocks
-from lightning_eff.core.remedies import TO_BF16_MIXED, TO_FSDP2, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count

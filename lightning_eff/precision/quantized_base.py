@@ -39,9 +39,8 @@ from lightning_eff.adapters.quantized import is_quantized, storage_bytes
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.core.errors import TO_DDP, ConfigError, EnvironmentLacksError, Remedy
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.remedies import TO_DDP, Remedy
 from lightning_eff.core.technique import (
     NEW_PARAMETERS,
     PLACES_STATE,

@@ -19,8 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import AdamW
 
 from lightning_eff.core import catalog, rules
-from lightning_eff.core.errors import root_cause_line
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import Remedy, root_cause_line
 from lightning_eff.core.technique import Verdict, name_of, non_default_config
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.module_tracker import BACKWARD, STEP

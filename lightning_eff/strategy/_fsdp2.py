@@ -37,9 +37,8 @@ from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.checkpoint.atomic_write import save_error
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, RowShard, split_shards
-from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.errors import TO_ZERO, CheckpointError
 from lightning_eff.core.model_surgery import BlockSelector, select_blocks
-from lightning_eff.core.remedies import TO_ZERO
 from lightning_eff.core.shards import full_tensor, local_rows
 from lightning_eff.report.model_weights import ModelWeights, Weight
 from lightning_eff.report.sharding import DeviceShare, Sharding

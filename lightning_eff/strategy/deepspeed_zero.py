@@ -48,8 +48,7 @@ from typing_extensions import override
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import Remedy, for_fabric
+from lightning_eff.core.errors import ConfigError, Remedy, for_fabric
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count

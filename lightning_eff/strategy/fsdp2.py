@@ -48,18 +48,18 @@ from lightning_eff.checkpoint import full_state, sharded, sharded_write
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.core import rules, shards
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
-from lightning_eff.core.optimization.composite import WrapperOptimizer
-from lightning_eff.core.remedies import (
+from lightning_eff.core.errors import (
     TO_AUTO_STRATEGY,
     TO_DDP,
     TO_FULL_CHECKPOINTS,
     TO_TWO_DEVICES,
     TO_ZERO,
+    CheckpointError,
     Remedy,
     for_fabric,
 )
+from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
+from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.strategy._fsdp2 import (

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.torch_compile import TorchCompile
-from lightning_eff.core.errors import LittleReachedWarning
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import LittleReachedWarning, keep_overrides
 from lightning_eff.optimizer.muon import Muon
 
 

@@ -15,9 +15,15 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, PACKAGE
-from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.errors import (
+    ConfigError,
+    ConflictError,
+    Remedy,
+    for_fabric,
+    keep_overrides,
+    list_remedy,
+)
 from lightning_eff.core.library_rules import LIBRARY_RULES
-from lightning_eff.core.remedies import Remedy, for_fabric, keep_overrides, list_remedy
 from lightning_eff.core.rules import RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.core.errors import ConfigError, UsageError
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import ConfigError, UsageError, keep_overrides
 from lightning_eff.launch import job, ranks
 from lightning_eff.launch.job import (
     Launch,

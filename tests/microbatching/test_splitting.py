@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import ConfigError, keep_overrides
 from lightning_eff.microbatching import splitting
 from lightning_eff.microbatching.splitting import num_samples, split
 

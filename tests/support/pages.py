@@ -16,7 +16,7 @@ import yaml
 
 from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
-from lightning_eff.core.remedies import keep_overrides
+from lightning_eff.core.errors import keep_overrides
 from lightning_eff.core.technique import HasFacts, Rule
 from tests.support import benchmarks, migration_pages
 from tests.support.markdown import quoted, table

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.random_states import RandomStates, differing
-from lightning_eff.core.remedies import Remedy
 
 
 @dataclass

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.core.errors import EXIT_FAILED, ConfigError, suggest_name
+from lightning_eff.core.errors import EXIT_FAILED, ConfigError, Remedy, suggest_name
 from lightning_eff.core.optimization.composite import FreesGradients
-from lightning_eff.core.remedies import Remedy
 
 MAX_NAMES = 5
 

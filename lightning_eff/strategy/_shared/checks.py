@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_eff.core.errors import ConflictError
-from lightning_eff.core.remedies import TO_DDP, TO_FSDP2, TO_ZERO, Remedy
+from lightning_eff.core.errors import TO_DDP, TO_FSDP2, TO_ZERO, ConflictError, Remedy
 from lightning_eff.core.shards import full_shape
 
 FSDP2 = "strategy/fsdp2"

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_eff.core.compiled_call import is_compiled
-from lightning_eff.core.errors import CheckpointError
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.shards import LEAF, is_sharded
 from lightning_eff.strategy._shared.checks import conflict
 

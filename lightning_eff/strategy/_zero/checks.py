@@ -14,8 +14,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
-from lightning_eff.core.remedies import TO_AUTO_STRATEGY, TO_DDP, TO_FP32, TO_FSDP2, TO_TWO_DEVICES, Remedy
+from lightning_eff.core.errors import (
+    TO_AUTO_STRATEGY,
+    TO_DDP,
+    TO_FP32,
+    TO_FSDP2,
+    TO_TWO_DEVICES,
+    ConfigError,
+    EnvironmentLacksError,
+    Remedy,
+)
 from lightning_eff.core.technique import Rule
 from lightning_eff.core.torch_private import batch_norm_class
 from lightning_eff.strategy._shared import checks

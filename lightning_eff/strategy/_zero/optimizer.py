@@ -18,7 +18,7 @@ from lightning.pytorch.core.optimizer import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.core.remedies import TO_ADAMW, TO_DDP, TO_FSDP2
+from lightning_eff.core.errors import TO_ADAMW, TO_DDP, TO_FSDP2
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
 ELEMENTWISE = {

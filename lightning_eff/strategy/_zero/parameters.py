@@ -18,8 +18,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_eff.core.errors import ConflictWarning
-from lightning_eff.core.remedies import TO_DDP, TO_FSDP2
+from lightning_eff.core.errors import TO_DDP, TO_FSDP2, ConflictWarning
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 

@@ -11,8 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff.core.dtypes import auto_precision, cast_floats
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.remedies import TO_DDP, TO_FP32
+from lightning_eff.core.errors import TO_DDP, TO_FP32, ConfigError
 
 
 class ZeroPrecision(DeepSpeedPrecision):

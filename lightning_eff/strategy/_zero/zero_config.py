@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_eff.core.errors import ConfigError, suggest_name
-from lightning_eff.core.remedies import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy, suggest_name
 from lightning_eff.core.shards import full_shape
 from lightning_eff.strategy._zero.memory_arithmetic import DEFAULT_BUCKET, ZeroMemory
 
