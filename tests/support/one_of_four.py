@@ -72,9 +72,9 @@ def zero(*, stage: int, bf16: bool) -> dict[str, Any]:
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
 
     from lightning_eff.report.live_bytes import state_bytes
-    from lightning_eff.strategy._zero import checks, zero_config
+    from lightning_eff.strategy import _zero_config as zero_config
 
-    checks.disable_shared_memory_transport()
+    zero_config.import_deepspeed("cpu")
     vars(coordinator)["assert_ints_same_as_other_ranks"] = lambda *_, **__: None  # the others are not there
     own: dict[str, Any] = {"reduce_bucket_size": 100_000}
     if stage == 3:
