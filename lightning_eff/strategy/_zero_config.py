@@ -35,42 +35,29 @@ from lightning_eff.core.torch_private import batch_norm_class
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
-PRECISION = "trainer.precision or precision="
-BATCH = "data.batch_size"
-WINDOW = "trainer.accumulate_grad_batches or callbacks.gradient_accumulation"
+_PRECISION = "trainer.precision or precision=", "Fabric(precision=...)"
+_BATCH = "data.batch_size", "the loop"
+_WINDOW = "trainer.accumulate_grad_batches or callbacks.gradient_accumulation", "the loop"
+_TESTED = "the strategy, which tests the optimizer itself"
 OWNED = {
-    "train_batch_size": BATCH,
-    "train_micro_batch_size_per_gpu": BATCH,
-    "gradient_accumulation_steps": WINDOW,
-    "managed_gradient_accumulation": WINDOW,
-    "gradient_clipping": "trainer.gradient_clip_val",
-    "optimizer": "optimizer=",
-    "scheduler": "scheduler=",
-    "fp16": PRECISION,
-    "bf16": PRECISION,
-    "amp": PRECISION,
-    "torch_autocast": PRECISION,
-    "activation_checkpointing": "callbacks.gradient_checkpointing",
-    "zero_allow_untested_optimizer": "the strategy, which tests the optimizer itself",
-    "zero_optimization.stage": "strategy.stage",
-    "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
-    "zero_optimization.offload_param.device": "strategy.offload_parameters",
+    "train_batch_size": _BATCH,
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "gradient_accumulation_steps": _WINDOW,
+    "managed_gradient_accumulation": _WINDOW,
+    "gradient_clipping": ("trainer.gradient_clip_val", "fabric.clip_gradients"),
+    "optimizer": ("optimizer=", "fabric.setup"),
+    "scheduler": ("scheduler=", "the loop"),
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "amp": _PRECISION,
+    "torch_autocast": _PRECISION,
+    "activation_checkpointing": ("callbacks.gradient_checkpointing", "lightning_eff.recompute"),
+    "zero_allow_untested_optimizer": (_TESTED, _TESTED),
+    "zero_optimization.stage": ("strategy.stage", "stage"),
+    "zero_optimization.offload_optimizer.device": ("strategy.offload_optimizer", "offload_optimizer"),
+    "zero_optimization.offload_param.device": ("strategy.offload_parameters", "offload_parameters"),
 }
-"""DeepSpeed's keys that are set elsewhere, and where."""
-_IN_A_LOOP = {
-    BATCH: "the loop",
-    WINDOW: "the loop",
-    PRECISION: "Fabric(precision=...)",
-    "trainer.gradient_clip_val": "fabric.clip_gradients",
-    "optimizer=": "fabric.setup",
-    "scheduler=": "the loop",
-    "callbacks.gradient_checkpointing": "lightning_eff.recompute",
-    "strategy.stage": "stage",
-    "strategy.offload_optimizer": "offload_optimizer",
-    "strategy.offload_parameters": "offload_parameters",
-}
-FABRICS = {key: _IN_A_LOOP.get(setting, setting) for key, setting in OWNED.items()}
-"""The same keys, and where they are set in a loop under Fabric."""
+"""DeepSpeed's keys that are set elsewhere: where with a Trainer, and where in a loop under Fabric."""
 FREE = (
     *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
     *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
@@ -130,8 +117,8 @@ ONE_DEVICE = Rule(
 )
 
 
-def check(config: Mapping[str, Any], path: str = "", owned: Mapping[str, str] = OWNED) -> None:
-    """Reject keys that are set elsewhere (`owned` says where), and unknown keys.
+def check(config: Mapping[str, Any], path: str = "", *, in_fabric: bool = False) -> None:
+    """Reject keys that are set elsewhere, and unknown keys.
 
     Raises:
         ConfigError: The text names the setting to use instead, or the nearest key.
@@ -143,11 +130,11 @@ def check(config: Mapping[str, Any], path: str = "", owned: Mapping[str, str] = 
     """
     for key, value in config.items():
         full = f"{path}{key}"
-        if full in owned:
+        if full in OWNED:
             raise ConfigError(
                 key=f"config.{full}",
                 value=value,
-                allowed=f"no such key, since it is set by {owned[full]}",
+                allowed=f"no such key, since it is set by {OWNED[full][in_fabric]}",
                 remedies=[Remedy(f"~strategy.config.{full}", f"leave out {key}")],
             )
         if not path and key not in FREE:
@@ -158,7 +145,7 @@ def check(config: Mapping[str, Any], path: str = "", owned: Mapping[str, str] = 
             )
         if isinstance(value, Mapping) and full in _NESTED:
             nested: Mapping[str, Any] = value
-            check(nested, f"{full}.", owned)
+            check(nested, f"{full}.", in_fabric=in_fabric)
 
 
 def deepspeed_config(

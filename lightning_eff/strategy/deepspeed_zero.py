@@ -75,10 +75,8 @@ _LIGHTNINGS: Any = object
 class ZeroMixin(_LIGHTNINGS):
     """What the Trainer's class and Fabric's share: arguments, rules, and what happens around a step."""
 
-    owned_keys: Mapping[str, str] = zero_config.OWNED
-    """Keys of DeepSpeed's configuration that are set elsewhere, and where."""
-    for_reader: Any = nullcontext
-    """Context in which errors are created, for names of the Trainer or of Fabric in their remedies."""
+    in_fabric = False
+    """Whether a loop under Fabric uses it, with other names in remedies, and not a Trainer."""
 
     @check_arguments
     def __init__(
@@ -89,7 +87,7 @@ class ZeroMixin(_LIGHTNINGS):
         offload_parameters: Literal["cpu"] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        with self.for_reader():
+        with self._for_reader():
             if offload_parameters is not None and stage != 3:
                 raise ConfigError(
                     key="offload_parameters",
@@ -97,7 +95,7 @@ class ZeroMixin(_LIGHTNINGS):
                     allowed=f"None under stage {stage}, where each device keeps all weights",
                     remedies=[Remedy("strategy.stage=3", "DeepSpeedZero(stage=3)")],
                 )
-            zero_config.check(config or {}, owned=self.owned_keys)
+            zero_config.check(config or {}, in_fabric=self.in_fabric)
             zero_config.import_deepspeed()
         super().__init__(
             config=zero_config.deepspeed_config(
@@ -113,14 +111,15 @@ class ZeroMixin(_LIGHTNINGS):
         self.offload_parameters = offload_parameters
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-        # Both from the start of DeepSpeed's engine.
-        self._guard: Any = None
+        self._guard: Any = None  # like the next one, from the start of DeepSpeed's engine
         self._divergence: Any = None
+
+    def _for_reader(self) -> AbstractContextManager[None]:
+        return for_fabric() if self.in_fabric else nullcontext()
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
-        # Without devices the strategy is not connected yet.
+        """This rank's device; the CPU before the strategy is connected."""
         device = super().root_device if self.parallel_devices is not None else torch.device("cpu")
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
@@ -145,13 +144,11 @@ class ZeroMixin(_LIGHTNINGS):
         except ValueError as error:
             allowed = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
             remedies = [zero_config.TO_32_TRUE, TO_DDP]
-            with self.for_reader():
+            with self._for_reader():
                 raise ConfigError("precision", requested, allowed=allowed, remedies=remedies) from error
 
     @contextmanager
-    def _start_of_engine(
-        self, module: nn.Module, optimizer: Optimizer, *, calls_hooks: bool
-    ) -> Generator[None]:
+    def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
         """Prepare a model and its optimizer for DeepSpeed, and watch them once it has sharded them."""
         groups = optimizer.param_groups
         # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
@@ -159,7 +156,7 @@ class ZeroMixin(_LIGHTNINGS):
         zero_config.fit_bucket(self.config, groups)
         with without_empty_groups(module, groups):
             yield
-        self._guard = ParameterGuard(module, calls_hooks=calls_hooks)
+        self._guard = ParameterGuard(module, calls_hooks=not self.in_fabric)
         # Stage 1 reduces gradients once per step, in a fixed order: only the set of modules matters.
         gathers, ordered = self.stage == 3, self.stage > 1
         self._divergence = RankDivergenceCheck(ZERO, module, gathers=gathers, ordered=ordered)
@@ -167,7 +164,7 @@ class ZeroMixin(_LIGHTNINGS):
     @contextmanager
     def _checked_step(self) -> Generator[None]:
         """Check around a step that DeepSpeed trains the model's parameters, and that ranks ran the same."""
-        with self.for_reader():
+        with self._for_reader():
             self._guard.check()
             if self.stage == 3:
                 self._divergence.read()  # before the next forward, in which one rank alone would fail
@@ -175,7 +172,7 @@ class ZeroMixin(_LIGHTNINGS):
             yield
         finally:
             self.model.optimizer.custom_loss_scaler = False  # `scale_gradients` is for one step
-        with self.for_reader():
+        with self._for_reader():
             self._guard.begin()
             self._divergence.compare()
 
@@ -251,16 +248,14 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         zero_config.check_run(trainer)
-        # DeepSpeed broadcasts the parameters.
-        broadcast_from_rank0(trainer.lightning_module.buffers(), self.root_device)
+        broadcast_from_rank0(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed: parameters
         super().setup(trainer)
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        config: Any = self.config
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         # DeepSpeed clips by the norm of the full gradient; Lightning's own clipping would see one slice.
-        config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
+        self.config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
@@ -271,7 +266,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Any, optimizer: Any, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        with self._start_of_engine(model, optimizer, calls_hooks=True):
+        with self._start_of_engine(model, optimizer):
             engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         # For techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
         zero.whole_groups = [{"params": group} for group in self._groups]
@@ -327,19 +322,14 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """Shard a model's training state among ranks; `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
 
-    For one model and its optimizer, `fabric.setup(model, optimizer)`. Checkpoints have the layout of a single
+    Its arguments are those of DeepSpeedZero; in `config`, keys that Fabric or the loop sets are rejected. For
+    one model and its optimizer, `fabric.setup(model, optimizer)`. Checkpoints have the layout of a single
     device and appear in one step, also without `plugins=[Durable()]`. `fabric.clip_gradients` takes effect in
     the step, where DeepSpeed knows the norm, and returns None.
 
     Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, saves folders that only
     DeepSpeed loads, steps a schedule a second time, and keeps gradients that `optimizer.zero_grad()` should
     discard.
-
-    Args:
-        stage: As for DeepSpeedZero, like the other arguments.
-        offload_optimizer: Device of the optimizer state.
-        offload_parameters: Device of weights that are not needed yet.
-        config: More of DeepSpeed's configuration; keys that Fabric or the loop sets are rejected.
 
     Raises:
         CheckpointError: Rank 0 cannot write (the previous checkpoint is unchanged), or a file is damaged.
@@ -355,8 +345,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
           try: leave out gradient_clipping
     """
 
-    owned_keys = zero_config.FABRICS
-    for_reader = staticmethod(for_fabric)
+    in_fabric = True
     _rejects_nonfinite = False
     _has_gradients = False
 
@@ -370,9 +359,8 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     @override
     def setup_environment(self) -> None:
         self._backward_sync_control: Any = ReductionControl()  # without one Fabric warns
-        is_alone = self.num_nodes * self.num_processes == 1
+        run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
         with for_fabric():
-            run = {"run/one_device": "one device"} if is_alone else {}
             rules.raise_rejected(rules.check_rules([self], run))
             zero_config.import_deepspeed(self.root_device.type)
         FabricDDP.setup_environment(self)  # FabricDeepSpeed's in Lightning 2.6 allows CUDA only
@@ -408,7 +396,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         if len(optimizers) != 1:
             problem = f"DeepSpeed steps one optimizer, not {len(optimizers)}"
             raise conflict(ZERO, problem, "parameter groups of one optimizer", "FSDP2Fabric()")
-        (own,) = optimizers
+        own = optimizers[0]
         with for_fabric():
             check_elementwise(own)
             rules.raise_rejected(rules.check_rules([self, type(own)], {}))
@@ -417,7 +405,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
         # Without the schedule, which DeepSpeed would step besides the loop.
-        with self._start_of_engine(module, own, calls_hooks=False):
+        with self._start_of_engine(module, own):
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)
         return engine, [EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
 
@@ -425,9 +413,9 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         if self._deepspeed_engine is not None and (is_trained or self.stage == 3):
             problem = "it shards one model, and another was set up before"
             raise conflict(ZERO, problem, "fabric.to_device(model) for a frozen one", "FSDP2Fabric()")
-        config: Any = self.config
+        precision = str(self.precision.precision)
         with for_fabric():
-            zero_config.check_module(module, config, str(self.precision.precision), is_trained=is_trained)
+            zero_config.check_module(module, self.config, precision, is_trained=is_trained)
 
     def discard_gradients(self) -> None:
         """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
@@ -466,9 +454,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         if rejects and not self.precision.precision.startswith("16"):
             norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):
-                raise RuntimeError(
-                    "the norm of the gradients is not finite; error_if_nonfinite=False would go on"
-                )
+                raise RuntimeError("the norm of the gradients is not finite (error_if_nonfinite=True)")
         return result
 
     @override
