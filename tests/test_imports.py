@@ -34,7 +34,7 @@ def test_a_private_folder_is_its_own_techniques() -> None:
         folder = re.match(r"\w+\._\w+", imported)
         if folder is not None and not importer.startswith(folder[0]):
             users.setdefault(folder[0], set()).add(importer)
-    assert "strategy._zero" in users
+    assert "strategy._zero_config" in users
     for folder, found in users.items():
         slot, _, private = folder.partition(".")
         if slot != "commands":  # there, what verbs share: cli.py has the parser of all

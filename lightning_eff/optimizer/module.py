@@ -32,18 +32,6 @@ from lightning_eff.core.technique import Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.live_bytes import state_bytes
 
-_NO_CLIPPING = Rule(
-    name="run/manual_clipping",
-    reason="Lightning clips no gradients for a module that steps its optimizers itself; it may call"
-    " self.clip_gradients",
-    remedies=(Remedy("trainer.gradient_clip_val=null", "Trainer(gradient_clip_val=None)"),),
-)
-_NO_ACCUMULATION = Rule(
-    name="run/manual_accumulation",
-    reason="Lightning accumulates nothing for a module that steps its optimizers itself",
-    remedies=(TO_ONE_BATCH_A_STEP,),
-)
-
 
 class ModuleOptimizer(Managed):
     """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report them.
@@ -69,7 +57,18 @@ class ModuleOptimizer(Managed):
 
     def facts(self) -> Facts:
         """Return what Lightning does not do in manual optimization."""
-        return Facts(excludes=(_NO_CLIPPING, _NO_ACCUMULATION))
+        clipping = Rule(
+            name="run/manual_clipping",
+            reason="Lightning clips no gradients for a module that steps its optimizers itself; it may call"
+            " self.clip_gradients",
+            remedies=(Remedy("trainer.gradient_clip_val=null", "Trainer(gradient_clip_val=None)"),),
+        )
+        accumulation = Rule(
+            name="run/manual_accumulation",
+            reason="Lightning accumulates nothing for a module that steps its optimizers itself",
+            remedies=(TO_ONE_BATCH_A_STEP,),
+        )
+        return Facts(excludes=(clipping, accumulation))
 
     def check_module(self, module: pl.LightningModule) -> None:
         """Refuse a module without a `configure_optimizers`.

@@ -38,7 +38,7 @@ class Muon(WrapperOptimizer):
 
     Args:
         params: Parameters or groups. A group with a key `hidden` goes to Muon where that is true and to
-            AdamW where it is false, as `parameter_groups.parameter_groups` sets it; without the key,
+            AdamW where it is false, as `build.parameter_groups` sets it; without the key,
             every matrix goes to Muon.
         lr: Learning rate of both.
         weight_decay: Fraction of `lr`, of both; a group may have its own.

@@ -33,8 +33,8 @@ INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRo
 class Float8Linear(float8_linear.Float8Linear):  # pyright: ignore[reportUntypedBaseClass]
     """A linear layer in float8; `conversion.convert` makes one."""
 
-    num_rows: int
-    """Of the last input; under a compiler not counted."""
+    has_run: bool
+    """There once a forward pass ran, unless under a compiler."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Float8Linear(float8_linear.Float8Linear):  # pyright: ignore[reportUntyped
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
         if not torch.compiler.is_compiling():
-            self.num_rows = input.numel() // self.in_features
+            self.has_run = True
         y: Tensor = Float8Product.apply(input, self.weight.t(), self.linear_mm_config, self.config)  # pyright: ignore[reportAssignmentType]
         return y if self.bias is None else y + self.bias.to(y.dtype)  # pyright: ignore[reportUnnecessaryComparison]
 
@@ -137,7 +137,7 @@ def unconvert(layer: nn.Linear) -> None:
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return
-    for name in (*vars(layer).pop("_float8_attributes"), "num_rows"):
+    for name in (*vars(layer).pop("_float8_attributes"), "has_run"):
         vars(layer).pop(name, None)
     layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_eff.adapters.module_tree import check_module_names, is_in_module, plain_name
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.compiled_call import CompiledCall
+from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import (
     TO_BF16_MIXED,
     TO_FSDP2,
@@ -63,6 +63,23 @@ NOT_CALLED = "it was not called: what reads its weight computes in bfloat16"
 EMULATED = Remedy("precision.emulate=true", "Float8(emulate=True)")
 COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
+
+MULTIPLE = 16
+"""Of both features of a layer: what a float8 product needs."""
+ROWS = 8192
+"""Tokens, or rows, of a batch, for the arithmetic: layers are chosen before the first batch is seen."""
+HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
+"""Fractions of a device's peaks that products in 16 bits, in float8, and casts reach: estimates, by which an
+H100 gains from about the sizes of torchao 0.18's own filter (2048 x 4096 does not, 4096 x 4096 does)."""
+CAST_BYTES = 5
+"""Of an element of 16 bits: read for the largest magnitude, read for the cast, and written in 8 bits."""
+CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2, 2, 1)}
+"""Casts of input, weight and gradient in a step, by recipe. Along rows and columns a tensor is cast twice."""
+FROZEN_CASTS = (1, 2, 1)
+ROUTERS = ("router", "gate")
+"""Last names of layers that choose experts; an MLP's gate widens its input."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
 
 
 @check_arguments
@@ -233,7 +250,7 @@ class Float8(AutoPrecision):
             text = f"precision/float8 has no effect: {most}"
             remedy = "" if self.emulate else f"\n  try: {EMULATED} (rounds as float8 does, slower)"
             warnings.warn(text + remedy, NoEffectWarning, stacklevel=2)
-        self._has_compiled = any(map(_is_compiled, module.modules()))
+        self._has_compiled = is_compiled(module)
         if whys[""] and not self.emulate and not self._has_compiled:
             text = (
                 "precision/float8 is slower than bfloat16 without compiled blocks: a cast is several kernels"
@@ -273,10 +290,10 @@ class Float8(AutoPrecision):
 
     def _note_uncalled(self) -> None:
         """Note the layers that did not run while others did: something else may read their weights."""
-        ran = [hasattr(layer, "num_rows") for layer, why in self._listed.values() if not why]
-        if any(ran) and not self._has_compiled:  # a compiled layer counts no rows
+        ran = [hasattr(layer, "has_run") for layer, why in self._listed.values() if not why]
+        if any(ran) and not self._has_compiled:  # a compiled layer notes nothing
             for name, (layer, why) in self._listed.items():
-                if not why and not hasattr(layer, "num_rows"):
+                if not why and not hasattr(layer, "has_run"):
                     self._listed[name] = layer, NOT_CALLED
 
     @override
@@ -316,7 +333,8 @@ def convert_model(
     present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     gain = None if on is None else functools.partial(speedup, device=on, recipe=recipe)
     listed = reasons(model, skip, gain) | {name: (layer, "") for name, layer in present.items()}
-    if on is not None and (missing := why_no_float8(on)):
+    if on is not None and "machine/float8" not in gpu_facts(on.capability):
+        missing = f"{'this CPU' if on.is_cpu else on.name} has no float8 products, which need {NEEDS}"
         listed = {name: (layer, missing) for name, (layer, _) in listed.items()}
     new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
     for layer in new:
@@ -324,36 +342,6 @@ def convert_model(
         own = recipe if layer.weight.requires_grad else "rowwise"
         convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
     return listed, len(new)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    forward: Callable[..., Any] | None = vars(module).get("forward")
-    return isinstance(forward, CompiledCall) or getattr(module, "_compiled_call_impl", None) is not None
-
-
-MULTIPLE = 16
-"""Of both features of a layer: what a float8 product needs."""
-ROWS = 8192
-"""Tokens, or rows, of a batch, for the arithmetic: layers are chosen before the first batch is seen."""
-HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
-"""Fractions of a device's peaks that products in 16 bits, in float8, and casts reach: estimates, by which an
-H100 gains from about the sizes of torchao 0.18's own filter (2048 x 4096 does not, 4096 x 4096 does)."""
-CAST_BYTES = 5
-"""Of an element of 16 bits: read for the largest magnitude, read for the cast, and written in 8 bits."""
-CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2, 2, 1)}
-"""Casts of input, weight and gradient in a step, by recipe. Along rows and columns a tensor is cast twice."""
-FROZEN_CASTS = (1, 2, 1)
-ROUTERS = ("router", "gate")
-"""Last names of layers that choose experts; an MLP's gate widens its input."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
-
-
-def why_no_float8(device: Device) -> str:
-    """Return why a device has no float8 products; empty where it has."""
-    if "machine/float8" in gpu_facts(device.capability):
-        return ""
-    return f"{'this CPU' if device.is_cpu else device.name} has no float8 products, which need {NEEDS}"
 
 
 def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> float:

@@ -2,7 +2,7 @@
 
 One formula (`Sharding.kept`): what a strategy divides is kept once among N devices. What differs is which of
 optimizer state, gradients and weights are divided (ZeRO's stages 1, 2, 3; FSDP2 is stage 3), how tensors are
-cut, and the temporary buffers (in strategy/fsdp2.py and strategy/_zero/memory_arithmetic.py). Shards include
+cut, and the temporary buffers (in strategy/fsdp2.py and strategy/_zero_partitions.py). Shards include
 their padding: the figures are of the fullest device. No process is started, and nothing is allocated.
 
 With fake process groups weights and state are those counted here (tests/report/test_sharding.py).

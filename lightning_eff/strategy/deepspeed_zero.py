@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -40,7 +40,6 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDee
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -48,27 +47,151 @@ from typing_extensions import override
 from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import ConfigError, Remedy, for_fabric
+from lightning_eff.core.dtypes import auto_precision
+from lightning_eff.core.errors import TO_DDP, ConfigError, Remedy, for_fabric
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
+from lightning_eff.strategy import _zero_config as zero_config
 from lightning_eff.strategy._shared import fabric_checkpoint
-from lightning_eff.strategy._shared.checks import check_set_up_with
+from lightning_eff.strategy._shared.checks import ZERO, check_set_up_with, conflict
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
-from lightning_eff.strategy._zero import checks, parameters, zero_config
-from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
-from lightning_eff.strategy._zero.optimizer import (
+from lightning_eff.strategy._zero_engine import (
     EngineOptimizer,
+    FabricZeroPrecision,
+    ParameterGuard,
+    ReductionControl,
+    ZeroPrecision,
     check_elementwise,
-    discard_gradients,
-    scale_gradients,
     single_optimizer,
+    without_empty_groups,
 )
-from lightning_eff.strategy._zero.partitions import PartitionedState
-from lightning_eff.strategy._zero.precision import FabricZeroPrecision, ZeroPrecision
+from lightning_eff.strategy._zero_partitions import PartitionedState, ZeroMemory
+
+_LIGHTNINGS: Any = object
+"""In the place of Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, which follows the mixin."""
 
 
-class DeepSpeedZero(DeepSpeedStrategy):
+class ZeroMixin(_LIGHTNINGS):
+    """What the Trainer's class and Fabric's share: arguments, rules, and what happens around a step."""
+
+    in_fabric = False
+    """Whether a loop under Fabric uses it, with other names in remedies, and not a Trainer."""
+
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: Literal["cpu"] | None = None,
+        offload_parameters: Literal["cpu"] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        with self._for_reader():
+            if offload_parameters is not None and stage != 3:
+                raise ConfigError(
+                    key="offload_parameters",
+                    value=offload_parameters,
+                    allowed=f"None under stage {stage}, where each device keeps all weights",
+                    remedies=[Remedy("strategy.stage=3", "DeepSpeedZero(stage=3)")],
+                )
+            zero_config.check(config or {}, in_fabric=self.in_fabric)
+            zero_config.import_deepspeed()
+        super().__init__(
+            config=zero_config.deepspeed_config(
+                config or {},
+                stage=stage,
+                offload_optimizer=offload_optimizer,
+                offload_parameters=offload_parameters,
+            ),
+            logging_level=logging.ERROR,
+        )
+        self.stage = stage
+        self.offload_optimizer = offload_optimizer
+        self.offload_parameters = offload_parameters
+        self.given_config = config
+        self._groups: list[list[torch.Tensor]] = []
+        self._guard: Any = None  # like the next one, from the start of DeepSpeed's engine
+        self._divergence: Any = None
+
+    def _for_reader(self) -> AbstractContextManager[None]:
+        return for_fabric() if self.in_fabric else nullcontext()
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device; the CPU before the strategy is connected."""
+        device = super().root_device if self.parallel_devices is not None else torch.device("cpu")
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
+
+    def facts(self) -> Facts:
+        """State what ZeRO cannot do, or would do differently."""
+        excludes = zero_config.ALWAYS
+        # Weights can be averaged where they are full, and in the dtype that is trained.
+        plugin = getattr(self, "precision_plugin", None)
+        if self.stage == 3 or str(getattr(plugin, "precision", "")) != "32-true":
+            excludes += (zero_config.AVERAGES,)
+        if not (self.offload_optimizer or self.offload_parameters):
+            excludes += (zero_config.ONE_DEVICE,)
+        return Facts(excludes=excludes)
+
+    def _by_deepspeed(self, plugin: Any, kind: type[Any]) -> Any:
+        """Replace another precision plugin, which would have no effect, by DeepSpeed's of its precision."""
+        if plugin is None or isinstance(plugin, kind):
+            return plugin
+        requested = plugin.precision
+        try:
+            return kind(auto_precision(self.root_device.type)[0] if requested == "auto" else requested)
+        except ValueError as error:
+            allowed = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
+            remedies = [zero_config.TO_32_TRUE, TO_DDP]
+            with self._for_reader():
+                raise ConfigError("precision", requested, allowed=allowed, remedies=remedies) from error
+
+    @contextmanager
+    def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
+        """Prepare a model and its optimizer for DeepSpeed, and watch them once it has sharded them."""
+        groups = optimizer.param_groups
+        # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
+        self._groups = [list(group["params"]) for group in groups]
+        zero_config.fit_bucket(self.config, groups)
+        with without_empty_groups(module, groups):
+            yield
+        self._guard = ParameterGuard(module, calls_hooks=not self.in_fabric)
+        # Stage 1 reduces gradients once per step, in a fixed order: only the set of modules matters.
+        gathers, ordered = self.stage == 3, self.stage > 1
+        self._divergence = RankDivergenceCheck(ZERO, module, gathers=gathers, ordered=ordered)
+
+    @contextmanager
+    def _checked_step(self) -> Generator[None]:
+        """Check around a step that DeepSpeed trains the model's parameters, and that ranks ran the same."""
+        with self._for_reader():
+            self._guard.check()
+            if self.stage == 3:
+                self._divergence.read()  # before the next forward, in which one rank alone would fail
+        try:
+            yield
+        finally:
+            self.model.optimizer.custom_loss_scaler = False  # `scale_gradients` is for one step
+        with self._for_reader():
+            self._guard.begin()
+            self._divergence.compare()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the next step by `factor`, before they are clipped."""
+        zero: Any = self.model.optimizer
+        # DeepSpeed divides gradients by external_loss_scale: loss_scale / factor leaves factor * gradient.
+        zero.external_loss_scale = zero.loss_scale / factor if factor else float("inf")
+        zero.custom_loss_scaler = True
+
+    def sharded_state(self, optimizer: Any = None) -> PartitionedState:
+        """Return the tensors of the model and of its optimizer, which is the only one."""
+        if optimizer is not None and not self._groups:
+            problem = f"{type(optimizer).__name__} was not set up, and has no state yet"
+            raise conflict(ZERO, problem, "fabric.setup(model, optimizer) before save and load")
+        return PartitionedState(self.model, self._groups)
+
+
+class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     """Shard a model's training state among ranks; `Trainer(strategy=DeepSpeedZero(stage=2), devices=2)`.
 
     Args:
@@ -101,143 +224,64 @@ class DeepSpeedZero(DeepSpeedStrategy):
     # Lightning's loop accumulates and divides; DeepSpeed would divide again.
     handles_gradient_accumulation: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    @check_arguments
-    def __init__(
-        self,
-        *,
-        stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: Literal["cpu"] | None = None,
-        offload_parameters: Literal["cpu"] | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        if offload_parameters is not None and stage != 3:
-            allowed = f"None under stage {stage}, where each device keeps all weights"
-            raise ConfigError(
-                key="offload_parameters",
-                value=offload_parameters,
-                allowed=allowed,
-                remedies=[Remedy("strategy.stage=3", "DeepSpeedZero(stage=3)")],
-            )
-        zero_config.check(config or {})
-        checks.import_deepspeed()
-        super().__init__(
-            config=zero_config.deepspeed_config(
-                dict(config or {}),
-                stage=stage,
-                offload_optimizer=offload_optimizer,
-                offload_parameters=offload_parameters,
-            ),
-            logging_level=logging.ERROR,
-        )
-        self.stage = stage
-        self.offload_optimizer = offload_optimizer
-        self.offload_parameters = offload_parameters
-        self.given_config = config
-        self._groups: list[list[torch.Tensor]] = []
-        self._guard: parameters.ParameterGuard | None = None
-        self._divergence: RankDivergenceCheck | None = None
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        # Without devices the Trainer is not connected yet.
-        device = super().root_device if self.parallel_devices is not None else torch.device("cpu")
-        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
-
     @DeepSpeedStrategy.precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Replace another plugin, which would have no effect here, by DeepSpeed's of the same precision."""
-        plugin = precision_plugin
-        if plugin is not None and not isinstance(plugin, ZeroPrecision):
-            plugin = ZeroPrecision(plugin, self.root_device.type)
-        self._precision_plugin = plugin
+        """Have DeepSpeed do it."""
+        self._precision_plugin = self._by_deepspeed(precision_plugin, ZeroPrecision)
 
     @override
     def setup_environment(self) -> None:
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
-        checks.import_deepspeed(self.root_device.type)
+        zero_config.import_deepspeed(self.root_device.type)
         DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's in Lightning 2.6 allows CUDA only
 
     @override
     def setup_distributed(self) -> None:
-        if self.root_device.type == "cpu":
-            reset_seed()
-            self.set_world_ranks()
-            checks.disable_shared_memory_transport()
-            self._init_deepspeed_distributed()
-        else:
+        if self.root_device.type != "cpu":
             super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        module = trainer.lightning_module
-        checks.check_run(trainer)
-        broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
+        zero_config.check_run(trainer)
+        broadcast_from_rank0(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed: parameters
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._guard = parameters.ParameterGuard(module)
-            # Stage 1 reduces gradients once per step, in a fixed order: only the set of modules matters.
-            gathers, ordered = self.stage == 3, self.stage > 1
-            self._divergence = RankDivergenceCheck(checks.ZERO, module, gathers=gathers, ordered=ordered)
-            zero: Any = self.optimizers[0]
-            # For techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
-            zero.whole_groups = [{"params": group} for group in self._groups]
-            zero.kind_behind = type(zero.optimizer)
-            zero.defaults = zero.optimizer.defaults
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        config: Any = self.config
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         # DeepSpeed clips by the norm of the full gradient; Lightning's own clipping would see one slice.
-        config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
+        self.config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         module: Any = self.lightning_module
-        optimizer, scheduler = single_optimizer(module)
-        # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        return optimizer, scheduler
+        return single_optimizer(module)
 
     @override
     def _setup_model_and_optimizer(
-        self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
+        self, model: Any, optimizer: Any, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        groups = optimizer.param_groups if optimizer is not None else []
-        if groups:
-            zero_config.fit_bucket(self.config, groups)
-        with parameters.without_empty_groups(model, groups):
-            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the next step by `factor`, before they are clipped."""
-        scale_gradients(self.optimizers[0], factor)
+        with self._start_of_engine(model, optimizer):
+            engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        # For techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
+        zero.whole_groups = [{"params": group} for group in self._groups]
+        zero.kind_behind, zero.defaults = type(zero.optimizer), zero.optimizer.defaults
+        return engine, zero
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-        zero: Any = self.optimizers[0]
-        if self._guard is not None:
-            self._guard.check()
-        if self._divergence is not None and self.stage == 3:
-            self._divergence.read()  # before the next forward, in which one rank alone would fail
-        try:
-            result = super().optimizer_step(optimizer, *arguments, **keywords)
-        finally:
-            zero.custom_loss_scaler = False
-        if self._guard is not None:
-            self._guard.begin()
-        if self._divergence is not None:
-            self._divergence.compare()
-        return result
+        with self._checked_step():
+            return super().optimizer_step(optimizer, *arguments, **keywords)
 
     @override
     def on_train_end(self) -> None:
-        if self._divergence is not None:
-            self._divergence.end()
-        if self._guard is not None:
-            self._guard.check()
+        self._divergence.end()
+        self._guard.check()
         super().on_train_end()
 
     @override
@@ -247,10 +291,6 @@ class DeepSpeedZero(DeepSpeedStrategy):
         self._divergence = self._guard = None
         super().teardown()
 
-    def sharded_state(self, _: Optimizer | None = None) -> PartitionedState:
-        """Return the tensors of the model and of its optimizer, which is the only one."""
-        return PartitionedState(self.model, self._groups)
-
     lightning_module_state_dict = full_state.lightning_module_state_dict
     load_model_state_dict = full_state.load_model_state_dict
     optimizer_state = full_state.optimizer_state
@@ -259,19 +299,9 @@ class DeepSpeedZero(DeepSpeedStrategy):
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
-    def facts(self) -> Facts:
-        """State what ZeRO cannot do, or would do differently."""
-        excludes = checks.ALWAYS
-        # Weights can be averaged where they are full, and in the dtype that is trained.
-        if self.stage == 3 or str(getattr(self.precision_plugin, "precision", "")) != "32-true":
-            excludes += (checks.AVERAGES,)
-        if not (self.offload_optimizer or self.offload_parameters):
-            excludes += (checks.ONE_DEVICE,)
-        return Facts(excludes=excludes)
-
     def scheme(self) -> ZeroMemory:
         """Return the memory arithmetic, for any number of devices."""
-        return zero_config.scheme(dict(self.config or {}), str(self.precision_plugin.precision))
+        return ZeroMemory.of(dict(self.config or {}), str(self.precision_plugin.precision))
 
     def outcome(self) -> Outcome:
         """Report what was sharded and offloaded."""
@@ -289,31 +319,17 @@ class DeepSpeedZero(DeepSpeedStrategy):
         )
 
 
-class ReductionControl:
-    """What `fabric.no_backward_sync` asks: stage 1 reduces in the step, stages 2 and 3 in each backward."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-        """Return a context that changes nothing."""
-        del module, enabled
-        return nullcontext()
-
-
-class ZeroFabric(FabricDeepSpeed):
+class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """Shard a model's training state among ranks; `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
 
-    For one model and its optimizer, `fabric.setup(model, optimizer)`. Checkpoints have the layout of a single
+    Its arguments are those of DeepSpeedZero; in `config`, keys that Fabric or the loop sets are rejected. For
+    one model and its optimizer, `fabric.setup(model, optimizer)`. Checkpoints have the layout of a single
     device and appear in one step, also without `plugins=[Durable()]`. `fabric.clip_gradients` takes effect in
     the step, where DeepSpeed knows the norm, and returns None.
 
     Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, saves folders that only
     DeepSpeed loads, steps a schedule a second time, and keeps gradients that `optimizer.zero_grad()` should
     discard.
-
-    Args:
-        stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
-        offload_optimizer: Keep the optimizer state on `cpu`, and step there; or None.
-        offload_parameters: Keep weights on `cpu` until they are needed; stage 3 only.
-        config: More of DeepSpeed's configuration; keys that Fabric or the loop sets are rejected.
 
     Raises:
         CheckpointError: Rank 0 cannot write (the previous checkpoint is unchanged), or a file is damaged.
@@ -329,64 +345,24 @@ class ZeroFabric(FabricDeepSpeed):
           try: leave out gradient_clipping
     """
 
-    @check_arguments
-    def __init__(
-        self,
-        *,
-        stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: Literal["cpu"] | None = None,
-        offload_parameters: Literal["cpu"] | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        zero_config.check(config or {}, owned=zero_config.FABRICS)
-        with for_fabric():
-            self._trainers = DeepSpeedZero(
-                stage=stage,
-                offload_optimizer=offload_optimizer,
-                offload_parameters=offload_parameters,
-                config=config,
-            )
-        settings: Any = self._trainers.config
-        super().__init__(config=settings, logging_level=logging.ERROR)
-        self.stage = stage
-        self.offload_optimizer = offload_optimizer
-        self.offload_parameters = offload_parameters
-        self._backward_sync_control: Any = ReductionControl()
-        self._groups: list[list[torch.Tensor]] = []
-        self._guard: parameters.ParameterGuard | None = None
-        self._divergence: RankDivergenceCheck | None = None
-        self._rejects_nonfinite = False
-        self._has_gradients = False
+    in_fabric = True
+    _rejects_nonfinite = False
+    _has_gradients = False
 
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
-
     @FabricDeepSpeed.precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:
-        """Replace another plugin, which would have no effect here, by DeepSpeed's of the same precision."""
-        plugin: Any = precision
-        if plugin is not None and not isinstance(plugin, FabricZeroPrecision):
-            try:
-                plugin = FabricZeroPrecision(plugin.precision)
-            except ValueError as error:
-                allowed = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
-                remedies = ['Fabric(precision="32-true")', 'Fabric(strategy="ddp")']
-                value = plugin.precision
-                raise ConfigError(key="precision", value=value, allowed=allowed, remedies=remedies) from error
-        self._precision = plugin
+        """Have DeepSpeed do it."""
+        self._precision = self._by_deepspeed(precision, FabricZeroPrecision)
 
     @override
     def setup_environment(self) -> None:
-        is_alone = self.num_nodes * self.num_processes == 1
-        if is_alone and not (self.offload_optimizer or self.offload_parameters):
-            remedies = "Fabric(devices=2)", 'Fabric(strategy="auto")', 'ZeroFabric(offload_optimizer="cpu")'
-            raise checks.conflict(checks.ZERO, "with one device nothing is sharded", *remedies)
-        checks.import_deepspeed(self.root_device.type)
+        self._backward_sync_control: Any = ReductionControl()  # without one Fabric warns
+        run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
+        with for_fabric():
+            rules.raise_rejected(rules.check_rules([self], run))
+            zero_config.import_deepspeed(self.root_device.type)
         FabricDDP.setup_environment(self)  # FabricDeepSpeed's in Lightning 2.6 allows CUDA only
 
     @override
@@ -396,7 +372,6 @@ class ZeroFabric(FabricDeepSpeed):
             return
         reset_seed()
         self._set_world_ranks()
-        checks.disable_shared_memory_transport()
         self._init_deepspeed_distributed()
         self._format_config()
         self._config_initialized = True
@@ -417,46 +392,42 @@ class ZeroFabric(FabricDeepSpeed):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         self._check_module(module, is_trained=True)
-        check_set_up_with(checks.ZERO, optimizers)
+        check_set_up_with(ZERO, optimizers)
         if len(optimizers) != 1:
             problem = f"DeepSpeed steps one optimizer, not {len(optimizers)}"
-            raise checks.conflict(checks.ZERO, problem, "parameter groups of one optimizer", "FSDP2Fabric()")
-        (own,) = optimizers
+            raise conflict(ZERO, problem, "parameter groups of one optimizer", "FSDP2Fabric()")
+        own = optimizers[0]
         with for_fabric():
             check_elementwise(own)
-            rules.raise_rejected(rules.check_rules([self._trainers, type(own)], {}))
+            rules.raise_rejected(rules.check_rules([self, type(own)], {}))
         if own.state:
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
-            raise checks.conflict(checks.ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
+            raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
-        self._groups = [list(group["params"]) for group in own.param_groups]
-        zero_config.fit_bucket(self.config, own.param_groups)
-        with parameters.without_empty_groups(module, own.param_groups):
-            # Without the schedule, which DeepSpeed would step besides the loop.
+        # Without the schedule, which DeepSpeed would step besides the loop.
+        with self._start_of_engine(module, own):
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)
-        self._guard = parameters.ParameterGuard(module, calls_hooks=False)
-        gathers, ordered = self.stage == 3, self.stage > 1
-        self._divergence = RankDivergenceCheck(checks.ZERO, module, gathers=gathers, ordered=ordered)
         return engine, [EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
 
     def _check_module(self, module: nn.Module, *, is_trained: bool) -> None:
         if self._deepspeed_engine is not None and (is_trained or self.stage == 3):
             problem = "it shards one model, and another was set up before"
-            raise checks.conflict(
-                checks.ZERO, problem, "fabric.to_device(model) for a frozen one", "FSDP2Fabric()"
-            )
-        config: Any = self.config
+            raise conflict(ZERO, problem, "fabric.to_device(model) for a frozen one", "FSDP2Fabric()")
+        precision = str(self.precision.precision)
         with for_fabric():
-            checks.check_module(module, config, str(self.precision.precision), is_trained=is_trained)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the next step by `factor`, before they are clipped."""
-        scale_gradients(self.model.optimizer, factor)
+            zero_config.check_module(module, self.config, precision, is_trained=is_trained)
 
     def discard_gradients(self) -> None:
-        """Discard the gradients since the last step."""
-        discard_gradients(self.model.optimizer)
+        """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
+
+        Its own `zero_grad` leaves those that stage 2 has reduced, and stages 2 and 3 then add to them.
+        """
+        zero: Any = self.model.optimizer
+        zero.zero_grad()
+        zero.custom_loss_scaler = False
+        if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
+            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+            zero.micro_step_id = -1  # the next backward replaces what is offloaded
         self._has_gradients = False
 
     @override
@@ -466,33 +437,24 @@ class ZeroFabric(FabricDeepSpeed):
 
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
-        del optimizer
-        checks.check_step(keywords.get("closure"), has_gradients=self._has_gradients)
-        self._has_gradients = False
+        order = "fabric.backward(loss), then optimizer.step()"
+        if keywords.get("closure") is not None:
+            raise conflict(ZERO, "DeepSpeed's step takes no closure", order, "FSDP2Fabric()")
+        if not self._has_gradients:
+            raise conflict(ZERO, "optimizer.step has no gradients since the last step", order)
         engine: Any = self.model
-        with for_fabric():
-            if self._guard is not None:
-                self._guard.check()
-            if self._divergence is not None and self.stage == 3:
-                self._divergence.read()  # before the next forward, in which one rank alone would fail
-        try:
-            # The engine: Lightning 2.6 passes it only if it looks like an optimizer, which 0.19's does not.
-            result = super().optimizer_step(engine, **keywords)
-        finally:
-            engine.optimizer.custom_loss_scaler, engine.optimizer.clip_grad = False, 0.0
-            rejects, self._rejects_nonfinite = self._rejects_nonfinite, False
-        with for_fabric():
-            if self._guard is not None:
-                self._guard.begin()
-            if self._divergence is not None:
-                self._divergence.compare()
+        rejects, self._rejects_nonfinite, self._has_gradients = self._rejects_nonfinite, False, False
+        with self._checked_step():
+            try:
+                # The engine: Lightning 2.6 passes it only if it looks like an optimizer, as 0.19's does not.
+                result = super().optimizer_step(engine, **keywords)
+            finally:
+                engine.optimizer.clip_grad = 0.0  # `clip_gradients_norm` is for one step
         # A scaler of float16 has skipped the step, and will lower its scale.
         if rejects and not self.precision.precision.startswith("16"):
             norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):
-                raise RuntimeError(
-                    "the norm of the gradients is not finite; error_if_nonfinite=False would go on"
-                )
+                raise RuntimeError("the norm of the gradients is not finite (error_if_nonfinite=True)")
         return result
 
     @override
@@ -516,13 +478,6 @@ class ZeroFabric(FabricDeepSpeed):
         allowed = "max_norm instead: under ZeRO no rank has all values of a gradient"
         remedies = [f"fabric.clip_gradients(model, optimizer, max_norm={clip_val})", "FSDP2Fabric()"]
         raise ConfigError(key="clip_val", value=clip_val, allowed=allowed, remedies=remedies)
-
-    def sharded_state(self, optimizer: Optimizer | None = None) -> PartitionedState:
-        """Return the tensors of the model and of its optimizer."""
-        if optimizer is not None and not self._groups:
-            problem = f"{type(optimizer).__name__} was not set up, and has no state yet"
-            raise checks.conflict(checks.ZERO, problem, "fabric.setup(model, optimizer) before save and load")
-        return PartitionedState(self.model, self._groups)
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lightning_eff.callbacks.tiled_loss import find_head
 from lightning_eff.core import model_surgery
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.model_surgery import Stage, repeated_blocks, select_blocks
-from lightning_eff.core.optimization.parameter_groups import hidden_matrices
+from lightning_eff.core.optimization.build import hidden_matrices
 from lightning_eff.precision.float8 import Float8
 from tests.support.models import Net, make_loader, make_trainer
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.build import build
-from lightning_eff.core.optimization.parameter_groups import hidden_matrices
+from lightning_eff.core.optimization.build import build, hidden_matrices
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.optimizer.muon import Muon, split_hidden
 

@@ -215,7 +215,7 @@ def states():
     return found
 b = torch.backends
 ALL = (b, b.cudnn, b.mkldnn, b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul)
-from lightning_eff.precision._tf32 import set_tf32  # as the plugin does, without importing Lightning
+from lightning_eff.precision.auto import set_tf32
 def run(tf32):
     before = states()
     # Until it is set a convolution has TF32 unless it inherits something; nothing can set that again.

@@ -21,7 +21,7 @@ from lightning_eff.optimizer.muon import Muon
 from lightning_eff.report.model_weights import ModelWeights, Weight
 from lightning_eff.report.sharding import Sharding
 from lightning_eff.strategy._fsdp2 import FSDP2Memory
-from lightning_eff.strategy._zero.memory_arithmetic import ZeroMemory
+from lightning_eff.strategy._zero_partitions import ZeroMemory
 from tests.support.one_of_four import DEVICES, Net
 
 ROOT = Path(__file__).parents[2]

@@ -6,19 +6,23 @@ Refusals are in _shared/test_refusals.py, two ranks in tests/test_strategies.py.
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision
+from torch import nn, optim
 
-from lightning_eff.core.errors import ConflictError, EnvironmentLacksError
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, EnvironmentLacksError
 from lightning_eff.core.technique import config_of
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.sharding import ModelWeights, Weight
-from lightning_eff.strategy._zero import zero_config
-from lightning_eff.strategy._zero.optimizer import single_optimizer
+from lightning_eff.strategy import _zero_config as zero_config
+from lightning_eff.strategy._zero_engine import ELEMENTWISE, ParameterGuard, single_optimizer
+from lightning_eff.strategy._zero_partitions import ZeroMemory
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from tests.support.models import Net, make_loader, make_trainer
 from tests.support.ranks import run_alone
@@ -47,13 +51,6 @@ def test_the_bucket_of_gradients_is_as_large_as_what_is_trained(given: dict[str,
     assert strategy.scheme().share(model, 2).buffers == planned == 4 * (2 * size + min(size, 24))
 
 
-def test_a_precision_plugin_becomes_deepspeeds_own() -> None:
-    plugins = [AutoPrecision(precision="bf16-mixed")]
-    trainer = make_trainer(strategy=DeepSpeedZero(), devices=2, plugins=plugins)
-    assert isinstance(trainer.precision_plugin, DeepSpeedPrecision)
-    assert trainer.precision == "bf16-mixed"
-
-
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
 def test_configure_optimizers_must_return_one_optimizer() -> None:
     module: Any = Net()
@@ -75,6 +72,162 @@ def test_a_missing_deepspeed_names_the_install_command(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(EnvironmentLacksError, match=r"pip install 'lightning-eff\[deepspeed\]'"):
         DeepSpeedZero()
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("32-true", [torch.float32, torch.bfloat16, torch.complex64, torch.float64, torch.int64]),
+        ("bf16-mixed", [torch.float32, torch.bfloat16, torch.complex64, torch.float64, torch.int64]),
+        ("bf16-true", [torch.bfloat16, torch.bfloat16, torch.complex64, torch.bfloat16, torch.int64]),
+    ],
+)
+def test_only_what_a_device_would_cast_is_cast(precision: str, expected: list[torch.dtype]) -> None:
+    module = nn.Linear(2, 2)
+    bias = module.bias.requires_grad_(requires_grad=False)
+    bias.data = bias.data.bfloat16()
+    module.register_buffer("phase", torch.tensor([1.0 + 2.0j]))
+    module.register_buffer("exact", torch.tensor([1.0], dtype=torch.float64) / 3.0)
+    module.register_buffer("count", torch.tensor([1]))
+    plugins = [AutoPrecision(precision=precision)]
+    trainer = make_trainer(strategy=DeepSpeedZero(), devices=2, plugins=plugins)
+    assert trainer.precision == precision
+    cast = trainer.precision_plugin.convert_module(module)
+    assert cast.bias is bias
+    assert [tensor.dtype for tensor in module.state_dict().values()] == expected
+    assert module.get_buffer("phase").item() == 1.0 + 2.0j
+
+
+def test_a_precision_that_deepspeed_lacks_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="precision='64-true': expected bf16-mixed"):
+        DeepSpeedZero().precision_plugin = DoublePrecision()
+
+
+def checked(kind: Any) -> Any:
+    module: Any = Net()
+    module.trainer = make_trainer()
+    module.configure_optimizers = lambda: kind(module.parameters(), lr=0.01)
+    return single_optimizer(module)[0]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE["torch"])
+def test_elementwise_optimizers_step_slices_as_the_whole(name: str) -> None:
+    """What the list promises: two matrices move as two slices of them flattened do."""
+    kind = getattr(optim, name)
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(6, 2, 8, 10, generator=generator) * torch.tensor([0.1, 10.0])[:, None, None]
+
+    def moved(parts: list[torch.Tensor]) -> torch.Tensor:
+        parameters = [torch.nn.Parameter(torch.zeros_like(part[0])) for part in parts]
+        optimizer = kind(parameters, lr=0.01)
+        for step in range(len(gradients)):
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part[step].clone()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+    flat, whole = gradients.flatten(1), moved([*gradients.unbind(1)])
+    assert bool(whole.all()), "negative control"
+    torch.testing.assert_close(torch.cat([moved([flat[:, :101]]), moved([flat[:, 101:]])]), whole)
+    assert type(checked(kind)) is kind
+
+
+def test_others_are_rejected_unless_they_say_so() -> None:
+    import bitsandbytes
+    import pytorch_optimizer
+
+    assert isinstance(checked(pytorch_optimizer.Lion), pytorch_optimizer.Lion)
+    own = type("Own", (optim.SGD,), {})
+    remedy = r"try: OptimizerChoice\(optimizer=partial\(torch\.optim\.AdamW, lr=\.\.\.\)\)"
+    for kind in (own, optim.Adafactor, optim.LBFGS, pytorch_optimizer.Lamb, bitsandbytes.optim.AdamW8bit):
+        with pytest.raises(ConflictError, match=rf"{kind.__name__} is not known[\s\S]*{remedy}"):
+            checked(kind)
+    own.elementwise = True
+    assert isinstance(checked(own), own)
+
+
+@torch.no_grad()
+def clamp(net: Any) -> None:
+    net.second.weight.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda net: net.first.requires_grad_(requires_grad=True), r"first\.weight was unfrozen during"),
+        (lambda net: net.second.requires_grad_(requires_grad=False), r"second\.weight was frozen during"),
+        (clamp, r"second\.weight was changed in place"),
+    ],
+)
+def test_changes_that_deepspeed_ignores_are_rejected(change: Callable[[Any], object], message: str) -> None:
+    net = Net()
+    net.first.requires_grad_(requires_grad=False)
+    guard = ParameterGuard(net)
+    guard.check()
+    net.first.weight.mul_(0.9).add_(0.1)  # a frozen one may change, as by a teacher's average
+    net(torch.zeros(2, 8)).sum().backward()
+    guard.check()
+    change(net)
+    with pytest.raises(ConflictError, match=rf"{message}[\s\S]*try: FSDP2\(\)"):
+        guard.check()
+
+
+def test_a_step_that_changes_a_parameter_in_place_is_no_change() -> None:
+    net = Net()
+    guard = ParameterGuard(net)
+    clamp(net)  # as DeepSpeed's step does with a parameter that is alone in its group
+    guard.begin()
+    guard.check()
+
+
+@pytest.mark.parametrize("name", ["on_after_backward", "on_before_optimizer_step"])
+def test_hooks_that_read_gradients_are_warned_of(name: str) -> None:
+    net: Any = type("Watched", (Net,), {name: lambda self, *_: None})()
+    with pytest.warns(ConflictWarning, match=rf"Watched\.{name} finds no gradients[\s\S]*try: FSDP2\(\)"):
+        ParameterGuard(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParameterGuard(Net())
+
+
+# ZeRO's bytes by hand: 40 elements under Adam on four devices: 10 a shard, the largest tensor 16.
+SIZES = (8, 16, 16)
+MODEL = ModelWeights(tuple(Weight(rows=4, numel=numel, state_bytes=8 * numel) for numel in SIZES))
+LOW = {"compute_itemsize": 2, "reduce_itemsize": 2, "accumulate_itemsize": 4}
+"""bf16-true with gradients kept in float32."""
+ON_HOST: dict[str, Any] = {"optimizer_on_host": True, "bucket": 100}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "buffers"),
+    [
+        # A bucket of stage 1 has the size in which gradients are kept, one of stage 2 that of the weights.
+        (ZeroMemory(stage=1, bucket=100, **LOW), 100 * 4),
+        (ZeroMemory(stage=1, bucket=100, num_buckets=2, **LOW), 2 * 100 * 4),
+        (ZeroMemory(stage=2, bucket=100, all_reduce=False, **LOW), 100 * 2),
+        (ZeroMemory(stage=2, bucket=100, **LOW), 100 * 2 + 40 * 2),  # flattened for the all-reduce
+        (ZeroMemory(stage=1, bucket=1, **LOW), 10 * (4 + 2)),  # then the step needs more
+        (ZeroMemory(stage=1), 40 * 4),  # by default a bucket holds all that is trained
+    ],
+)
+def test_buckets_of_gradients(scheme: ZeroMemory, buffers: int) -> None:
+    assert scheme.share(MODEL, 4).buffers == buffers
+
+
+@pytest.mark.parametrize(
+    ("scheme", "buffers", "gradients", "host"),
+    [
+        # On the host: state and float32 weights, gradients in both sizes, and a copy of the largest tensor.
+        (ZeroMemory(stage=1, **ON_HOST, **LOW), 100 * 4 + 16 * 2, 40 * 4, 10 * 12 + 10 * (4 + 4) + 16 * 2),
+        (ZeroMemory(stage=2, **ON_HOST), 100 * 4 + 40 * 4 + 16 * 4, 0, 10 * 12 + 10 * (4 + 8) + 16 * 4),
+    ],
+)
+def test_an_optimizer_on_the_host_copies_the_largest_tensor(
+    scheme: ZeroMemory, buffers: int, gradients: int, host: int
+) -> None:
+    share = scheme.share(MODEL, 4)
+    assert (share.buffers, share.gradients, share.host) == (buffers, gradients, host)
+    assert share.optimizer == 0
 
 
 def weights(**options: Any) -> dict[str, torch.Tensor]:

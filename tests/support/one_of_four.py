@@ -72,9 +72,10 @@ def zero(*, stage: int, bf16: bool) -> dict[str, Any]:
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
 
     from lightning_eff.report.live_bytes import state_bytes
-    from lightning_eff.strategy._zero import checks, zero_config
+    from lightning_eff.strategy import _zero_config as zero_config
+    from lightning_eff.strategy._zero_partitions import ZeroMemory
 
-    checks.disable_shared_memory_transport()
+    zero_config.import_deepspeed("cpu")
     vars(coordinator)["assert_ints_same_as_other_ranks"] = lambda *_, **__: None  # the others are not there
     own: dict[str, Any] = {"reduce_bucket_size": 100_000}
     if stage == 3:
@@ -96,7 +97,7 @@ def zero(*, stage: int, bf16: bool) -> dict[str, Any]:
         masters, weights = inner.single_partition_of_fp32_groups, inner.bit16_groups_flat
     own_bytes = 0 if stage == 3 and not bf16 else sum(each.nbytes for each in masters)
     held = {"weights": sum(each.nbytes for each in weights), "state": state_bytes(inner.optimizer)["cpu"]}
-    kept = zero_config.scheme(config, "bf16-mixed" if bf16 else "32-true")
+    kept = ZeroMemory.of(config, "bf16-mixed" if bf16 else "32-true")
     return held | {"own": own_bytes, "scheme": vars(kept)}
 
 

@@ -34,22 +34,6 @@ class FreesGradients(Protocol):
     """Call `hook(parameter, gradient)` with every gradient before it is used."""
 
 
-@runtime_checkable
-class DrawsByPosition(Protocol):
-    """An optimizer whose random numbers for a parameter follow from its position among the parameters."""
-
-    first_index: int
-    """Position of its first parameter: 0, unless a wrapper makes one optimizer for each parameter."""
-
-
-@runtime_checkable
-class KeepsStateDtype(Protocol):
-    """An optimizer whose state has a dtype of its own, which torch casts to the parameter's when it loads."""
-
-    restore_state_dtype: Callable[[], None]
-    """Convert the state that was loaded."""
-
-
 class WrapperOptimizer(Optimizer):
     """Base of optimizers that wrap others and hold no state of their own, so that they cannot be copied."""
 
@@ -108,8 +92,10 @@ class PerParameter(WrapperOptimizer):
         for parameter in group["params"]:
             copy = self.copies[parameter] = self._copy(parameter) if self._copy is not None else parameter
             self._group_of[parameter] = group
-            inner = self._inner[parameter] = self._factory([group | {"params": [copy]}])
-            if isinstance(inner, DrawsByPosition):  # then it does what one optimizer for all would do
+            inner: Any = self._factory([group | {"params": [copy]}])
+            self._inner[parameter] = inner
+            # Random numbers that follow from a parameter's position are those of one optimizer for all.
+            if hasattr(inner, "first_index"):
                 inner.first_index = len(self.copies) - 1
 
     def step_parameter(self, parameter: Tensor) -> None:
@@ -133,9 +119,9 @@ class PerParameter(WrapperOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[parameter] = group
-                inner = self._inner[parameter]
+                inner: Any = self._inner[parameter]
                 inner.state.clear()
                 if parameter in self.state:
                     inner.state[self.copies[parameter]] = self.state[parameter]
-                if isinstance(inner, KeepsStateDtype):
+                if hasattr(inner, "restore_state_dtype"):  # torch has cast the state to the parameter's
                     inner.restore_state_dtype()

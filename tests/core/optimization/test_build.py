@@ -12,8 +12,7 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.optimization.build import build
-from lightning_eff.core.optimization.parameter_groups import parameter_groups
+from lightning_eff.core.optimization.build import build, parameter_groups
 from lightning_eff.optimizer.in_backward import InBackward
 from tests.support.models import Net, make_loader, make_trainer
 

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.strategy import _fsdp2
 from lightning_eff.strategy._shared import checks
-from lightning_eff.strategy._zero.checks import check_run
+from lightning_eff.strategy._zero_config import check_run
 from tests.support.models import Deep
 
 

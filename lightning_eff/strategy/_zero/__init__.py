@@ -1,1 +1,0 @@
-"""Parts of `strategy/deepspeed_zero`: checks, config, optimizer, parameters, partitions, memory."""

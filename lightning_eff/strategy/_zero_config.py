@@ -1,0 +1,278 @@
+"""DeepSpeed's configuration, and what is rejected before DeepSpeed would change it silently.
+
+Keys that the Trainer sets are rejected in `config`, where one of two values would silently win; so are
+unknown keys, which DeepSpeed ignores. Models, hooks and other techniques are rejected where DeepSpeed would
+train something else, or fail without saying why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_eff.core.errors import (
+    TO_AUTO_STRATEGY,
+    TO_DDP,
+    TO_FSDP2,
+    TO_TWO_DEVICES,
+    ConfigError,
+    EnvironmentLacksError,
+    Remedy,
+    suggest_name,
+)
+from lightning_eff.core.shards import full_shape
+from lightning_eff.core.technique import Rule
+from lightning_eff.core.torch_private import batch_norm_class
+from lightning_eff.strategy._shared import checks
+from lightning_eff.strategy._shared.checks import ZERO, conflict
+
+_PRECISION = "trainer.precision or precision=", "Fabric(precision=...)"
+_BATCH = "data.batch_size", "the loop"
+_WINDOW = "trainer.accumulate_grad_batches or callbacks.gradient_accumulation", "the loop"
+_TESTED = "the strategy, which tests the optimizer itself"
+OWNED = {
+    "train_batch_size": _BATCH,
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "gradient_accumulation_steps": _WINDOW,
+    "managed_gradient_accumulation": _WINDOW,
+    "gradient_clipping": ("trainer.gradient_clip_val", "fabric.clip_gradients"),
+    "optimizer": ("optimizer=", "fabric.setup"),
+    "scheduler": ("scheduler=", "the loop"),
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "amp": _PRECISION,
+    "torch_autocast": _PRECISION,
+    "activation_checkpointing": ("callbacks.gradient_checkpointing", "lightning_eff.recompute"),
+    "zero_allow_untested_optimizer": (_TESTED, _TESTED),
+    "zero_optimization.stage": ("strategy.stage", "stage"),
+    "zero_optimization.offload_optimizer.device": ("strategy.offload_optimizer", "offload_optimizer"),
+    "zero_optimization.offload_param.device": ("strategy.offload_parameters", "offload_parameters"),
+}
+"""DeepSpeed's keys that are set elsewhere: where with a Trainer, and where in a loop under Fabric."""
+FREE = (
+    *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
+    *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *("sparse_gradients", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
+    *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "compile"),
+    *("disable_allgather", "disable_python_gc", "log_level", "timers", "monitor_config"),
+)
+"""DeepSpeed's keys that users may set: nothing in a Trainer sets them."""
+_NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+OVERLAP_STAGE = 2
+"""The only stage that can reduce gradients during the backward without accumulating them itself."""
+DEFAULT_BUCKET = 500_000_000
+"""Elements that DeepSpeed allocates for a bucket of gradients, however small the model."""
+
+TO_32_TRUE = Remedy("precision=fp32", 'Trainer(precision="32-true")')
+ALWAYS: tuple[Rule, ...] = (
+    Rule(
+        name="callbacks/torch_compile",
+        reason="DeepSpeed's hooks on weights would be compiled too",
+        remedies=(Remedy("~callbacks.torch_compile", "remove TorchCompile"), TO_FSDP2),
+    ),
+    Rule(
+        name="lightning/StochasticWeightAveraging",
+        reason="it loads averages into weights, which DeepSpeed's copies overwrite",
+        remedies=(TO_DDP, "remove it"),
+    ),
+    Rule(
+        name="lightning/LearningRateFinder",
+        reason="it wraps the optimizer in a schedule, but DeepSpeed steps its own optimizer",
+        remedies=("remove it", TO_FSDP2),
+    ),
+    Rule(
+        name="lightning/BaseFinetuning",
+        reason="it unfreezes parameters later, but DeepSpeed trains the parameters it started with",
+        remedies=(TO_FSDP2, TO_DDP),
+    ),
+)
+AVERAGES = Rule(
+    name="lightning/WeightAveraging",
+    reason="it would average 16-bit weights, or the shards of stage 3",
+    remedies=(
+        Remedy(
+            "strategy.stage=2 precision=fp32",
+            'DeepSpeedZero(stage=2) and AutoPrecision(precision="32-true")',
+        ),
+        TO_DDP,
+    ),
+)
+ONE_DEVICE = Rule(
+    name="run/one_device",
+    reason="with one device nothing is sharded",
+    remedies=(
+        TO_TWO_DEVICES,
+        TO_AUTO_STRATEGY,
+        Remedy("strategy.offload_optimizer=cpu", 'DeepSpeedZero(offload_optimizer="cpu")'),
+    ),
+)
+
+
+def check(config: Mapping[str, Any], path: str = "", *, in_fabric: bool = False) -> None:
+    """Reject keys that are set elsewhere, and unknown keys.
+
+    Raises:
+        ConfigError: The text names the setting to use instead, or the nearest key.
+
+    Example:
+        >>> check({"gradient_clipping": 1.0})
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: config.gradient_clipping=1.0: expected no such key, ...
+    """
+    for key, value in config.items():
+        full = f"{path}{key}"
+        if full in OWNED:
+            raise ConfigError(
+                key=f"config.{full}",
+                value=value,
+                allowed=f"no such key, since it is set by {OWNED[full][in_fabric]}",
+                remedies=[Remedy(f"~strategy.config.{full}", f"leave out {key}")],
+            )
+        if not path and key not in FREE:
+            raise ConfigError(
+                key=f"config.{key}",
+                value=value,
+                allowed=f"one of DeepSpeed's keys; {suggest_name(key, FREE)}",
+            )
+        if isinstance(value, Mapping) and full in _NESTED:
+            nested: Mapping[str, Any] = value
+            check(nested, f"{full}.", in_fabric=in_fabric)
+
+
+def deepspeed_config(
+    config: Mapping[str, Any],
+    *,
+    stage: int,
+    offload_optimizer: str | None,
+    offload_parameters: str | None,
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration without precision and clipping, which Lightning adds later."""
+    options: Mapping[str, Any] = config.get("zero_optimization", {})
+    zero: dict[str, Any] = {"overlap_comm": stage == OVERLAP_STAGE, **options, "stage": stage}
+    for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
+        if device is not None:
+            zero[key] = {"pin_memory": False, **options.get(key, {}), "device": device}
+    return {
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        **config,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "managed_gradient_accumulation": False,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1,
+    }
+
+
+def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Make the bucket of gradients no larger than what is trained, where its size was not set.
+
+    DeepSpeed allocates all of it, 2 GB in float32 by default. It holds all gradients either way, so nothing
+    else changes.
+    """
+    num_trained = sum(full_shape(parameter).numel() for group in groups for parameter in group["params"])
+    config["zero_optimization"].setdefault("reduce_bucket_size", min(DEFAULT_BUCKET, max(1, num_trained)))
+
+
+def import_deepspeed(device: str | None = None) -> None:
+    """Import DeepSpeed without its logs on stdout, where `--json` prints, and prepare it for a device.
+
+    Args:
+        device: Type of the Trainer's device; None before it is known.
+
+    Raises:
+        EnvironmentLacksError: It cannot be imported, or was imported for another kind of device.
+    """
+    warns = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ  # that there is no GPU
+    os.environ |= {"DS_ACCELERATOR": "cpu"} if warns else {}
+    try:
+        with redirect_stdout(sys.stderr):
+            import deepspeed.ops
+            from deepspeed.accelerator import get_accelerator
+    except ImportError as error:
+        text = f"{ZERO} needs deepspeed, which cannot be imported: {error}"
+        text += "\n  try: pip install 'lightning-eff[deepspeed]'"
+        raise EnvironmentLacksError(text) from error
+    finally:
+        if warns:
+            del os.environ["DS_ACCELERATOR"]
+    accelerator: Any = get_accelerator()
+    found = accelerator.device_name()
+    if device not in (None, found):
+        text = f"{ZERO}: the Trainer runs on {device}, but DeepSpeed chose {found} when it was imported"
+        text += f"\n  try: DS_ACCELERATOR={device} in the environment"
+        raise EnvironmentLacksError(text)
+    if device == "cpu":
+        # Else DeepSpeed 0.19 builds a shared-memory transport, which needs a compiler and waits forever for
+        # the lock of a build that was killed; gloo does the same work.
+        names: dict[str, Any] = deepspeed.ops.__dict__
+        names.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+
+
+def check_run(trainer: pl.Trainer) -> None:
+    """Reject runs of a Trainer that Lightning only warns of, or that DeepSpeed would silently change.
+
+    Raises:
+        ConfigError: Gradients are to be clipped by value.
+        ConflictError: The model, or one of its hooks, does not work with DeepSpeed.
+    """
+    module = trainer.lightning_module
+    strategy: Any = trainer.strategy
+    is_trained = trainer.state.fn == TrainerFn.FITTING
+    check_module(module, strategy.config, strategy.precision_plugin.precision, is_trained=is_trained)
+    algorithm = trainer.gradient_clip_algorithm
+    if algorithm is not None and str(algorithm.value) == "value" and trainer.gradient_clip_val:
+        allowed = "norm: under ZeRO no rank has all values of a gradient"
+        key = "trainer.gradient_clip_algorithm"
+        by_norm = Remedy(f"{key}=norm", 'Trainer(gradient_clip_algorithm="norm")')
+        raise ConfigError(key=key, value="value", allowed=allowed, remedies=[by_norm, TO_FSDP2])
+    hook = f"{type(module).__name__}."
+    if is_overridden("configure_gradient_clipping", module):
+        problem = f"{hook}configure_gradient_clipping would not be called"
+        clipping = Remedy("trainer.gradient_clip_val=1.0", "Trainer(gradient_clip_val=1.0)")
+        raise conflict(ZERO, problem, f"{clipping} and no method of that name")
+    if is_overridden("backward", module):
+        raise conflict(ZERO, f"{hook}backward would not be called: DeepSpeed's is", TO_AUTO_STRATEGY)
+
+
+def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
+    """Reject models that DeepSpeed would silently change, or fail on without saying why.
+
+    Args:
+        module: The model.
+        config: DeepSpeed's configuration.
+        precision: Lightning's name.
+        is_trained: Whether there is an optimizer.
+
+    Raises:
+        ConflictError: The model does not work with DeepSpeed.
+    """
+    checks.check_parameters(ZERO, module)
+    if is_trained and not any(p.requires_grad for p in module.parameters()):
+        problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
+        raise conflict(ZERO, problem, TO_AUTO_STRATEGY, "requires_grad_(True) on the parameters to train")
+    compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
+    if config["zero_optimization"]["stage"] == 3 and compiled is not None:
+        problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
+        stage_2 = Remedy("strategy.stage=2", "DeepSpeedZero(stage=2)")
+        raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")
+    # Batch norm needs weights and running statistics of one dtype; DeepSpeed casts only the weights.
+    norms = (name for name, submodule in module.named_modules() if isinstance(submodule, batch_norm_class()))
+    found = "" if precision == "32-true" else next(norms, "")
+    if found and "buffer_dtype" not in config.get("data_types", {}):
+        problem = f"under {precision} DeepSpeed casts the weights of {found}, but keeps its running "
+        problem += "statistics in float32, which batch norm cannot compute with"
+        buffer_dtype = Remedy(
+            "strategy.config.data_types.buffer_dtype=bf16",
+            "DeepSpeedZero(config={'data_types': {'buffer_dtype': 'bf16'}})",
+        )
+        raise conflict(ZERO, problem, TO_32_TRUE, TO_FSDP2, buffer_dtype)

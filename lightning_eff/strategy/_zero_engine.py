@@ -1,0 +1,206 @@
+"""What DeepSpeed's engine does to an optimizer, to parameters and to precision, and what it must not do.
+
+ZeRO flattens parameters into one vector and gives each rank a slice of it. SGD and Adam compute the same on a
+slice; an optimizer that uses a whole matrix (its norm, rows, singular vectors, blocks of quantized state)
+silently computes something else.
+
+DeepSpeed trains float32 copies of the parameters that require gradients when it starts. A weight that is
+clamped or loaded during the run is overwritten by the next step, an unfrozen one is never stepped, a frozen
+one still moves by its momentum. A single device would do what was meant, so such runs are rejected. Weights
+that stay frozen may change (a teacher's average), except in stage 3.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import precision as fabric
+from lightning.pytorch.core.optimizer import (
+    _init_optimizers_and_lr_schedulers,  # pyright: ignore[reportPrivateUsage]
+    _MockOptimizer,  # pyright: ignore[reportPrivateUsage]
+)
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff.core.dtypes import cast_floats
+from lightning_eff.core.errors import TO_ADAMW, TO_DDP, TO_FSDP2, ConflictWarning
+from lightning_eff.core.shards import is_sharded
+from lightning_eff.strategy._shared.checks import ZERO, conflict
+
+ELEMENTWISE = {
+    "torch": [
+        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+        *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+    ],
+    "deepspeed": ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"],
+    "pytorch_optimizer": ["Lion"],
+}
+"""Optimizers that update each element by itself, by package. Not their subclasses, which may not."""
+HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
+    """Call `configure_optimizers` and return its optimizer, and its schedule or None.
+
+    Raises:
+        ConflictError: It returned none or several, or the optimizer is not known to be elementwise.
+    """
+    returned, schedules = _init_optimizers_and_lr_schedulers(module)
+    optimizers = [optimizer for optimizer in returned if not isinstance(optimizer, _MockOptimizer)]
+    name = f"{type(module).__name__}.configure_optimizers"
+    if not optimizers:
+        problem = f"{name} returned no optimizer, but DeepSpeed needs one"
+        raise conflict(ZERO, problem, "return one", TO_DDP)
+    if len(optimizers) > 1 or len(schedules) > 1:
+        counts = f"optimizers: {len(optimizers)}, schedules: {len(schedules)}"
+        problem = f"{name} returned several ({counts}), but DeepSpeed steps one of each"
+        raise conflict(ZERO, problem, "parameter groups of one optimizer", TO_FSDP2, TO_DDP)
+    check_elementwise(optimizers[0])
+    return optimizers[0], schedules[0] if schedules else None
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Reject an optimizer whose steps may differ on slices of flat vectors.
+
+    Raises:
+        ConflictError: The optimizer is not known to be elementwise.
+    """
+    kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    if kind.__name__ not in ELEMENTWISE.get(package, ()) and not getattr(optimizer, "elementwise", False):
+        problem = f"{kind.__name__} is not known to be elementwise, but ZeRO flattens and cuts tensors"
+        own = f"{kind.__name__}.elementwise = True, if it updates each element by itself"
+        raise conflict(ZERO, problem, TO_ADAMW, TO_DDP, own)
+
+
+class EngineOptimizer(Optimizer):
+    """DeepSpeed's optimizer as a loop has it: groups to schedule, gradients to discard; Fabric steps it."""
+
+    def __init__(  # pyright: ignore[reportMissingSuperCall] - the tensors are DeepSpeed's
+        self, zero: Any, discard_gradients: Callable[[], None]
+    ) -> None:
+        self.zero = zero
+        self._discard_gradients = discard_gradients
+
+    param_groups: Any = property(lambda self: self.zero.param_groups)
+    state: Any = property(lambda self: self.zero.state)
+    defaults = property(lambda self: self.zero.optimizer.defaults)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._discard_gradients()
+
+
+class ReductionControl:
+    """What `fabric.no_backward_sync` asks: stage 1 reduces in the step, stages 2 and 3 in each backward."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+        """Return a context that changes nothing."""
+        del module, enabled
+        return nullcontext()
+
+
+class ParameterGuard:
+    """Compare a model's parameters with what they were when DeepSpeed copied them.
+
+    Args:
+        module: As DeepSpeed has sharded it.
+        calls_hooks: Whether Lightning calls the module's hooks, as the Trainer does.
+
+    Warns:
+        ConflictWarning: The module overrides a hook that reads gradients, which DeepSpeed does not keep in
+            `.grad`.
+    """
+
+    def __init__(self, module: nn.Module, *, calls_hooks: bool = True) -> None:
+        watched = [module] if calls_hooks and isinstance(module, pl.LightningModule) else []
+        hook = next((name for name in HOOKS for each in watched if is_overridden(name, each)), None)
+        if hook is not None:
+            text = (
+                f"{ZERO}: {type(module).__name__}.{hook} finds no gradients: under DeepSpeed every `.grad` "
+                f"is None\n  try: {TO_FSDP2}"
+            )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
+        self._parameters = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        self.begin()
+
+    def begin(self) -> None:
+        """Count changes from here on: also after a step, which may change an only parameter in place."""
+        # torch 2.13 counts changes of a tensor in place in `_version`, except those of its `.data`.
+        self._versions = [
+            (name, p, p._version)  # noqa: SLF001
+            for name, p, is_trained in self._parameters
+            if is_trained or is_sharded(p)
+        ]
+
+    def check(self) -> None:
+        """Reject changes that DeepSpeed would ignore.
+
+        Raises:
+            ConflictError: A parameter was frozen, unfrozen or changed.
+        """
+        for name, parameter, is_trained in self._parameters:
+            if parameter.requires_grad is not is_trained:
+                change = "frozen" if is_trained else "unfrozen"
+                problem = f"{name} was {change} during the run, but DeepSpeed trains those it started with"
+                own_group = "a learning rate of 0 in a parameter group of its own"
+                raise conflict(ZERO, problem, TO_FSDP2, TO_DDP, own_group)
+        for name, parameter, version in self._versions:
+            if parameter._version != version:  # noqa: SLF001
+                problem = f"{name} was changed in place, but each step overwrites it with DeepSpeed's copy"
+                raise conflict(ZERO, problem, TO_FSDP2, TO_DDP)
+
+
+@contextmanager
+def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Generator[None]:
+    """Add a trainable number to groups without trainable parameters, which stages 1 and 2 cannot partition.
+
+    Adapters leave such groups behind: of norms and biases, for example. DeepSpeed looks up a group's
+    parameters by the module's names when it starts; afterwards the numbers are removed from the module.
+
+    Args:
+        module: The model.
+        groups: The optimizer's; changed in place.
+    """
+    empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
+    for index, group in enumerate(empty):
+        filler = nn.Parameter(torch.zeros(1))
+        group["params"] = [*group["params"], filler]
+        module.register_parameter(f"filler_{index}", filler)
+    try:
+        yield
+    finally:
+        for index in range(len(empty)):
+            delattr(module, f"filler_{index}")
+
+
+class CastsLikeOneDevice:
+    """Mixin of DeepSpeed's precision plugins: casts no more of a model than a single device would.
+
+    Lightning 2.6 calls `module.to(dtype)`, also under 32-true: float64 buffers would lose digits, and complex
+    ones (rotary embeddings) their imaginary part.
+    """
+
+    precision: Any
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast a module to the 16-bit dtype of the precision; others change nothing."""
+        if not self.precision.endswith("16-true"):
+            return module
+        return cast_floats(module, torch.bfloat16 if self.precision == "bf16-true" else torch.float16)
+
+
+class ZeroPrecision(CastsLikeOneDevice, DeepSpeedPrecision):
+    """The Trainer's."""
+
+
+class FabricZeroPrecision(CastsLikeOneDevice, fabric.DeepSpeedPrecision):
+    """Fabric's."""

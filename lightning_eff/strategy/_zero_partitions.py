@@ -1,0 +1,323 @@
+"""DeepSpeed's partitions of a model: full tensors from them and into them, and how many bytes they take.
+
+In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 each rank has, per
+parameter group, one contiguous slice of all of the group's parameters concatenated, which may begin or end
+inside a parameter. In stage 3 it has an equal slice of each parameter, the last rank's padded. Optimizer
+state per element lies at the same position of a vector of its own. Weights are read from these vectors, since
+the model's own may be a 16-bit copy.
+
+Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
+tensor that does not divide evenly, nor any state before the first step. Only this module uses these
+attributes (DeepSpeed 0.19.8).
+
+`ZeroMemory` counts bytes per device. They deviate from the ZeRO papers; they follow DeepSpeed's source
+(0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py):
+
+- Stages 1 and 2 keep float32 weights for the optimizer besides the model's, even if those are float32;
+  stage 3 does so for 16-bit models.
+- Stage 3 does not shard tensors of at most 100,000 elements.
+- It frees a weight after its forward only if more than 1e9 elements are used before its backward, so smaller
+  models are complete on each device.
+- Buckets have 5e8 elements, however small the model; stage 2 with overlap has two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_eff.checkpoint.full_state import COUNTS
+from lightning_eff.core.shards import full_shape, full_tensor, unsharded
+from lightning_eff.core.text import human_count
+from lightning_eff.report.model_weights import ModelWeights, Weight
+from lightning_eff.report.sharding import DeviceShare, Sharding
+from lightning_eff.strategy._zero_config import DEFAULT_BUCKET, OVERLAP_STAGE
+
+FLOAT32 = 4
+"""Bytes."""
+_NOT_COUNTED = (
+    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
+    *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
+)
+"""Options whose effect on memory and communication `ZeroMemory` does not count."""
+
+
+class PartitionedState:
+    """Full tensors of an engine's model; implements `full_state.ShardedState`.
+
+    Args:
+        engine: DeepSpeed's, with an optimizer or, for evaluation, without; None where nothing is sharded.
+        groups: Parameters of each group, before DeepSpeed replaced them by flat vectors.
+    """
+
+    def __init__(self, engine: Any, groups: Sequence[Sequence[Tensor]]) -> None:
+        zero = getattr(engine, "optimizer", None)
+        self._zero = zero if getattr(zero, "optimizer", None) is not None else None
+        self.groups = groups
+        self.options = self._zero.optimizer.param_groups if self._zero is not None else []
+        self._is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
+        partitioned = [] if self._zero is None or self._is_stage_3 else self._zero.bit16_groups
+        self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor unsharded, from the float32 vectors if it is trained; a collective of all ranks."""
+        if not self._is_trained(tensor):
+            return full_tensor(tensor)
+        return self._unflatten(tensor, self._partition(tensor))
+
+    def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
+        """Set a tensor, and its slice of the float32 vectors; a collective of all ranks."""
+        if hasattr(tensor, "ds_id"):
+            with unsharded(tensor, modifier_rank=0):  # all ranks: rank 0's change is broadcast at the end
+                if dist.get_rank() == 0:
+                    tensor.data.copy_(value)
+        else:
+            tensor.data.copy_(value)
+        if self._is_trained(tensor):
+            self._flatten_into(tensor, self._partition(tensor), value)
+
+    def state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter, unsharded; a collective of all ranks."""
+        zero: Any = self._zero
+        state: dict[str, Any] = {}
+        if not self._is_trained(parameter):
+            return state
+        flat = self._partition(parameter)
+        for key, value in zero.optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
+                state[key] = self._unflatten(parameter, value)
+            else:  # one count for all parameters of the vector; not shared when loaded
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+        return state
+
+    def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Set this rank's slice of the optimizer's state of a parameter."""
+        zero: Any = self._zero
+        if not (state and self._is_trained(parameter)):
+            return
+        shape, flat = full_shape(parameter), self._partition(parameter)
+        own = zero.optimizer.state.setdefault(flat, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
+                if key not in own:
+                    own[key] = torch.zeros_like(flat, dtype=value.dtype)
+                self._flatten_into(parameter, own[key], value)
+            else:
+                own[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        if self._zero is None or not self._is_stage_3:
+            return id(tensor) in self._group_of
+        return hasattr(tensor, "ds_id") and self._zero.get_param_id(tensor) in self._zero.grad_position
+
+    def _partition(self, parameter: Tensor) -> Tensor:
+        """Return this rank's float32 vector that holds its slice of the parameter."""
+        zero: Any = self._zero
+        if not self._is_stage_3:
+            return zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
+        # `grad_position`: sub-group, and offset and length of this rank's slice in the sub-group's vector
+        group, _, _ = zero.grad_position[zero.get_param_id(parameter)]
+        return zero.fp32_partitioned_groups_flat[group]
+
+    def _unflatten(self, parameter: Any, flat: Tensor) -> Tensor:
+        """Return a full tensor from the ranks' vectors; a collective of all ranks."""
+        zero: Any = self._zero
+        if self._is_stage_3:
+            _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+            own = flat.narrow(0, offset, length).to(parameter.device)
+            slices = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(slices, own)  # all ranks, `length` elements each; the end is padding
+            return torch.cat(slices)[: parameter.ds_numel].view(parameter.ds_shape).clone()
+        full = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
+        mapping = parameter._hp_mapping  # noqa: SLF001 - None where this rank has no element of the parameter
+        if mapping is not None:
+            target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
+            own = flat.narrow(0, source.start, source.numel)
+            full.narrow(0, target.start, target.numel).copy_(own)
+        dist.all_reduce(full)  # all ranks; slices are disjoint, so the sum is their union
+        return full.view(parameter.shape)
+
+    def _flatten_into(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
+        """Copy this rank's slice of a full value into its vector; every rank has the value."""
+        zero: Any = self._zero
+        value = value.reshape(-1)
+        if self._is_stage_3:
+            _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+            start = dist.get_rank() * length
+            own = value[start : start + length]  # shorter, or empty, on the last ranks
+            flat.narrow(0, offset, len(own)).data.copy_(own)
+            return
+        mapping = parameter._hp_mapping  # noqa: SLF001
+        if mapping is not None:
+            target, source = mapping.hp_fragment_address, mapping.lp_fragment_address
+            own = value.narrow(0, source.start, source.numel)
+            flat.narrow(0, target.start, target.numel).data.copy_(own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroMemory(Sharding):
+    """DeepSpeed's ZeRO.
+
+    Args:
+        compute_itemsize: Bytes per element of the model as DeepSpeed casts it.
+        reduce_itemsize: Bytes per element of a gradient as it is sent.
+        accumulate_itemsize: Bytes per element of a gradient as it is kept.
+        optimizer_on_host: Whether optimizer state and float32 weights are on the host.
+        weights_on_host: Whether the weights' shards are; stage 3.
+        bucket: Elements per bucket of gradients; None = all trained ones, of at most `DEFAULT_BUCKET`.
+        num_buckets: Number of buckets.
+        all_reduce: Whether stages 1 and 2 all-reduce, instead of reduce-scatter.
+        persistent: Elements up to which a tensor is not sharded; stage 3.
+        reuse: Elements within which a weight that is needed again stays gathered; stage 3.
+        prefetch: Elements that are gathered ahead; stage 3.
+        step_elements: Elements that are stepped on at a time; stage 3.
+        not_counted: Options in use that change these numbers in unknown ways.
+    """
+
+    compute_itemsize: int = FLOAT32
+    reduce_itemsize: int = FLOAT32
+    accumulate_itemsize: int = FLOAT32
+    optimizer_on_host: bool = False
+    weights_on_host: bool = False
+    bucket: int | None = None
+    num_buckets: int = 1
+    all_reduce: bool = True
+    persistent: int = 100_000
+    reuse: int = 1_000_000_000
+    prefetch: int = 50_000_000
+    step_elements: int = 1_000_000_000
+    not_counted: tuple[str, ...] = ()
+
+    own_weights = True
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], precision: str) -> ZeroMemory:
+        """Return the memory arithmetic of a configuration, with DeepSpeed's defaults.
+
+        Args:
+            config: From `_zero_config.deepspeed_config`.
+            precision: Lightning's name.
+        """
+        from deepspeed.runtime.config import DtypeEnum
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        options: Mapping[str, Any] = config["zero_optimization"]
+        zero: Any = DeepSpeedZeroConfig(**options)
+        itemsize = 4 if precision.startswith("32") else 2
+        dtypes = config.get("communication_data_type"), config.get("data_types", {}).get("grad_accum_dtype")
+        itemsizes = [DtypeEnum(dtype).value.itemsize if dtype else itemsize for dtype in dtypes]
+        offloads = zero.offload_optimizer, zero.offload_param
+        on_host = [bool(offload and offload.device != "none") for offload in offloads]
+        has_buckets = zero.contiguous_gradients or zero.offload_optimizer is not None
+        return cls(
+            stage=int(zero.stage),
+            compute_itemsize=itemsize,
+            reduce_itemsize=itemsizes[0],
+            accumulate_itemsize=itemsizes[1],
+            optimizer_on_host=on_host[0],
+            weights_on_host=on_host[1],
+            bucket=(zero.reduce_bucket_size if "reduce_bucket_size" in options else None)
+            if has_buckets
+            else 0,
+            num_buckets=2 if zero.overlap_comm and zero.stage <= OVERLAP_STAGE else 1,
+            all_reduce=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,
+            persistent=int(zero.param_persistence_threshold),
+            reuse=int(zero.max_reuse_distance),
+            prefetch=int(zero.prefetch_bucket_size),
+            step_elements=int(zero.sub_group_size),
+            not_counted=tuple(key for key in _NOT_COUNTED if options.get(key)),
+        )
+
+    def bucket_for(self, num_trained: int) -> int:
+        """Return the elements of a bucket, of a model with so many trained ones."""
+        return min(DEFAULT_BUCKET, num_trained) if self.bucket is None else self.bucket
+
+    def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
+        """Cut each tensor in stage 3, all trained ones as one in stages 1 and 2."""
+        if self.stage < 3:
+            return super().shards(model, devices)
+        return [(weight, -(-weight.numel // devices)) for weight in model.weights]
+
+    def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
+        """Implement `Sharding`."""
+        del accumulates  # gradients are reduced in buckets, or kept as the stage has them
+        size = self.compute_itemsize
+        has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on_host or self.weights_on_host
+        share = self.kept(
+            model,
+            devices,
+            itemsize=size,
+            gradient_itemsize=self.accumulate_itemsize,
+            copy_itemsize=FLOAT32 if has_copies else 0,
+        )
+        total = sum(weight.numel for weight in model.trained)
+        local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
+        if self.stage == 3:
+            return self._stage_3(model, share, devices, total, local)
+        bucket = self.bucket_for(total)
+        buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
+        if self.stage == 2 and self.all_reduce:
+            buckets += min(bucket, total) * self.reduce_itemsize  # flattened once more
+        if not self.optimizer_on_host:
+            step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
+            return replace(share, buffers=max(buckets, step))
+        largest = max((weight.numel for weight in model.trained), default=0) * size
+        return replace(
+            share,
+            gradients=share.gradients if self.stage == 1 else 0,
+            optimizer=0,
+            buffers=buckets + largest,
+            host=share.optimizer + local * (FLOAT32 + 2 * size) + largest,
+        )
+
+    def _stage_3(
+        self, model: ModelWeights, share: DeviceShare, devices: int, total: int, local: float
+    ) -> DeviceShare:
+        size = self.compute_itemsize
+        step = min(local, self.step_elements) * FLOAT32
+        weights, host = share.weights - model.buffers_bytes, 0.0
+        if self.weights_on_host:
+            weights, host = 0.0, weights
+        if self.optimizer_on_host:
+            host += share.gradients + share.optimizer + local * FLOAT32
+            share, step = replace(share, gradients=0, optimizer=0), 0
+        unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
+        sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
+        # The last weights stay gathered from forward to backward, between which what follows runs twice.
+        # Beside them: the one that is used, and what is prefetched.
+        at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
+        gathered = size * min(sum(sharded), at_once)
+        bucket = self.bucket_for(total)
+        scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
+        return replace(
+            share,
+            weights=weights + unsharded + model.buffers_bytes,
+            gathered=gathered,
+            # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
+            buffers=bucket * size + max(0, step - gathered, scattered - gathered),
+            host=host,
+        )
+
+    def assumptions(self) -> list[str]:
+        """Implement `Sharding`."""
+        buckets = f"{self.num_buckets} bucket{'s' if self.num_buckets > 1 else ''} of gradients"
+        size = f"for all that is trained, of at most {human_count(DEFAULT_BUCKET)} elements"
+        if self.bucket is not None:
+            size = f"of {human_count(self.bucket)} elements, however small the model"
+        lines = [f"{buckets} {size} (strategy.config.zero_optimization.reduce_bucket_size)"]
+        if self.stage == 3:
+            lines.append(
+                f"tensors up to {human_count(self.persistent)} elements are not sharded "
+                "(stage3_param_persistence_threshold); a weight stays gathered until its backward "
+                f"pass if that is at most {human_count(self.reuse)} elements away (stage3_max_reuse_distance)"
+            )
+        elif self.all_reduce:
+            lines.append("gradients are all-reduced, as DeepSpeed does by default, not reduce-scattered")
+        if self.not_counted:
+            lines.append(f"effects of these options are not counted: {', '.join(self.not_counted)}")
+        return lines
