@@ -49,7 +49,7 @@ from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import apply
-from lightning_eff.kernels.conv_grid import Chain, Grid, choose_grid, computed_itemsize
+from lightning_eff.kernels.conv_grid import Grid, choose_grid, computed_itemsize
 from lightning_eff.kernels.conv_layers import (
     LocalLayer,
     children_of,
@@ -297,9 +297,9 @@ class TiledContainer:
                 x = children[0][1](x)
             else:
                 first, last = children[0][0], children[num_children - 1][0]
-                not_held = grid.chain.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
+                not_held = grid.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
                 segments[first if num_children == 1 else f"{first}-{last}"] = Segment(
-                    len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held
+                    len(grid.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held
                 )
                 x = apply(grid, x)
             del children[:num_children]
@@ -342,7 +342,7 @@ class TiledContainer:
             self._cuts[key] = self._best_cut(run, x)
         num_children, pieces = self._cuts[key]
         layers = [layer for part in run[:num_children] for layer in part]
-        return num_children, Grid(Chain.of(layers, x), pieces) if pieces else None
+        return num_children, Grid.of(layers, x, pieces) if pieces else None
 
     def _best_cut(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]]:
         """Return the number of children, and the pieces, of the segment that holds least in tiles."""
@@ -350,7 +350,7 @@ class TiledContainer:
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:
-                grid = choose_grid(Chain.of(layers, x), x, self.budget_bytes)
+                grid = choose_grid(layers, x, self.budget_bytes)
             except ValueError:  # x does not fit the layers, whose own message is better
                 return 1, ()
             saved = grid.saved_elements(is_input_trained=x.requires_grad)

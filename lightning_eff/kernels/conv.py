@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_value
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels.conv_grid import Chain, Grid, Tile, choose_grid
+from lightning_eff.kernels.conv_grid import Grid, Tile, choose_grid
 from lightning_eff.kernels.conv_layers import LocalLayer, overwrites_input, read_module
 
 
@@ -90,9 +90,8 @@ def tiled(
     ):
         raise ConfigError(key="tiles", value=tiles, allowed=f"{num_axes} whole numbers of at least 1, or one")
     if layers and x.numel():
-        chain = Chain.of(layers, x)
         budget_bytes = None if budget_mib is None else budget_mib * 2**20
-        grid = choose_grid(chain, x, budget_bytes) if tiles is None else Grid(chain, (1, *pieces))
+        grid = Grid.of(layers, x, (1, *pieces)) if tiles is not None else choose_grid(layers, x, budget_bytes)
         if grid.num_tiles > 1:
             return apply(grid, x)
     for module in modules:
@@ -121,7 +120,7 @@ def read_segment(modules: Iterable[nn.Module], num_axes: int) -> tuple[LocalLaye
 def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out"]:
     """Compute the layers of a grid for x, one tile after another."""
     run = _Run(grid, x.device)
-    tensors = [each for layer in grid.chain.layers for each in layer.tensors]
+    tensors = [each for layer in grid.layers for each in layer.tensors]
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *tensors)):
         return run.forward(x, tensors)
     needs_grad = torch.empty(0, device=x.device, requires_grad=True)
@@ -180,7 +179,7 @@ class _Run:
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # Casts of weights are not cached: those without gradients would be found by the code around.
         self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
-        draws = any(layer.draws for layer in grid.chain.layers)
+        draws = any(layer.draws for layer in grid.layers)
         self._redraw = _redraw(device) if draws else contextlib.nullcontext
 
     def forward(self, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -239,15 +238,14 @@ class _Run:
 
     def _compute(self, tile: Tile, part: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         first = 0
-        for layer, padding in zip(self._grid.chain.layers, tile.padding, strict=True):
+        for layer, padding in zip(self._grid.layers, tile.padding, strict=True):
             end = first + len(layer.tensors)
             part, first = layer.compute(part, tensors[first:end], padding), end
         return part
 
     def _empty_output(self, part: Tensor) -> Tensor:
         """Return the memory of the output, in the memory format of a tile."""
-        chain = self._grid.chain
-        shape = (chain.samples, chain.channels[-1], *chain.lengths[-1])
+        shape = (self._grid.num_samples, self._grid.channels[-1], *self._grid.lengths[-1])
         last: Any = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
         is_last = last is not None and part.is_contiguous(memory_format=last) and not part.is_contiguous()
         memory_format = last if is_last else torch.contiguous_format

@@ -81,15 +81,17 @@ class Window:
         """
         return (length + self.low + self.high - self.span) // self.stride + 1
 
-    def needed(self, wanted: Interval) -> Interval:
-        """Return the inputs that outputs read, padding included.
+    def read(self, wanted: Interval, length: int) -> tuple[Interval, Interval]:
+        """Return the inputs that outputs read on an axis of that length, and the padding at both ends.
 
         Example:
-            >>> Window(kernel=3, low=1, high=1).needed((0, 4))
-            (-1, 5)
+            >>> Window(kernel=3, low=1, high=1).read((0, 4), 8)
+            ((0, 5), (1, 0))
         """
-        first, end = wanted
-        return first * self.stride - self.low, (end - 1) * self.stride - self.low + self.span
+        first = wanted[0] * self.stride - self.low
+        end = (wanted[1] - 1) * self.stride - self.low + self.span
+        held = max(first, 0), min(end, length)
+        return held, (held[0] - first, end - held[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels.conv import read_segment, tiled
-from lightning_eff.kernels.conv_grid import Chain, Grid, choose_grid
+from lightning_eff.kernels.conv_grid import Grid, choose_grid
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.counted import Operators
 from tests.support.ranks import is_equal
@@ -185,7 +185,7 @@ def test_nothing_between_the_layers_is_kept_and_a_tile_at_a_time_is_computed() -
 
 def test_the_estimate_of_a_tile_is_what_it_takes() -> None:
     layers, x = chain().float(), torch.randn(1, 4, 64, 64, requires_grad=True)
-    grid = Grid(Chain.of(read_segment(layers, 2), x), (1, 4, 4))
+    grid = Grid.of(read_segment(layers, 2), x, (1, 4, 4))
     live = LiveBytes()
     live.add([x, *layers.parameters()])
     with live:
@@ -437,8 +437,7 @@ def test_images_that_do_not_fit_the_layers_are_named() -> None:
 def test_a_budget_divides_samples_first_then_the_longest_axis_and_keeps_the_halo_within_a_quarter() -> None:
     x = torch.empty(4, 4, 64, 256)
     layers = read_segment(chain(), 2)
-    sizes = Chain.of(layers, x)
-    pieces = [choose_grid(sizes, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
+    pieces = [choose_grid(layers, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
     assert pieces == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 3), (4, 1, 5)]
-    finest = choose_grid(sizes, x, 1)
+    finest = choose_grid(layers, x, 1)
     assert 0.2 < finest.halo() <= 0.25
