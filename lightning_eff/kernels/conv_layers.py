@@ -143,7 +143,8 @@ def has_windows(module: nn.Module) -> bool:
         >>> has_windows(nn.Sequential(nn.Conv2d(1, 1, 3))), has_windows(nn.Sequential(nn.Linear(1, 1)))
         (True, False)
     """
-    return any(type(part) in {**CONVOLUTIONS, **MAX_POOLS, **AVG_POOLS} for part in module.modules())
+    with_windows = {**CONVOLUTIONS, **MAX_POOLS, **AVG_POOLS}
+    return any(type(part) in with_windows for part in module.modules())
 
 
 def read_module(
@@ -163,10 +164,9 @@ def read_module(
     name = type(module).__name__
     if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(module)[kind].values()):
         return f"{name} has hooks, which would not run"
+    has_own_forward = isinstance(vars(module).get("forward"), (replaced_by, NoneType))
     # `_conv_forward` is private to torch's convolutions (2.13); some replace it to pad in another way.
-    if not isinstance(vars(module).get("forward"), (replaced_by, NoneType)) or "_conv_forward" in vars(
-        module
-    ):
+    if not has_own_forward or "_conv_forward" in vars(module):
         return f"the forward of {name} is replaced already"
     if is_container(module):
         layers: list[LocalLayer] = []
@@ -331,8 +331,8 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
         except Exception:  # noqa: BLE001 - a forward may raise anything
             return refusal
         expected = _over_channels(x, twin.weight, twin.bias, eps)
-    if found.shape != x.shape or not torch.allclose(found, expected, rtol=1e-9, atol=1e-12):
-        return refusal
+        if found.shape != x.shape or not torch.allclose(found, expected, rtol=1e-9, atol=1e-12):
+            return refusal
     return LocalLayer(
         lambda x, tensors, _: _over_channels(x, *tensors, eps),
         (Window(),) * num_axes,  # pointwise, but known for this number of axes alone
