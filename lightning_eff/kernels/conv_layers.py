@@ -334,7 +334,7 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
         if found.shape != x.shape or not torch.allclose(found, expected, rtol=1e-9, atol=1e-12):
             return refusal
     return LocalLayer(
-        lambda x, tensors, _: _over_channels(x, *tensors, eps),
+        lambda x, tensors, _: _over_channels(x, tensors[0], tensors[1], eps),
         (Window(),) * num_axes,  # pointwise, but known for this number of axes alone
         tensors=(module.weight, module.bias),
     )
