@@ -2,15 +2,16 @@
 
 For large images and volumes, the activations at full resolution are most of what a step holds. Here the
 children of each `nn.Sequential` that are local (a pixel of the output depends on a window of the input:
-convolutions, pooling, pointwise activations, dropout, normalization in evaluation mode) are computed in tiles
-with a halo, by one autograd function: the forward pass keeps the first one's input alone, and the backward
-pass computes one tile at a time again. Parameters, names and checkpoints stay the same, hooks of the
-container run once, and each weight gets one gradient.
+convolutions, pooling, pointwise activations, dropout, normalization over channels or in evaluation mode) are
+computed in tiles with a halo, by one autograd function: the forward pass keeps the first one's input alone,
+and the backward pass computes one tile at a time again. Parameters, names and checkpoints stay the same,
+hooks of the container run once, and each weight gets one gradient.
 
-Statistics of all pixels end a segment: batch normalization in training, instance and group normalization.
-So do a second input, a branch, a class that is not torch's own, hooks on a layer, and sharded weights.
-Layers that a forward of your own calls one after another are left alone: whether something else reads what
-is between them is not known before it does. Put them into an `nn.Sequential`.
+Every other child ends a segment and is computed for the whole image: statistics of all pixels (batch
+normalization in training, instance and group normalization), transposed convolutions and upsampling, padding
+with anything but zeros, pooling with `ceil_mode`, a class that is not torch's own, hooks on a layer, and
+sharded weights. Layers that a forward of your own calls one after another are left alone: whether something
+else reads what is between them is not known before it does. Put them into an `nn.Sequential`.
 
 A segment is tiled where its input has `min_pixels` or more, one tile is not enough for the budget, at most a
 quarter is computed twice for the halo, and the tiles hold less than the layers would keep: both by
@@ -47,14 +48,11 @@ from lightning_eff.core.managed import Tiling
 from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
-from lightning_eff.kernels.conv import (
-    Chain,
-    Grid,
+from lightning_eff.kernels.conv import apply
+from lightning_eff.kernels.conv_grid import Grid, choose_grid, computed_itemsize
+from lightning_eff.kernels.conv_layers import (
     LocalLayer,
-    apply,
     children_of,
-    choose_grid,
-    computed_itemsize,
     has_windows,
     is_container,
     overwrites_input,
@@ -236,16 +234,17 @@ class TiledConv(Tiling):
 
 MAX_AXES = 3
 Child = tuple[str, nn.Module, tuple[LocalLayer, ...] | str]
+"""Name, module, and its layers or why it has none."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What a report says of children that were computed in tiles.
+    """Children that were computed in tiles, for the report.
 
     Args:
-        num_layers: Of all of them.
-        num_tiles: Of an input.
-        shape: Of that input.
+        num_layers: Layers of the children.
+        num_tiles: Tiles of an input.
+        shape: Shape of that input.
         halo: Fraction of the layers' outputs that was computed more than once.
         not_held_bytes: What the layers would keep between them for the backward pass.
     """
@@ -260,14 +259,13 @@ class Segment:
 class TiledContainer:
     """Replaces the forward of an `nn.Sequential`: it is assigned to the attribute `forward`.
 
-    What is a segment is found at each call, by the layers' flags (batch normalization is local in evaluation
-    mode) and the input's size; how it is cut is remembered by the size. Of the segments that begin at a
-    child, the one is taken whose tiles save most: a chain whose halo would leave few tiles is cut into
-    shorter ones.
+    Segments are found at each call, by the layers' flags (batch normalization is local in evaluation mode)
+    and the input's size; how they are cut is cached by both. Of the segments that begin at a child, the one
+    is taken whose tiles save most: a chain whose halo would leave few tiles is cut into shorter ones.
 
     Args:
         module: The container.
-        budget_bytes: As `kernels.conv.choose_grid` has it.
+        budget_bytes: As in `kernels.conv_grid.choose_grid`.
         min_pixels: Inputs with fewer (samples x space) are not tiled.
     """
 
@@ -278,7 +276,8 @@ class TiledContainer:
         self.ends: dict[str, str] = {}
         """Why children ended a segment, by name."""
         self.max_pixels = 0
-        self._cuts: dict[Any, tuple[int, tuple[int, ...]] | None] = {}
+        self._cuts: dict[Any, tuple[int, tuple[int, ...]]] = {}
+        """Number of children and pieces of a segment; one child and no pieces where nothing is tiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the children, in tiles where that holds less."""
@@ -289,17 +288,23 @@ class TiledContainer:
         named = list(children_of(self.module).items())
         while named and not self._may_tile(x):  # it may be upsampled
             x = named.pop(0)[1](x)
-        children = [(name, child, read_module(child, TiledContainer)) for name, child in named]
+        children = [(name, child, read_module(child, x.dim() - 2, TiledContainer)) for name, child in named]
         self.ends |= {name: found for name, _, found in children if isinstance(found, str)}
         segments: dict[str, Segment] = {}
         while children:
             num_children, grid = self._segment(children, x) if self._may_tile(x) else (1, None)
-            if grid is not None:
-                segments |= self._described(grid, x, children[:num_children])
-            x = children[0][1](x) if grid is None else apply(grid, x)
+            if grid is None:
+                x = children[0][1](x)
+            else:
+                first, last = children[0][0], children[num_children - 1][0]
+                not_held = grid.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
+                segments[first if num_children == 1 else f"{first}-{last}"] = Segment(
+                    len(grid.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held
+                )
+                x = apply(grid, x)
             del children[:num_children]
-        if segments and (not self.segments or _not_held(segments) > _not_held(self.segments)):
-            self.segments = segments
+        if segments:
+            self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
 
     def attach(self) -> None:
@@ -321,7 +326,7 @@ class TiledContainer:
         return num_pixels >= self.min_pixels
 
     def _segment(self, children: Sequence[Child], x: Tensor) -> tuple[int, Grid | None]:
-        """Return how many children to compute now, and their tiles; None for one child as it is."""
+        """Return how many children to compute now, and their tiles; None for one child without tiles."""
         run: list[tuple[LocalLayer, ...]] = []
         for _, _, found in children:
             if isinstance(found, str):
@@ -334,35 +339,25 @@ class TiledContainer:
             tuple(layer.keeps for layers in run for layer in layers),
         )  # fmt: skip
         if key not in self._cuts:
-            self._cuts[key] = self._best(run, x)
-        cut = self._cuts[key]
-        if cut is None:
-            return 1, None
-        num_children, pieces = cut
-        grid = Grid(Chain.of([layer for layers in run[:num_children] for layer in layers], x), pieces)
-        return num_children, grid
+            self._cuts[key] = self._best_cut(run, x)
+        num_children, pieces = self._cuts[key]
+        layers = [layer for part in run[:num_children] for layer in part]
+        return num_children, Grid.of(layers, x, pieces) if pieces else None
 
-    def _best(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]] | None:
-        """Return the number of children, and the pieces, of the segment that holds least in tiles, if any."""
-        best, most = None, 0
+    def _best_cut(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]]:
+        """Return the number of children, and the pieces, of the segment that holds least in tiles."""
+        best, most_saved = (1, ()), 0
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:
-                grid = choose_grid(Chain.of(layers, x), x, self.budget_bytes)
-            except ValueError:  # the layers themselves say it better
-                return None
+                grid = choose_grid(layers, x, self.budget_bytes)
+            except ValueError:  # x does not fit the layers, whose own message is better
+                return 1, ()
             saved = grid.saved_elements(is_input_trained=x.requires_grad)
-            if grid.num_tiles > 1 and saved > most:
-                best, most = (num_children, grid.pieces), saved
+            if grid.num_tiles > 1 and saved > most_saved:
+                best, most_saved = (num_children, grid.pieces), saved
         return best
 
-    def _described(self, grid: Grid, x: Tensor, children: Sequence[Child]) -> dict[str, Segment]:
-        """Return what is said of a segment, by its name."""
-        names = [name for name, _, _ in children]
-        not_held = grid.chain.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
-        name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
-        return {name: Segment(len(grid.chain.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held)}
 
-
-def _not_held(segments: dict[str, Segment]) -> int:
+def _not_held_bytes(segments: dict[str, Segment]) -> int:
     return sum(each.not_held_bytes for each in segments.values())

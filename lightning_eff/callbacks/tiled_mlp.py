@@ -35,21 +35,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_eff.callbacks._token_wise import check_token_wise, join, num_matrices, split
+from lightning_eff.callbacks._token_wise import TokenWise, check_token_wise, join, num_matrices, split
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.call_state import CallState, stops_early
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Tiling
 from lightning_eff.core.model_surgery import BlockSelector
-from lightning_eff.core.shards import GatheredAtOnce, full_shape
+from lightning_eff.core.shards import GatheredAtOnce
 from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
@@ -93,8 +92,7 @@ def tile_mlps(
         >>> list(tile_mlps(nn.Sequential(block(), block())))
         ['0.1', '1.1']
     """
-    refused: dict[str, str] = {}
-    tiled = _tile(model, modules, tile_budget_mib, min_tokens, refused)
+    tiled, refused = _tile(model, modules, tile_budget_mib, min_tokens)
     if not tiled and not any(isinstance(vars(each).get("forward"), TiledForward) for each in model.modules()):
         text = f"tile_mlps had no effect: {NOT_FOUND}{_left_out(refused)}; name them with modules="
         warnings.warn(text, NoEffectWarning, stacklevel=3)
@@ -102,33 +100,27 @@ def tile_mlps(
 
 
 def _tile(
-    model: nn.Module,
-    modules: BlockSelector,
-    tile_budget_mib: float | None,
-    min_tokens: int,
-    refused: dict[str, str],
-) -> dict[str, TiledForward]:
-    """Tile, and add to `refused` why children of blocks are not."""
+    model: nn.Module, modules: BlockSelector, tile_budget_mib: float | None, min_tokens: int
+) -> tuple[dict[str, TiledForward], dict[str, str]]:
+    """Tile MLPs; return what replaces their forwards, and why other children of blocks are not tiled."""
     budget_bytes = None if tile_budget_mib is None else max(1, int(tile_budget_mib * 2**20))
     tiled: dict[str, TiledForward] = {}
+    refused: dict[str, str] = {}
     for name, module in _candidates(model, modules).items():
         if isinstance(vars(module).get("forward"), TiledForward):
             continue
         found = check_token_wise(module)
-        if "forward" in vars(module):
-            refused[name] = "its forward is replaced already"
-        elif found.refusal:
-            refused[name] = found.refusal
-        else:
-            tiled[name] = TiledForward(
-                module, found.widest, found.ranks, budget_bytes=budget_bytes, min_tokens=min_tokens
-            )
-        if modules is not None and name in refused:
-            allowed = f"modules that compute every token from that token alone: {refused[name]}"
+        refusal = "its forward is replaced already" if "forward" in vars(module) else found.refusal
+        if refusal and modules is not None:
+            allowed = f"modules that compute every token from that token alone: {refusal}"
             raise ConfigError(key="modules", value=name, allowed=allowed)
+        if refusal:
+            refused[name] = refusal
+        else:
+            tiled[name] = TiledForward(module, found, budget_bytes=budget_bytes, min_tokens=min_tokens)
     for forward in tiled.values():
         forward.attach()
-    return tiled
+    return tiled, refused
 
 
 def _candidates(model: nn.Module, modules: BlockSelector) -> Mapping[str, nn.Module]:
@@ -164,6 +156,7 @@ class TiledMLP(Tiling):
         NoEffectWarning: No MLP was found, or each was computed as one tile.
 
     Example:
+        >>> import lightning.pytorch as pl
         >>> callback = TiledMLP(tile_budget_mib=256)
         >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
         >>> TiledMLP(min_tokens=0)
@@ -220,60 +213,41 @@ class TiledMLP(Tiling):
         )
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._refused = {}
-
-    @override
     def tile(self, model: nn.Module) -> dict[str, TiledForward]:
         """Replace the forward of MLPs."""
-        return _tile(model, self.modules, self.tile_budget_mib, self.min_tokens, self._refused)
+        tiled, self._refused = _tile(model, self.modules, self.tile_budget_mib, self.min_tokens)
+        return tiled
 
     @override
     def outcome(self) -> Outcome:
-        """Report how many MLPs were tiled, the bytes not held, and the FLOPs of what was computed again."""
+        """Report how many MLPs were tiled, and the bytes not held."""
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
-        flops = sum(2 * each.recomputed_tokens * _num_weights(each.module) for each in tiled.values())
         tokens = max((each.max_tokens for each in self._tiled.values()), default=0)
         if not self._tiled:
             did = NOT_FOUND
         elif not tiled:
-            did = f"{tokens:,} tokens: one tile ({self._why_one_tile(tokens)})"
+            why = "wide activations fit tile_budget_mib"
+            why = why if tokens >= self.min_tokens else f"min_tokens={self.min_tokens:,}"
+            did = f"{tokens:,} tokens: one tile ({why})"
         else:
             did = (
                 f"{len(tiled)} MLP{'s' * (len(tiled) != 1)} in up to {tiles} tiles of {tokens:,} tokens: "
-                f"{human_bytes(not_held)} less in each one's backward pass, {flops:.2g} FLOP computed again"
+                f"{human_bytes(not_held)} less in each one's backward pass"
             )
         did += _left_out(self._refused)
         numbers = {
             "mlps": list(tiled), "tiles": tiles, "tokens": tokens, "not_held_bytes": not_held,
-            "recomputed_flops": flops, "refused": dict(self._refused),
+            "refused": dict(self._refused),
         }  # fmt: skip
         return Outcome(did=did, effective=bool(tiled), numbers=numbers)
-
-    def _why_one_tile(self, tokens: int) -> str:
-        """Return which of the two limits an MLP of so many tokens at most did not reach."""
-        if tokens < self.min_tokens:
-            return f"min_tokens={self.min_tokens:,}"
-        wide, budget = map(human_bytes, max(each.largest for each in self._tiled.values()))
-        given = self.tile_budget_mib
-        limit = f"the default budget of {budget}" if given is None else f"tile_budget_mib={given}"
-        return f"wide activations of {wide} fit {limit}"
 
 
 def _left_out(refused: Mapping[str, str]) -> str:
     """Return which children of blocks are not tiled, and why."""
     kinds = {name.rpartition(".")[2]: reason for name, reason in refused.items()}
     return "".join(f"; {kind} is left out: {reason}" for kind, reason in kinds.items())
-
-
-def _num_weights(module: nn.Module) -> int:
-    """Return the number of elements of a module's matrices."""
-    shapes = [full_shape(parameter) for parameter in module.parameters()]
-    return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 
 class TiledForward:
@@ -293,8 +267,7 @@ class TiledForward:
 
     Args:
         module: The module.
-        widest: Features of its widest activation.
-        ranks: Numbers of axes of inputs that are tiled; others are computed in one piece.
+        token_wise: The verdict on the module; inputs of other ranks are computed in one piece.
         budget_bytes: Bytes that the wide activations of one tile may take; None for the larger of 64 MiB and
             the input's own.
         min_tokens: Inputs with fewer tokens are not tiled.
@@ -303,29 +276,25 @@ class TiledForward:
     def __init__(
         self,
         module: nn.Module,
-        widest: int,
-        ranks: tuple[int, ...],
+        token_wise: TokenWise,
         *,
         budget_bytes: int | None,
         min_tokens: int,
     ) -> None:
-        self.module, self.widest, self.ranks = module, widest, ranks
+        self.module, self._token_wise = module, token_wise
         self.budget_bytes, self.min_tokens = budget_bytes, min_tokens
         self._stops_early = stops_early(module)
         self._gathered: GatheredAtOnce | None = None
         self.max_tokens = 0
         self.max_tiles = 0
-        self.largest = (0, 0)
-        """Wide activations of the largest input, and its budget, in bytes."""
         self.not_held_bytes = 0
-        self.recomputed_tokens = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module; in one piece where it is called with more than one tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return self._compute(*args, **kwargs)
-        num_tiles = self.num_tiles(x) if x.dim() in self.ranks else 1
+        num_tiles = self.num_tiles(x) if x.dim() in self._token_wise.ranks else 1
         return self._compute(x) if num_tiles == 1 else self._tiled(x, num_tiles)
 
     def num_tiles(self, x: Tensor) -> int:
@@ -334,10 +303,9 @@ class TiledForward:
         device = x.device.type
         is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
         itemsize = torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
-        wide_bytes = num_tokens * self.widest * NUM_WIDE * itemsize
+        wide_bytes = num_tokens * self._token_wise.widest * NUM_WIDE * itemsize
         budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
-        self.largest = max(self.largest, (wide_bytes, budget_bytes))
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
         self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)
@@ -368,7 +336,8 @@ class TiledForward:
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
             state = CallState(self.module)
-            with saved_tensors_hooks(_same, _same):  # what the tiles save is no block's to recompute
+            # What the tiles save is no block's to recompute.
+            with saved_tensors_hooks(lambda x: x, lambda x: x):
                 outputs = [self._checkpointed(*each, state) for each in zip(tiles, saved, strict=True)]
             state.end_forward()
         return join(outputs, x)
@@ -385,7 +354,6 @@ class TiledForward:
             return self._compute(first.pop())
         node: Any = saved.grad_fn
         (tile,) = node.saved_tensors
-        self.recomputed_tokens += tile.shape[-2]
         with state.again("a tiled MLP"):
             return self._compute(tile)
 
@@ -409,7 +377,3 @@ def _save(x: Tensor) -> Tensor:
     needs_grad = torch.empty(0, requires_grad=True)  # for a node also where x needs no gradient
     apply: Callable[..., Tensor] = _Save.apply  # pyright: ignore[reportAssignmentType]
     return apply(x, needs_grad)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

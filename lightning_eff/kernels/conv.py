@@ -1,14 +1,18 @@
 """Chains of convolutions, pooling and activations in spatial tiles, forward and backward.
 
 A tile of the output is computed from the tile of the input that it reads, which is larger by a halo; the
-backward pass does so again. So between the layers only one tile exists at a time, and the result is that of
-the whole image up to rounding. Padding is added at the borders of the image, and nowhere else.
+backward pass computes it again. So between the layers only one tile exists at a time, and the result is the
+whole image's up to rounding. Padding is added at the borders of the image, and nowhere else.
 
     input   |   halo [ tile ] halo   |      conv 3x3, conv 3x3: a halo of 2
     output  |        [ tile ]        |
 
-What is computed twice, the halo, is at most a quarter of the layers' outputs where the tiles are chosen here.
-Samples have no halo and are divided first.
+The forward pass keeps the input and the weights alone. The backward pass adds the tiles' gradients into one
+tensor of the input's size, and one of each weight's. They are returned through the function's own inputs, so
+hooks, DDP, FSDP2 and optimizers in the backward pass get one gradient of each weight.
+
+Why not slices of x under autograd, each checkpointed: the backward pass of a slice makes a tensor of zeros as
+large as x, for every tile.
 
 Why a 1x1 or a patch convolution is torch's too, and not a view and a product of matrices: torch's own holds
 no byte more (benchmarks/tiled_conv.py). The product is faster on a CPU for few outputs and for patches, but
@@ -17,43 +21,20 @@ patches are then a copy, and in channels-first memory weights of several samples
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+from typing_extensions import override
 
 from lightning_eff.core.arguments import Positive, check_value
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels._conv.function import apply
-from lightning_eff.kernels._conv.grid import Chain, Grid, choose
-from lightning_eff.kernels._conv.layers import LocalLayer
-from lightning_eff.kernels._conv.modules import (
-    children_of,
-    has_windows,
-    is_container,
-    overwrites_input,
-    read_module,
-)
-
-__all__ = [
-    "Chain",
-    "Grid",
-    "LocalLayer",
-    "apply",
-    "children_of",
-    "choose_grid",
-    "computed_itemsize",
-    "has_windows",
-    "is_container",
-    "overwrites_input",
-    "read_module",
-    "read_segment",
-    "tiled",
-]
-
-MIN_BUDGET_BYTES = 64 << 20
+from lightning_eff.kernels.conv_grid import Grid, Tile, choose_grid
+from lightning_eff.kernels.conv_layers import LocalLayer, overwrites_input, read_module
 
 
 def tiled(
@@ -65,9 +46,9 @@ def tiled(
 ) -> Float[Tensor, "b o *out"]:
     """Compute layers one after another in spatial tiles.
 
-    Convolutions (also transposed, of any stride, padding, dilation and groups), max and average pooling,
-    pointwise activations, dropout, batch normalization in evaluation mode, and nearest upsampling. Dropout
-    draws for each tile. There is no second derivative.
+    Convolutions of any stride, dilation and groups that pad with zeros, max and average pooling, pointwise
+    activations, dropout, batch normalization in evaluation mode, and layer normalization over channels.
+    Dropout draws for each tile. There is no second derivative.
 
     Args:
         segment: An `nn.Sequential`, a layer, or layers in their order.
@@ -81,9 +62,9 @@ def tiled(
         The output of the last layer.
 
     Raises:
-        ConfigError: A layer needs more than a window of pixels (statistics, a circular padding), is of a
-            class that is not known, has hooks or a forward of its own, or would overwrite `x`; `tiles` or
-            `budget_mib` is not positive, or both are given.
+        ConfigError: A layer needs more than a window of pixels (statistics, mirrored padding), scatters its
+            input (transposed convolution, upsampling), is of another class, has hooks or a forward of its
+            own, or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
         ValueError: `x` has other axes than the layers, or is too small for them.
         RuntimeError: A second derivative is prepared, or weights have changed before the backward pass.
 
@@ -98,15 +79,19 @@ def tiled(
     """
     is_module = isinstance(segment, nn.Module) and not isinstance(segment, nn.ModuleList)
     modules: list[nn.Module] = [segment] if is_module else list(segment)  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    layers = read_segment(modules)
+    num_axes = x.dim() - 2
+    layers = read_segment(modules, num_axes)
     check_value("budget_mib", budget_mib, Positive | None)
     if budget_mib is not None and tiles is not None:
         raise ConfigError(key="budget_mib", value=budget_mib, allowed="None where tiles are given")
-    pieces = None if tiles is None else _pieces(tiles, x.dim() - 2)
+    pieces: Any = tuple(tiles) if isinstance(tiles, (tuple, list)) else (tiles,) * num_axes
+    if tiles is not None and (
+        len(pieces) != num_axes or not all(isinstance(each, int) and each >= 1 for each in pieces)
+    ):
+        raise ConfigError(key="tiles", value=tiles, allowed=f"{num_axes} whole numbers of at least 1, or one")
     if layers and x.numel():
-        chain = Chain.of(layers, x)
         budget_bytes = None if budget_mib is None else budget_mib * 2**20
-        grid = choose_grid(chain, x, budget_bytes) if pieces is None else Grid(chain, (1, *pieces))
+        grid = Grid.of(layers, x, (1, *pieces)) if tiles is not None else choose_grid(layers, x, budget_bytes)
         if grid.num_tiles > 1:
             return apply(grid, x)
     for module in modules:
@@ -114,42 +99,15 @@ def tiled(
     return x
 
 
-def _pieces(tiles: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
-    """Return the pieces of each spatial axis."""
-    pieces: Any = (tiles,) * num_axes if not isinstance(tiles, (tuple, list)) else tuple(tiles)
-    if len(pieces) != num_axes or not all(isinstance(each, int) and each >= 1 for each in pieces):
-        raise ConfigError(key="tiles", value=tiles, allowed=f"{num_axes} whole numbers of at least 1, or one")
-    return pieces
-
-
-def choose_grid(chain: Chain, x: Tensor, budget_bytes: float | None) -> Grid:
-    """Return the tiles of a chain for an input.
-
-    Args:
-        chain: Of the sizes of `x`.
-        x: The input.
-        budget_bytes: As `budget_mib` of `tiled`, in bytes.
-    """
-    budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes // 4) if budget_bytes is None else budget_bytes
-    return choose(chain, budget_bytes / computed_itemsize(x), is_cpu=x.device.type == "cpu")
-
-
-def computed_itemsize(x: Tensor) -> int:
-    """Return the bytes of a value of the layers' outputs."""
-    device = x.device.type
-    is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
-    return torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
-
-
-def read_segment(modules: Iterable[nn.Module]) -> tuple[LocalLayer, ...]:
-    """Return modules as layers in tiles.
+def read_segment(modules: Iterable[nn.Module], num_axes: int) -> tuple[LocalLayer, ...]:
+    """Return the layers of modules whose input has that many spatial axes.
 
     Raises:
-        ConfigError: One cannot be computed in tiles, or overwrites the input of all.
+        ConfigError: A module cannot be computed in tiles, or overwrites the input of the segment.
     """
     layers: list[LocalLayer] = []
     for module in modules:
-        found = read_module(module)
+        found = read_module(module, num_axes)
         if isinstance(found, str):
             raise ConfigError(key="segment", value=type(module).__name__, allowed=f"local layers: {found}")
         layers += found
@@ -157,3 +115,155 @@ def read_segment(modules: Iterable[nn.Module]) -> tuple[LocalLayer, ...]:
             allowed = "a first layer that does not overwrite the input: set inplace=False"
             raise ConfigError(key="segment", value=type(module).__name__, allowed=allowed)
     return tuple(layers)
+
+
+def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out"]:
+    """Compute the layers of a grid for x, one tile after another."""
+    run = _Run(grid, x.device)
+    tensors = [each for layer in grid.layers for each in layer.tensors]
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *tensors)):
+        return run.forward(x, tensors)
+    needs_grad = torch.empty(0, device=x.device, requires_grad=True)
+    save: Callable[..., Tensor] = _Save.apply  # pyright: ignore[reportAssignmentType]
+    compute: Callable[..., Tensor] = _Tiled.apply  # pyright: ignore[reportAssignmentType]
+    return compute(run, save(needs_grad, x, *tensors), x, *tensors)
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors for whoever has the result, which has no elements.
+
+    What a surrounding checkpoint has to save is then saved before any tile runs, so its recomputation of a
+    block that ends here stops before the tiles.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, needs_grad: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return needs_grad.new_empty(0)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, run: _Run, saved: Tensor, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.run, ctx.saved = run, saved.grad_fn
+        return run.forward(x, tensors)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # torch would take these gradients for constants
+            raise RuntimeError(
+                "layers in tiles have no second derivative: compute them without tiles for gradient penalties"
+            )
+        tensors = ctx.saved.saved_tensors  # raises where the graph was freed, or a weight has changed
+        return None, None, *ctx.run.backward(tensors, grads[0], ctx.needs_input_grad[2:])
+
+
+class _Run:
+    """A forward pass, and all that its backward pass needs to compute a tile again.
+
+    Args:
+        grid: The tiles.
+        device: Of the input.
+    """
+
+    def __init__(self, grid: Grid, device: torch.device) -> None:
+        self._grid, kind = grid, device.type
+        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        # Casts of weights are not cached: those without gradients would be found by the code around.
+        self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
+        draws = any(layer.draws for layer in grid.layers)
+        self._redraw = _redraw(device) if draws else contextlib.nullcontext
+
+    def forward(self, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Compute the output of the last layer."""
+        y: Any = None
+        with torch.no_grad(), self._autocast():
+            for tile in self._grid.tiles():
+                part = self._compute(tile, x[tile.source], tensors)
+                y = self._empty_output(part) if y is None else y
+                y[tile.target] = part
+                del part  # before the next tile is computed
+        return y
+
+    def backward(
+        self, tensors: Sequence[Tensor | None], grad: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of x, the first of the tensors, and of the weights that need one."""
+        x: Any = tensors[0]
+        leaves = [
+            None if each is None else each.detach().requires_grad_(need)
+            for each, need in zip(tensors[1:], needs[1:], strict=True)
+        ]
+        sums: list[Tensor | None] = [torch.zeros_like(x) if needs[0] else None, *([None] * len(leaves))]
+        with self._redraw():
+            for tile in self._grid.tiles():
+                self._add_gradients(tile, x, leaves, grad, sums)
+        return [
+            None if total is None or each is None else total.to(each.dtype)
+            for total, each in zip(sums, tensors, strict=True)
+        ]
+
+    def _add_gradients(
+        self,
+        tile: Tile,
+        x: Tensor,
+        leaves: Sequence[Tensor | None],
+        grad: Tensor,
+        sums: list[Tensor | None],
+    ) -> None:
+        """Compute a tile again, and add its gradients to the sums over all tiles: of x, and of the leaves."""
+        part = x[tile.source].detach().requires_grad_(sums[0] is not None)
+        with torch.enable_grad(), self._autocast():
+            y = self._compute(tile, part, leaves)
+        needed = {i: t for i, t in enumerate((part, *leaves)) if t is not None and t.requires_grad}
+        grads: Any = torch.autograd.grad(y, list(needed.values()), grad[tile.target], allow_unused=True)
+        for index, each in zip(needed, grads, strict=True):
+            total = sums[index]
+            if each is None:
+                continue
+            if total is None:  # of 16 bits are added in 32
+                sums[index] = each.to(torch.promote_types(each.dtype, torch.float32))
+            elif index == 0:  # tiles of x overlap by their halos
+                total[tile.source] += each
+            else:
+                total += each
+
+    def _compute(self, tile: Tile, part: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+        first = 0
+        for layer, padding in zip(self._grid.layers, tile.padding, strict=True):
+            end = first + len(layer.tensors)
+            part, first = layer.compute(part, tensors[first:end], padding), end
+        return part
+
+    def _empty_output(self, part: Tensor) -> Tensor:
+        """Return the memory of the output, in the memory format of a tile."""
+        shape = (self._grid.num_samples, self._grid.channels[-1], *self._grid.lengths[-1])
+        last: Any = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
+        is_last = last is not None and part.is_contiguous(memory_format=last) and not part.is_contiguous()
+        memory_format = last if is_last else torch.contiguous_format
+        return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format)
+
+
+def _redraw(device: torch.device) -> Callable[[], Any]:
+    """Return a context in which random numbers are those drawn from now on; as torch's checkpoint does."""
+    cpu = torch.get_rng_state()
+    devices, states = get_device_states(torch.empty(0, device=device))
+    kind = device.type if devices else "cuda"
+
+    @contextlib.contextmanager
+    def again() -> Generator[None]:
+        with torch.random.fork_rng(devices, device_type=kind):  # leaves the generators alone
+            torch.set_rng_state(cpu)
+            if devices:
+                set_device_states(devices, states, device_type=kind)
+            yield
+
+    return again

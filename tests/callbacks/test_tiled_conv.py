@@ -188,23 +188,32 @@ def test_tiles_are_of_the_weights_and_settings_of_the_call() -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
 
 
-def test_with_instance_norm_the_report_says_what_ended_the_segments() -> None:
-    model = nn.Sequential(level(1, 4, lambda: nn.InstanceNorm2d(4)), level(4, 4, lambda: nn.GroupNorm(2, 4)))
-    model, x = model.double(), torch.randn(1, 1, 40, 40, dtype=torch.float64)
-    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+ENDS: dict[str, Callable[[], nn.Module]] = {
+    "instance norm": lambda: nn.InstanceNorm2d(4),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "transposed": lambda: nn.ConvTranspose2d(4, 4, 2, 2),
+    "upsampling": lambda: nn.Upsample(scale_factor=2),
+    "reflected": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+    "replicated": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="replicate"),
+    "ceil_mode": lambda: nn.MaxPool2d(3, ceil_mode=True),
+    "wide padding": lambda: nn.Conv2d(4, 4, 1, padding=1),
+}
+
+
+@pytest.mark.parametrize("name", list(ENDS))
+def test_what_ends_a_segment_is_computed_whole_and_reported(name: str) -> None:
+    model = nn.Sequential(*level(1, 4), ENDS[name](), *level(4, 4)).double()
+    x = torch.randn(1, 1, 41, 41, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), inputs)
     technique = TiledConv(tile_budget_mib=0.01, min_pixels=1)
-    technique._tiled = forwards = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)
-    ours = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    technique._tiled = tile_convs(model, tile_budget_mib=0.01, min_pixels=1)
+    ours = torch.autograd.grad(model(x).square().sum(), inputs)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
-    # After each norm: an activation and a convolution, without the norm.
-    assert {name: list(each.segments) for name, each in forwards.items()} == {
-        "": [],
-        "0": ["2-3"],
-        "1": ["2-3"],
-    }
     outcome = technique.outcome()
-    assert outcome.effective
-    assert {"0.1", "0.4", "1.1", "1.4"} <= outcome.numbers["ends"].keys()
+    assert list(outcome.numbers["segments"]) == ["0-3", "5-8"]
+    assert list(outcome.numbers["ends"]) == ["4"]
+    assert outcome.did.endswith(f"segments end: {outcome.numbers['ends']['4']}")
 
 
 def test_batch_norm_ends_a_segment_in_training_and_not_in_evaluation() -> None:

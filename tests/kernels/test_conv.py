@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels import conv
-from lightning_eff.kernels.conv import tiled
+from lightning_eff.kernels.conv import read_segment, tiled
+from lightning_eff.kernels.conv_grid import Grid, choose_grid
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.counted import Operators
 from tests.support.ranks import is_equal
@@ -37,31 +37,28 @@ class Configurations:
 
     def layer(self, channels: int) -> nn.Module:
         pick, axes = self.random.choice, self.axes
-        kind = pick(
-            ["Conv", "Conv", "Conv", "ConvTranspose", "MaxPool", "AvgPool", "BatchNorm", "", "Upsample"]
-        )
-        make: Any = getattr(nn, f"{kind}{axes}d", nn.Upsample)
-        if kind in ("", "Upsample"):
-            return pick(ACTIVATIONS)() if kind == "" else nn.Upsample(scale_factor=2)
+        kind = pick(["Conv", "Conv", "Conv", "MaxPool", "AvgPool", "BatchNorm", ""])
+        if kind == "":
+            return pick(ACTIVATIONS)()
+        make: Any = getattr(nn, f"{kind}{axes}d")
         if kind == "BatchNorm":
             norm = make(channels)
             norm.running_mean.uniform_()
             norm.running_var.uniform_(0.5, 2)
             return norm.eval()
         if kind == "MaxPool":
-            return make(self.each(2, 3), self.each(1, 3), 1, self.each(1, 2), ceil_mode=pick([False, True]))
+            return make(self.each(2, 3), self.each(1, 3), 1, self.each(1, 2))
         if kind == "AvgPool":
-            sizes = self.each(2, 3), self.each(1, 3), 1, pick([False, True]), pick([False, True])
-            return make(*sizes)
+            padding = pick([0, 1])
+            counts = padding == 1 or pick([False, True])
+            return make(self.each(2, 3), self.each(1, 3), padding, count_include_pad=counts)
         strides, dilations, kernels = self.each(1, 3), self.each(1, 3), self.each(1, 4)
-        if kind == "ConvTranspose":
-            added = tuple(self.random.randrange(max(both)) for both in zip(strides, dilations, strict=True))
-            return make(channels, pick([2, 4]), kernels, strides, self.each(0, 1), added, 2, True, dilations)
-        padding = pick(["same", "valid", self.each(0, 2), self.each(0, 2)])
+        spans = [step * (taps - 1) + 1 for taps, step in zip(kernels, dilations, strict=True)]
+        sizes = tuple(self.random.randint(0, min(span - 1, 3)) for span in spans)
+        padding = pick(["same", "valid", sizes, sizes])
         return make(
             *(channels, pick([2, 4]), kernels, 1 if padding == "same" else strides, padding, dilations),
             groups=pick([1, 2]),
-            padding_mode=pick(["zeros", "zeros", "reflect", "replicate"]),
         )
 
     def chain(self) -> tuple[nn.Sequential, Tensor]:
@@ -188,7 +185,7 @@ def test_nothing_between_the_layers_is_kept_and_a_tile_at_a_time_is_computed() -
 
 def test_the_estimate_of_a_tile_is_what_it_takes() -> None:
     layers, x = chain().float(), torch.randn(1, 4, 64, 64, requires_grad=True)
-    grid = conv.Grid(conv.Chain.of(conv.read_segment(layers), x), (1, 4, 4))
+    grid = Grid.of(read_segment(layers, 2), x, (1, 4, 4))
     live = LiveBytes()
     live.add([x, *layers.parameters()])
     with live:
@@ -388,14 +385,16 @@ Namesake = type("Conv2d", (nn.Conv2d,), {"__module__": "adapters.lora.layer"})
 
 
 LAYERS: dict[str, nn.Module] = {
-    "reads the opposite border": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-    "GroupNorm needs statistics of all pixels": nn.GroupNorm(2, 4),
+    "pads with padding_mode='circular'": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    "has outputs of padding alone": nn.Conv2d(4, 4, 1, padding=1),
+    "with ceil_mode=True has windows beyond the image": nn.MaxPool2d(2, ceil_mode=True),
+    "with count_include_pad=False divides": nn.AvgPool2d(3, padding=1, count_include_pad=False),
+    "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
+    "GroupNorm is computed for the whole image": nn.GroupNorm(2, 4),
     "BatchNorm2d needs statistics of all pixels (in evaluation mode it does not)": nn.BatchNorm2d(4),
     "(in evaluation mode with running statistics": nn.BatchNorm2d(4, track_running_stats=False).eval(),
-    "with return_indices=True returns places": nn.MaxPool2d(2, return_indices=True),
-    "adapters.Conv2d is not known to be local": Namesake(4, 4, 3),
-    "ParametrizedConv2d is not known": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
-    "Upsample is computed in tiles with mode='nearest'": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "adapters.Conv2d is computed for the whole image": Namesake(4, 4, 3),
+    "ParametrizedConv2d is computed": parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
     "Centred is not known to normalize over the channels of a pixel": Centred(4),
     "LayerNorm is not known to normalize over the channels of a pixel": nn.LayerNorm(13),
     "set inplace=False": nn.ReLU(inplace=True),
@@ -437,9 +436,8 @@ def test_images_that_do_not_fit_the_layers_are_named() -> None:
 
 def test_a_budget_divides_samples_first_then_the_longest_axis_and_keeps_the_halo_within_a_quarter() -> None:
     x = torch.empty(4, 4, 64, 256)
-    layers = conv.read_segment(chain())
-    sizes = conv.Chain.of(layers, x)
-    pieces = [conv.choose_grid(sizes, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
+    layers = read_segment(chain(), 2)
+    pieces = [choose_grid(layers, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
     assert pieces == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 3), (4, 1, 5)]
-    finest = conv.choose_grid(sizes, x, 1)
+    finest = choose_grid(layers, x, 1)
     assert 0.2 < finest.halo() <= 0.25

@@ -1,0 +1,228 @@
+"""The grid of tiles of a chain of layers: which pixels of every layer a tile computes, and how many tiles.
+
+Along an axis, a tile's inputs are found from its outputs, layer by layer from the last to the first; what
+lies outside the image is padding and is not computed. Tiles are products of intervals, so areas are products
+of lengths. Samples need no halo, so they are divided first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels.conv_layers import Interval, LocalLayer
+
+MAX_HALO = 0.25
+"""Fraction of all outputs of the layers that may be computed more than once."""
+MIN_BUDGET_BYTES = 64 << 20
+
+NATIVE_AXES, NATIVE_ELEMENTS = 3, 20480
+"""torch 2.13 computes 3-D convolutions of one sample on a CPU some ten times slower where channels x depth x
+height are this or less."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile.
+
+    Args:
+        source: Its index in the input.
+        target: Its index in the output.
+        padding: Of each layer: padding at both ends of each spatial axis.
+    """
+
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    padding: tuple[tuple[Interval, ...], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Layers, the sizes of what passes them, and tiles. Level 0 is the input, level n the nth layer's output.
+
+    Args:
+        layers: In their order.
+        num_samples: Samples of the input.
+        channels: Of each level.
+        lengths: Spatial sizes of each level.
+        pieces: Number of pieces of the samples, and of each spatial axis.
+    """
+
+    layers: tuple[LocalLayer, ...]
+    num_samples: int
+    channels: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    pieces: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[LocalLayer], x: Tensor, pieces: tuple[int, ...] | None = None) -> Grid:
+        """Return the grid for an input [samples, channels, *space]; None for one tile.
+
+        Raises:
+            ValueError: A layer takes another number of axes, or has no output.
+        """
+        lengths, channels = [tuple(x.shape[2:])], [x.shape[1]]
+        for layer in layers:
+            if layer.windows and len(layer.windows) != x.dim() - 2:
+                axes = len(layer.windows)
+                raise ValueError(f"x {list(x.shape)}: expected [samples, channels] and {axes} spatial axes")
+            lengths.append(tuple(layer.window(axis).size(n) for axis, n in enumerate(lengths[-1])))
+            channels.append(layer.channels or channels[-1])
+        if not all(size > 0 for sizes in lengths for size in sizes):
+            raise ValueError(f"x {list(x.shape)} is too small for its layers: sizes {lengths}")
+        return cls(tuple(layers), len(x), tuple(channels), tuple(lengths), pieces or (1,) * (x.dim() - 1))
+
+    @functools.cached_property
+    def samples(self) -> list[Interval]:
+        """The intervals of the samples."""
+        return _split(self.num_samples, self.pieces[0])
+
+    @functools.cached_property
+    def axes(self) -> list[list[list[Interval]]]:
+        """For each spatial axis and piece: its interval on each level."""
+        return [
+            [self._levels(axis, interval) for interval in _split(length, self.pieces[axis + 1])]
+            for axis, length in enumerate(self.lengths[-1])
+        ]
+
+    def _levels(self, axis: int, outputs: Interval) -> list[Interval]:
+        levels = [outputs]
+        for layer, lengths in zip(self.layers[::-1], self.lengths[-2::-1], strict=True):
+            levels.append(layer.window(axis).read(levels[-1], lengths[axis])[0])
+        return levels[::-1]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield the tiles, always in the same order."""
+        for samples in self.samples:
+            for pieces in itertools.product(*self.axes):
+                source, target = (
+                    (slice(*samples), slice(None), *(slice(*piece[level]) for piece in pieces))
+                    for level in (0, -1)
+                )
+                padding = tuple(
+                    tuple(
+                        layer.window(axis).read(piece[level + 1], self.lengths[level][axis])[1]
+                        for axis, piece in enumerate(pieces)
+                    )
+                    for level, layer in enumerate(self.layers)
+                )
+                yield Tile(source, target, padding)
+
+    @property
+    def num_tiles(self) -> int:
+        """Return the number of tiles."""
+        return math.prod(map(len, (self.samples, *self.axes)))
+
+    def kept_elements(self) -> int:
+        """Return the elements between the layers that autograd keeps for the backward pass without tiles."""
+        kept, memory = set[int](), [0]  # the level whose memory each level has: in place, an earlier one's
+        for level, layer in enumerate(self.layers):
+            memory.append(memory[-1] if layer.is_in_place else level + 1)
+            if layer.keeps:
+                kept.add(memory[level] if layer.keeps == "input" else memory[level + 1])
+        return sum(self._elements(level) for level in kept - {0, memory[-1]})
+
+    def tile_elements(self) -> int:
+        """Return the elements of the layers' outputs on the largest tile, and of two gradients."""
+        samples = max(end - first for first, end in self.samples)
+        sizes = zip(self.channels, self._areas(max), strict=True)
+        outputs = [samples * channels * area for channels, area in sizes][1:]
+        return sum(outputs) + 2 * max(outputs)
+
+    def saved_elements(self, *, is_input_trained: bool) -> int:
+        """Return by how many elements the backward pass holds less than without tiles.
+
+        Without tiles it begins with what is between the layers, and the largest gradient of that; in tiles
+        the gradient of the input is there from the beginning.
+        """
+        largest = max(map(self._elements, range(1, len(self.layers))), default=0)
+        plain = self.kept_elements() + largest
+        return plain - self.tile_elements() - self._elements(0) * is_input_trained
+
+    def halo(self) -> float:
+        """Return the fraction of the layers' outputs that is computed more than once."""
+        levels = list(zip(self.channels, self._areas(sum), self.lengths, strict=True))[1:]
+        # A stride may leave pixels of a layer unread: then fewer are computed than there are.
+        again = sum(channels * max(0, area - math.prod(lengths)) for channels, area, lengths in levels)
+        return again / sum(channels * math.prod(lengths) for channels, _, lengths in levels)
+
+    def is_native(self) -> bool:
+        """Return whether torch would compute a tile without oneDNN, but the image with it."""
+        samples = min(end - first for first, end in self.samples)
+        if len(self.axes) != NATIVE_AXES or samples > 1:
+            return False
+        for level, layer in enumerate(self.layers):
+            depth, height = (min(end - first for first, end in _at(axis, level)) for axis in self.axes[:2])
+            tile = self.channels[level] * depth * height
+            image = self.channels[level] * math.prod(self.lengths[level][:2])
+            is_fast = self.num_samples > 1 or image > NATIVE_ELEMENTS
+            if layer.windows and is_fast and tile <= NATIVE_ELEMENTS:
+                return True
+        return False
+
+    def _elements(self, level: int) -> int:
+        return self.num_samples * self.channels[level] * math.prod(self.lengths[level])
+
+    def _areas(self, over: Callable[[Iterable[int]], int]) -> list[int]:
+        """Return for each level the product over the axes of the largest piece, or of all pieces' sum."""
+        return [
+            math.prod(over(end - first for first, end in _at(axis, level)) for axis in self.axes)
+            for level in range(len(self.lengths))
+        ]
+
+
+def _at(axis: list[list[Interval]], level: int) -> list[Interval]:
+    return [piece[level] for piece in axis]
+
+
+def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | None) -> Grid:
+    """Return the grid with the fewest cuts whose tiles are within a budget, as far as the halo allows.
+
+    Args:
+        layers: In their order.
+        x: The input.
+        budget_bytes: Bytes of the layers' outputs and two gradients on one tile; None for the larger of 64
+            MiB and a quarter of `x`, which is held with two gradients of about its size anyway.
+
+    Raises:
+        ValueError: `x` does not fit the layers.
+    """
+    budget_bytes = max(MIN_BUDGET_BYTES, x.nbytes // 4) if budget_bytes is None else budget_bytes
+    budget_elements, is_cpu = budget_bytes / computed_itemsize(x), x.device.type == "cpu"
+    chosen = grid = Grid.of(layers, x)
+    while grid is not None and (excess := grid.tile_elements() / budget_elements) > 1:
+        finer = (each for each in _finer(grid, excess) if each.halo() <= MAX_HALO)
+        grid = next((each for each in finer if not (is_cpu and each.is_native())), None)
+        chosen = grid or chosen
+    return chosen
+
+
+def computed_itemsize(x: Tensor) -> int:
+    """Return the bytes of one element of the layers' outputs."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+    return torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
+
+
+def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
+    """Yield grids with one more cut: of samples, then of the longest pieces, of the last axis first."""
+    samples, *pieces = grid.pieces
+    if samples < grid.num_samples:
+        more = min(grid.num_samples, max(samples + 1, int(samples * excess)))
+        yield replace(grid, pieces=(more, *pieces))
+    lengths = grid.lengths[-1]
+    for axis in sorted(range(len(pieces)), key=lambda axis: (-(lengths[axis] // pieces[axis]), -axis)):
+        if pieces[axis] < lengths[axis]:
+            yield replace(grid, pieces=(samples, *pieces[:axis], pieces[axis] + 1, *pieces[axis + 1 :]))
+
+
+def _split(length: int, pieces: int) -> list[Interval]:
+    """Return intervals of one length, but for the last."""
+    size = -(-length // pieces)
+    return [(first, min(first + size, length)) for first in range(0, length, size)]
