@@ -76,19 +76,18 @@ def test_what_peft_adapts_wrongly_is_rejected_by_name(
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")
 @pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 3, groups=2), nn.Conv3d(1, 8, (1, 1, 3))])
-def test_what_peft_cannot_merge_is_rejected_before_anything_is(layer: nn.Module) -> None:
-    model = nn.Sequential(layer, nn.Conv2d(8, 8, 3))
-    adapt(model, target_modules=["0", "1"], options={"r": 4})
-    with pytest.raises(ConfigError, match=r"0 is a Conv.*\n  try: without --merge"):
+def test_what_peft_cannot_merge_is_rejected(layer: nn.Module) -> None:
+    model = nn.Sequential(layer)
+    adapt(model, target_modules=["0"], options={"r": 4})
+    with pytest.raises(ConfigError, match=r"--merge='lora': .* PEFT rejects it: "):
         merge_adapters(model)
-    assert "0.base_layer.weight" in model.state_dict()
 
 
-def test_names_and_all_linear_together_adapt_all_layers_of_a_cnn() -> None:
-    def cnn() -> nn.Module:
+def test_convolutions_are_adapted_only_by_name() -> None:
+    def cnn() -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
 
-    assert list(adapt(cnn(), target_modules=["all-linear", "0"])) == ["0", "2"]
+    assert list(adapt(cnn(), target_modules=["0", "2"])) == ["0", "2"]
     assert list(adapt(cnn())) == ["2"], "no convolution that is not asked for"
-    with pytest.raises(ConfigError, match=r"no linear layer\n  try: .*target_modules=\['0'\]"):
+    with pytest.raises(ConfigError, match="all linear ones: Sequential has none"):
         adapt(cnn()[:1])
