@@ -83,7 +83,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
         with plain_module(model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")  # untied above
             tuner.merge_and_unload(safe_merge=True)
-    except (*PEFT_ERRORS, AttributeError) as error:  # of grouped convolutions, for example
+    except (*PEFT_ERRORS, AttributeError) as error:  # of a Conv3d whose kernel begins with 1 x 1
         raise peft_rejects(error, "--merge", method) from error
     # a layer that the model has under a second name
     replace_modules(model, {layer: model.get_submodule(name) for name, layer in wrappers.items()})

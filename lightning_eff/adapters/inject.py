@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import typing
 import warnings
@@ -64,16 +63,21 @@ FOR_QUANTIZED = (
 )
 """Methods that leave the base weight to its layer, or dequantize it; others would read codes as values."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ADAPTED_CONVOLUTIONS: dict[str, tuple[type[nn.Module], ...]] = {
-    "lora": CONVOLUTIONS,
-    "hira": CONVOLUTIONS,
-    "loha": (nn.Conv1d, nn.Conv2d),
-    "lokr": (nn.Conv1d, nn.Conv2d),
-    "ia3": (nn.Conv2d, nn.Conv3d),
-    "hra": (nn.Conv2d,),
-    "oft": (nn.Conv2d,),
+ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
+    "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
+    "hira": (CONVOLUTIONS, {"kernel_size", "padding", "dilation"}),
+    "loha": ((nn.Conv1d, nn.Conv2d), {"kernel_size", "padding", "dilation", "groups"}),
+    "lokr": ((nn.Conv1d, nn.Conv2d), {"kernel_size", "padding", "dilation", "groups"}),
+    "ia3": ((nn.Conv2d, nn.Conv3d), {"kernel_size", "padding", "dilation", "groups", "padding_mode"}),
+    "hra": ((nn.Conv2d,), {"kernel_size"}),
+    "oft": ((nn.Conv2d,), {"padding"}),
 }
-"""By method. Other methods adapt none; `ln_tuning` trains any layer in full."""
+"""By method, which convolutions PEFT 0.21 adapts, and which of their unusual settings it respects.
+
+LoRA's own convolutions are neither dilated nor padded as the layer's (`padding_mode`), so that the adapter
+sees other pixels, and cannot be merged if they are grouped; OFT turns the wrong axes of a kernel, and does
+not start from the unchanged model. Other methods adapt none; `ln_tuning` trains any layer in full.
+"""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fourierft": {"init_weights": True},  # the first step starts from the unchanged model
     "ia3": {"feedforward_modules": []},  # PEFT has defaults for Hugging Face architectures only
@@ -262,7 +266,7 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
             allowed = f"a method for quantized layers such as {name}: {', '.join(FOR_QUANTIZED)}"
             frozen = Remedy("precision=frozen_bf16", 'QuantizedBase(quant_type="bf16")')
             raise method_error(config, allowed, frozen)
-        _check_convolution(name, layer, config)
+        _check_convolution(name, layer, name_of_method(config))
 
 
 def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
@@ -303,32 +307,23 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
     return set(names)
 
 
-def _check_convolution(name: str, layer: nn.Module, config: Any) -> None:
-    """Reject a targeted convolution that PEFT 0.21 adapts wrongly, in silence or with an error about shapes.
-
-    LoRA's own convolutions are neither dilated nor padded as the layer's (`padding_mode`), so that the
-    adapter sees other pixels; OFT turns the wrong axes of a kernel, and does not start from the unchanged
-    model.
-    """
-    method = name_of_method(config)
+def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
+    """Reject a targeted convolution that PEFT adapts wrongly, in silence or with an error about shapes."""
     if not isinstance(layer, CONVOLUTIONS) or method == "ln_tuning":
         return
-    is_point = math.prod(layer.kernel_size) == 1
-    is_dilated = not is_point and any(step > 1 for step in layer.dilation)
-    groups, rank = layer.groups, getattr(config, "r", 0)
-    wrong = {
-        "": not isinstance(layer, ADAPTED_CONVOLUTIONS.get(method, ())),
-        f" with padding_mode={layer.padding_mode!r}": method != "ia3" and layer.padding_mode != "zeros",
-        f" with dilation={layer.dilation}": method in ("lora", "hra", "oft") and is_dilated,
-        f" with padding={layer.padding!r}, no number": method == "hra" and isinstance(layer.padding, str),
-        f" with kernel_size={layer.kernel_size}, other than 1": method == "oft" and not is_point,
-        f" with groups={groups}": method in ("hira", "hra", "oft") and groups > 1,
-        f" with groups={groups}, which do not divide r={rank}": method == "lora" and rank % groups > 0,
+    unusual = {
+        "padding_mode": layer.padding_mode != "zeros",
+        "padding": isinstance(layer.padding, str),
+        "dilation": max(layer.dilation) > 1,
+        "groups": layer.groups > 1,
+        "kernel_size": max(layer.kernel_size) > 1,
     }
-    reasons = [reason for reason, is_wrong in wrong.items() if is_wrong]
-    if reasons:
+    kinds, respected = ADAPTED_CONVOLUTIONS.get(method, ((), set[str]()))
+    wrong = [key for key, is_set in unusual.items() if is_set and key not in respected]
+    if wrong or not isinstance(layer, kinds):
+        setting = f" with {wrong[0]}={getattr(layer, wrong[0])!r}" if isinstance(layer, kinds) else ""
         kind = type(layer).__name__
-        allowed = f"layers that PEFT's {method} adapts correctly: {name} is a {kind}{reasons[0]}"
+        allowed = f"layers that PEFT's {method} adapts correctly: {name} is a {kind}{setting}"
         remedies = [f"{name} in modules_to_save, to train it in full", "another method"]
         raise ConfigError(key="target_modules", value=name, allowed=allowed, remedies=remedies)
 

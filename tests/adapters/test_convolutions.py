@@ -18,7 +18,6 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     *((method, dims, {}) for method in ("lora", "hira") for dims in (1, 2, 3)),
     *((method, 2, {"dilation": 2, "groups": 2}) for method in ("loha", "lokr")),
     ("ia3", 3, {"padding": 1, "padding_mode": "circular", "groups": 4}),
-    ("lora", 1, {"kernel_size": 1, "dilation": 2}),
     ("hira", 2, {"dilation": 2, "padding": "same"}),
     ("hra", 2, {"stride": 2, "padding": 1}),
     ("oft", 2, {"kernel_size": 1, "stride": 2}),
@@ -53,7 +52,7 @@ def test_a_merged_convolution_computes_the_same(method: str, dims: int, keywords
 REJECTED: list[tuple[str, int, dict[str, Any], str]] = [
     ("lora", 2, {"dilation": 2, "padding": "same"}, "dilation"),
     ("loha", 1, {"padding": 1, "padding_mode": "reflect"}, "padding_mode='reflect'"),
-    ("lora", 2, {"groups": 8}, "groups=8, which do not divide r=4"),
+    ("lora", 2, {"groups": 8}, "groups=8"),
     ("hira", 1, {"groups": 2}, "groups=2"),
     ("hra", 2, {"padding": "same"}, "padding='same'"),
     ("oft", 2, {}, "kernel_size"),
@@ -74,10 +73,8 @@ def test_what_peft_adapts_wrongly_is_rejected_by_name(
         adapt(model, method=method, target_modules=["0"], options=OPTIONS.get(method, {"r": 4}))
 
 
-@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")
-@pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 3, groups=2), nn.Conv3d(1, 8, (1, 1, 3))])
-def test_what_peft_cannot_merge_is_rejected(layer: nn.Module) -> None:
-    model = nn.Sequential(layer)
+def test_what_peft_cannot_merge_is_rejected() -> None:
+    model = nn.Sequential(nn.Conv3d(1, 8, (1, 1, 3)))
     adapt(model, target_modules=["0"], options={"r": 4})
     with pytest.raises(ConfigError, match=r"--merge='lora': .* PEFT rejects it: "):
         merge_adapters(model)
