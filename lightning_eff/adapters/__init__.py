@@ -1,8 +1,9 @@
-"""Adapters and quantized base layers: PEFT's methods, where they go, and what a checkpoint keeps of them.
+"""Adapters and what a checkpoint keeps of them: what PEFT does not do itself.
 
-To change LoRA, read `callbacks/peft_adapter.py` (the technique), `methods.py` (PEFT's configs and options),
-`targets.py` and `inject.py` (which layers, and their replacement), `adapter_checkpoint.py` (what a checkpoint
-holds, and its check when it is loaded) and `base_fingerprint.py` (the frozen base that it must meet).
+To change LoRA, read `callbacks/peft_adapter.py` (the technique), `inject.py` (PEFT's configs and targets, and
+the replacement of layers), `lora_linear.py` (LoRA's product) and `adapter_checkpoint.py` (what a checkpoint
+holds, the digests of the frozen base, and the check when it is loaded). `export.py` writes PEFT's own format;
+`layers.py` finds layers without importing PEFT.
 """
 
 CHECKPOINT_KEY = "peft_adapter"

@@ -22,17 +22,18 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from lightning_eff.adapters.inject import (
     ADAPTER_NAME,
+    PEFT_ERRORS,
     TUNER,
     adapted_layers,
+    exact_targets,
+    name_of_method,
     peft_config_of,
+    peft_rejects,
     plain_module,
     replace_modules,
     wrapped_layers,
 )
-from lightning_eff.adapters.methods import name_of_method, peft_rejects
-from lightning_eff.adapters.module_tree import outermost, plain_name, untie
-from lightning_eff.adapters.quantized import is_quantized
-from lightning_eff.adapters.targets import CONVOLUTIONS, exact_targets
+from lightning_eff.adapters.layers import is_quantized, outermost, plain_name, untie
 from lightning_eff.core.errors import ConfigError
 
 IN_PEFT_MODEL = "base_model.model."
@@ -73,17 +74,6 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
-    for name, layer in adapted_layers(model).items():
-        base = getattr(layer, "base_layer", layer)
-        reason = ""
-        if isinstance(base, CONVOLUTIONS) and method == "lora" and base.groups > 1:
-            reason = f"groups={base.groups}"
-        elif isinstance(base, nn.Conv3d) and method in ("lora", "hira") and base.kernel_size[:2] == (1, 1):
-            # PEFT 0.21 merges it as a Conv2d with a kernel of 1.
-            reason = f"kernel_size={base.kernel_size}"
-        if reason:
-            allowed = f"layers that PEFT can merge: {name} is a {type(base).__name__} with {reason}"
-            raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)
     for layer in wrappers.values():
@@ -93,7 +83,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
         with plain_module(model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")  # untied above
             tuner.merge_and_unload(safe_merge=True)
-    except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
+    except (*PEFT_ERRORS, AttributeError) as error:  # of a Conv3d whose kernel begins with 1 x 1
         raise peft_rejects(error, "--merge", method) from error
     # a layer that the model has under a second name
     replace_modules(model, {layer: model.get_submodule(name) for name, layer in wrappers.items()})
@@ -135,7 +125,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
 
 def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the Hugging Face model that holds all of a module's state, with its prefix; else the module."""
-    found = outermost(model, lambda _, module: isinstance(module, PreTrainedModel))
+    found = outermost(model, lambda module: isinstance(module, PreTrainedModel))
     name = next(iter(found), "")
     has_all = name and len(found) == 1 and all(key.startswith(f"{name}.") for key in model.state_dict())
     return (f"{name}.", found[name]) if has_all else ("", model)

@@ -1,9 +1,11 @@
-"""Put PEFT's adapters around layers of any model, in place.
+"""Put PEFT's adapters around layers of any model, in place: by PEFT's configs, its targets and its tuner.
 
 A layer that gets an adapter becomes the `base_layer` of a PEFT layer; all other names stay. The model itself
-is not wrapped, so a LightningModule keeps its class. What PEFT does in its wrapper, or not at all, is done
-here: a layer that a model has under two names is replaced under both, and the fused path of PyTorch's encoder
-layer, which bypasses adapters in evaluation, is switched off.
+is not wrapped, so a LightningModule keeps its class. What PEFT rejects is reported in its words, under the
+setting that led to it. What PEFT would accept, and adapt wrongly or to no effect, is rejected here before the
+model is changed. What PEFT does in its wrapper, or not at all, is done here: a layer that a model has under
+two names is replaced under both, and the fused path of PyTorch's encoder layer, which bypasses adapters in
+evaluation, is switched off.
 
 Why not `get_peft_model`: it renames each key of the model, and the PeftModel is no LightningModule. Its inner
 part, the tuner, stays reachable as the model's `peft_tuner`: it merges adapters.
@@ -12,25 +14,89 @@ part, the tuner, stays reachable as the model's `peft_tuner`: it merges adapters
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import typing
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from peft import PeftConfig, PeftType
+from peft import PeftConfig, PeftType, PromptLearningConfig
 from peft.functional import cast_adapter_dtype
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from lightning_eff.adapters.layers import (
+    bitsandbytes_flag,
+    check_module_names,
+    is_quantized,
+    outermost,
+    tied_parameters,
+)
 from lightning_eff.adapters.lora_linear import add_in_place
-from lightning_eff.adapters.methods import FOR_QUANTIZED, method_error, name_of_method, settings_of
-from lightning_eff.adapters.module_tree import outermost
-from lightning_eff.adapters.quantized import bitsandbytes_flag, is_quantized
-from lightning_eff.adapters.targets import resolve_targets
-from lightning_eff.core.errors import Remedy
+from lightning_eff.core.arguments import check_value
+from lightning_eff.core.errors import ConfigError, Remedy, suggest_name
 
+ALL_LINEAR = "all-linear"
+Targets = str | Collection[str] | None
+
+OWN_LOOP = {"adalora", "adaption_prompt", "boft", "frod", "poly", "shadow", "unilora", "xlora"}
+"""Methods that need PEFT's own wrapper or training loop; `boft` needs a CUDA extension."""
+CONFIGS = {
+    kind.value.lower(): config
+    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if kind.value.lower() not in OWN_LOOP and not issubclass(config, PromptLearningConfig)
+}
+"""PEFT's config class of each method that only changes layers."""
+NOT_LINEAR = ("ln_tuning", "trainable_tokens")
+"""Methods for other layers than linear ones."""
+FOR_QUANTIZED = (
+    *("beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora", "road"),
+    "vera",
+)
+"""Methods that leave the base weight to its layer, or dequantize it; others would read codes as values."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
+    "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
+    "hira": (CONVOLUTIONS, {"kernel_size", "padding", "dilation"}),
+    "loha": ((nn.Conv1d, nn.Conv2d), {"kernel_size", "padding", "dilation", "groups"}),
+    "lokr": ((nn.Conv1d, nn.Conv2d), {"kernel_size", "padding", "dilation", "groups"}),
+    "ia3": ((nn.Conv2d, nn.Conv3d), {"kernel_size", "padding", "dilation", "groups", "padding_mode"}),
+    "hra": ((nn.Conv2d,), {"kernel_size"}),
+    "oft": ((nn.Conv2d,), {"padding"}),
+}
+"""By method, which convolutions PEFT 0.21 adapts, and which of their unusual settings it respects.
+
+LoRA's own convolutions are neither dilated nor padded as the layer's (`padding_mode`), so that the adapter
+sees other pixels, and cannot be merged if they are grouped; OFT turns the wrong axes of a kernel, and does
+not start from the unchanged model. Other methods adapt none; `ln_tuning` trains any layer in full.
+"""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "fourierft": {"init_weights": True},  # the first step starts from the unchanged model
+    "ia3": {"feedforward_modules": []},  # PEFT has defaults for Hugging Face architectures only
+}
+"""Defaults that differ from PEFT's."""
+HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+"""Tasks for which PEFT's own wrapper trains the head too, which it finds by its name."""
+ARGUMENTS = {"target_modules", "modules_to_save"}
+"""Config fields that are parameters of `PeftAdapter`."""
+RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_model_name_or_path"}
+"""Config fields that are not options: the arguments, and what PEFT sets itself."""
+FREE_FIELDS = RESERVED - {"peft_type"} | {
+    *("auto_mapping", "revision", "task_type", "runtime_config", "ephemeral_gpu_offload"),
+    *("lora_dropout", "module_dropout", "rank_dropout"),
+    # the keys and shapes of the state dict show them
+    *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform"),
+    *("target_parameters", "rank_pattern"),
+}
+"""Fields of a method's config that may change when training is resumed; so may those of initial values."""
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
 TUNER = "peft_tuner"
@@ -39,14 +105,90 @@ WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 
 
+def make_config(
+    method: str, options: Mapping[str, Any], targets: Targets, modules_to_save: Sequence[str] | None
+) -> PeftConfig:
+    """Make a method's config, by PEFT's names; `targets` and the rest are as in `PeftAdapter`.
+
+    Raises:
+        ConfigError: PEFT has no such method, or the method has no such option or value.
+
+    Example:
+        >>> make_config("lora", {"r": 4}, "all-linear", None).r
+        4
+        >>> make_config("lora", {"lora_alfa": 4}, "all-linear", None)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: options.lora_alfa=4: expected a field of LoraConfig; ...
+    """
+    if method not in CONFIGS:
+        allowed = f"one of PEFT's methods that only change layers; {suggest_name(method, CONFIGS)}"
+        raise ConfigError(key="method", value=method, allowed=allowed)
+    kind = CONFIGS[method]
+    _check_options(kind, options)
+    saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
+    arguments: dict[str, Any] = {"modules_to_save": list(saved)} if saved else {}
+    arguments["target_modules"] = targets if targets is None or isinstance(targets, str) else list(targets)
+    try:
+        return kind(**arguments | DEFAULTS.get(method, {}) | dict(options))
+    except (ValueError, TypeError) as error:
+        raise peft_rejects(error, "options", dict(options)) from error
+
+
+def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
+    """Check names and types before a model exists: PEFT would find a wrong type only in a layer."""
+    known = {field.name for field in dataclasses.fields(kind) if field.init} - RESERVED
+    hints = typing.get_type_hints(kind)
+    for name, value in options.items():
+        key = f"options.{name}"
+        if name in ARGUMENTS:
+            allowed = f"no such option: pass {name} to PeftAdapter itself, not inside options"
+        elif name not in known:
+            allowed = f"a field of {kind.__name__}; {suggest_name(name, known)}"
+        elif name == "task_type" and value in HEAD_TASKS:
+            allowed = "no task with a head: name the head that is to be trained in modules_to_save"
+        elif name in ("lora_alpha", "alpha") and value == 0:
+            allowed = "a number other than 0: it multiplies the adapter's output"
+        else:
+            check_value(key, value, hints[name])
+            continue
+        raise ConfigError(key, value, allowed=allowed)
+
+
+def name_of_method(config: PeftConfig | None) -> str:
+    """Return the name of a config's method, in lower case; empty without one."""
+    return str(getattr(getattr(config, "peft_type", None), "value", "")).lower()
+
+
+def settings_of(config: PeftConfig | None) -> dict[str, Any]:
+    """Return the fields of a method's config that decide what its adapters compute, in plain types."""
+    settings = {
+        key: value
+        for key, value in (config.to_dict() if config is not None else {}).items()
+        if key not in FREE_FIELDS and not key.startswith("init")
+        if isinstance(value, (str, int, float, bool, dict, list))
+    }
+    return json.loads(json.dumps(settings, default=str))  # enums and keys become strings
+
+
+def method_error(config: PeftConfig, allowed: str, *remedies: Remedy) -> ConfigError:
+    """Return the error of a method that cannot be used with a model."""
+    return ConfigError(key="method", value=name_of_method(config), allowed=allowed, remedies=remedies)
+
+
+def peft_rejects(error: Exception, key: str, value: object) -> ConfigError:
+    """Return an error of PEFT's as one of the setting that led to it."""
+    allowed = f"what PEFT accepts; PEFT rejects it: {' '.join(str(error).split())}"
+    return ConfigError(key=key, value=value, allowed=allowed)
+
+
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost adapted layers, by name."""
-    return outermost(model, lambda _, module: isinstance(module, BaseTunerLayer))
+    return outermost(model, lambda module: isinstance(module, BaseTunerLayer))
 
 
 def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost adapted layers and `modules_to_save`, by name."""
-    return outermost(model, lambda _, module: isinstance(module, WRAPPERS))
+    return outermost(model, lambda module: isinstance(module, WRAPPERS))
 
 
 def peft_config_of(model: nn.Module) -> PeftConfig | None:
@@ -80,23 +222,13 @@ def inject_adapters(
             raise method_error(config, f"a model without other adapters: this one has some, of {there}")
         return {}
     config = dataclasses.replace(config)
-    valueless = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
-    if valueless and not on_meta:
-        # Materializing calls `reset_parameters`, which draws random values for lora_B, zero at the start.
-        raise method_error(config, f"a model with values: {valueless[0]} is on the meta device")
-    targets = resolve_targets(model, config)
-    quantized = next((name for name, layer in targets.items() if is_quantized(layer)), None)
-    if quantized is not None and name_of_method(config) not in FOR_QUANTIZED:
-        allowed = f"a method for quantized layers such as {quantized}: {', '.join(FOR_QUANTIZED)}"
-        frozen = Remedy("precision=frozen_bf16", 'QuantizedBase(quant_type="bf16")')
-        raise method_error(config, allowed, frozen)
+    _check_model(model, config, on_meta=on_meta)
     try:
         with plain_module(model):
             tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
             tuner: BaseTuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
     except PEFT_ERRORS as error:
-        reason = " ".join(str(error).split())
-        raise method_error(config, f"a config that PEFT accepts; PEFT rejects it: {reason}") from error
+        raise peft_rejects(error, "method", name_of_method(config)) from error
     names = [name for name, _ in (*tuner.named_parameters(), *tuner.named_buffers())]
     outside = [name for name in names if not name.startswith("model.")]
     if outside:  # no optimizer and no checkpoint would include them
@@ -109,13 +241,116 @@ def inject_adapters(
     return adapted_layers(model)
 
 
-@contextmanager
-def ignore_peft_warnings() -> Generator[None]:
-    """Ignore warnings about options that PEFT 0.21 corrects itself, and its calls of transformers 5.23."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        yield
+def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None:
+    """Reject what PEFT would adapt wrongly or to no effect; replace `all-linear` in the config by layers."""
+    fields: Any = config
+    for name, parameter in model.named_parameters():
+        # Materializing calls `reset_parameters`, which draws random values for lora_B, zero at the start.
+        if isinstance(parameter, UninitializedParameter) or (parameter.is_meta and not on_meta):
+            where = "lazy" if isinstance(parameter, UninitializedParameter) else "on the meta device"
+            raise method_error(config, f"a model with values: {name} is {where}")
+    modules = {name: module for name, module in model.named_modules() if name}
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        names = getattr(config, key, None) or ()
+        if not isinstance(names, str):  # PEFT ignores a name that matches no layer if another one does
+            check_module_names(key if key in ARGUMENTS else f"options.{key}", names, modules)
+    if str(fields.target_modules).lower() == ALL_LINEAR:  # as PEFT has it
+        fields.target_modules = exact_targets(_all_linear(model, config), model)
+    try:
+        layers = {name: m for name, m in modules.items() if check_target_module_exists(config, name)}
+    except re.error as error:
+        raise peft_rejects(error, "target_modules", fields.target_modules) from error
+    _reject_tied_copies(model, config)
+    for name, layer in layers.items():
+        if is_quantized(layer) and name_of_method(config) not in FOR_QUANTIZED:
+            allowed = f"a method for quantized layers such as {name}: {', '.join(FOR_QUANTIZED)}"
+            frozen = Remedy("precision=frozen_bf16", 'QuantizedBase(quant_type="bf16")')
+            raise method_error(config, allowed, frozen)
+        _check_convolution(name, layer, name_of_method(config))
+
+
+def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
+    """Return all linear layers, without heads of Hugging Face models and layers that are never called.
+
+    PEFT looks for a head only if the model itself is Hugging Face's, not a module that has such a model.
+    """
+    heads = {part.get_output_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)}
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if name
+        and isinstance(layer, (nn.Linear, Conv1D))
+        # nn.MultiheadAttention reads the weight of its out_proj, a subclass, and never calls the layer
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        and layer not in heads
+    ]
+    method = name_of_method(config)
+    if not names or method in NOT_LINEAR:
+        reason = f"{method} is not for linear layers" if names else f"{type(model).__name__} has none"
+        allowed = f"names of layers in place of all linear ones: {reason}"
+        raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
+    return names
+
+
+def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
+    """Return targets that match these layers only: PEFT also matches a name with the ends of other names.
+
+    Example:
+        >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
+        >>> model = nn.ModuleDict({"proj": nn.Linear(1, 1), "stem": stem})
+        >>> exact_targets(["proj"], model), exact_targets(["stem.proj"], model)
+        ('(?:proj)', {'stem.proj'})
+    """
+    others = [name for name, _ in model.named_modules() if name not in names]
+    if any(other.endswith(f".{name}") for other in others for name in names):
+        return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
+    return set(names)
+
+
+def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
+    """Reject a targeted convolution that PEFT adapts wrongly, in silence or with an error about shapes."""
+    if not isinstance(layer, CONVOLUTIONS) or method == "ln_tuning":
+        return
+    unusual = {
+        "padding_mode": layer.padding_mode != "zeros",
+        "padding": isinstance(layer.padding, str),
+        "dilation": max(layer.dilation) > 1,
+        "groups": layer.groups > 1,
+        "kernel_size": max(layer.kernel_size) > 1,
+    }
+    kinds, respected = ADAPTED_CONVOLUTIONS.get(method, ((), set[str]()))
+    wrong = [key for key, is_set in unusual.items() if is_set and key not in respected]
+    if wrong or not isinstance(layer, kinds):
+        setting = f" with {wrong[0]}={getattr(layer, wrong[0])!r}" if isinstance(layer, kinds) else ""
+        kind = type(layer).__name__
+        allowed = f"layers that PEFT's {method} adapts correctly: {name} is a {kind}{setting}"
+        remedies = [f"{name} in modules_to_save, to train it in full", "another method"]
+        raise ConfigError(key="target_modules", value=name, allowed=allowed, remedies=remedies)
+
+
+def _reject_tied_copies(model: nn.Module, config: Any) -> None:
+    """Reject modules to save, and tokens to train, of a tied weight: only a copy would be trained.
+
+    In a model that is Hugging Face's own, PEFT ties trained tokens itself, and modules too if it is told to.
+    """
+    is_hugging_face = isinstance(model, PreTrainedModel)
+    is_tied_by_peft = is_hugging_face and getattr(config, "ensure_weight_tying", False)
+    saved = () if is_tied_by_peft else getattr(config, "modules_to_save", None) or ()
+    tokens = getattr(config, "trainable_token_indices", None)
+    trains_tokens = bool(tokens) or name_of_method(config) == "trainable_tokens"
+    for name, module in model.named_modules():
+        is_copied = any(f".{name}".endswith(f".{end}") for end in saved)
+        is_token_table = trains_tokens and not is_hugging_face and isinstance(module, nn.Embedding)
+        tied = tied_parameters(model, module) if is_copied or is_token_table else {}
+        for key, tied_to in tied.items():
+            allowed = f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
+            untied = Remedy(
+                "model.tie_word_embeddings=false, or two weights in a model of your own",
+                "tie_word_embeddings=False of the model, or two weights in a model of your own",
+            )
+            adapted = f"{name} in target_modules: an adapter leaves the tied weight unchanged"
+            setting = "modules_to_save" if is_copied else "options.trainable_token_indices"
+            raise ConfigError(key=setting, value=name, allowed=allowed, remedies=[adapted, untied])
 
 
 @contextmanager
@@ -123,7 +358,8 @@ def plain_module(model: nn.Module) -> Generator[None]:
     """Show PEFT a model without the attributes that it takes for a Hugging Face model's.
 
     Those are `config`, and Lightning's device mesh. The flags of quantized layers, by which PEFT chooses its
-    own layers, are set as transformers sets them.
+    own layers, are set as transformers sets them. Warnings about options that PEFT 0.21 corrects itself, and
+    about its calls of transformers 5.23, are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
@@ -132,7 +368,9 @@ def plain_module(model: nn.Module) -> Generator[None]:
     for flag in new:
         setattr(model, flag, True)
     try:
-        with ignore_peft_warnings():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             yield
     finally:
         for flag in new:

@@ -31,10 +31,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_eff.callbacks._exact_resume import position
 from lightning_eff.callbacks._exact_resume.loaders import ExactLoader, StandaloneLoader, observe, wrap
-from lightning_eff.callbacks._exact_resume.position import RankPosition
-from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
+from lightning_eff.callbacks._exact_resume.resumable_run import (
+    RankPosition,
+    ResumableRun,
+    from_checkpoint,
+    of_all_ranks,
+)
 from lightning_eff.core import dataloaders
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import KEY, save_nothing_on_exception
@@ -140,7 +143,7 @@ class ExactResume(Managed):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
-            checkpoint[KEY][POSITIONS] = position.of_all_ranks(position.pack(own))
+            checkpoint[KEY][POSITIONS] = of_all_ranks(own)
             checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
@@ -184,13 +187,13 @@ class ExactResume(Managed):
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         stamp = checkpoint.get(KEY, {})
-        packed, self._saved_flags = stamp.get(POSITIONS), stamp.get(FLAGS, {})
+        positions, self._saved_flags = stamp.get(POSITIONS), stamp.get(FLAGS, {})
         self._resumed_step = int(checkpoint.get("global_step", 0))
-        if packed is None:
+        if positions is None:
             self._not_saved = "the checkpoint has neither random states nor the position in the data"
         else:
             self._ignore_warning()
-            self._run.resume([position.unpack(row) for row in packed])
+            self._run.resume(from_checkpoint(positions))
             self._run.is_before_epoch = self._run.pending is not None and self._run.pending.is_over
         saved = {*checkpoint.get("callbacks", {}), *stamp.get("states", {})}
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,6 +22,7 @@ Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +34,15 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff.adapters.adapter_checkpoint import AdapterCheckpointHooks
-from lightning_eff.adapters.inject import adapted_layers, inject_adapters
-from lightning_eff.adapters.methods import ALL_LINEAR, Targets, make_config
-from lightning_eff.adapters.module_tree import is_in_module
-from lightning_eff.adapters.quantized import num_weights
-from lightning_eff.adapters.targets import CONVOLUTIONS, MAX_NAMES, ends_of_names
+from lightning_eff.adapters.inject import (
+    ALL_LINEAR,
+    CONVOLUTIONS,
+    Targets,
+    adapted_layers,
+    inject_adapters,
+    make_config,
+)
+from lightning_eff.adapters.layers import is_in_module, num_weights
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import StrPath, check_arguments
@@ -58,6 +63,8 @@ from lightning_eff.core.technique import (
 )
 from lightning_eff.core.text import human_bytes
 
+MAX_NAMES = 12
+"""Names of layers in a remedy."""
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 """Strategies that write checkpoints themselves, base included; ours with `whole_checkpoints` do not."""
 CONFLICTS = (
@@ -111,7 +118,7 @@ class PeftAdapter(Managed):
 
     Args:
         method: PEFT's name of it: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
-        target_modules: `all-linear`, names of layers or the ends of names, a list of these, or a regular
+        target_modules: As in PEFT: `all-linear`, a list of names of layers or ends of names, or a regular
             expression for full names; None only with the option `target_parameters`.
         modules_to_save: Names, or ends of names, of modules that are trained in full, for example a new head.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
@@ -136,7 +143,7 @@ class PeftAdapter(Managed):
         >>> trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
         >>> PeftAdapter(method="dora")
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods; ...
+        lightning_eff.core.errors.ConfigError: method='dora': expected one of PEFT's methods that ...
     """
 
     lowers = ("gradients", "optimizer state")
@@ -216,9 +223,15 @@ class PeftAdapter(Managed):
         return stored_weights.load_base(model, Path(self.base_checkpoint or ""), key=key)
 
     def _apply(self, model: nn.Module) -> int:
-        weights = _weight_matrices(model)
-        modules = [name for name, _ in model.named_modules() if name]
-        in_full = [name for name in modules if is_in_module(name, self._saved())]
+        # Embeddings are left out: `all-linear` leaves them on purpose, and a vocabulary would outweigh all.
+        sizes = {
+            f"{name}.{key}": num_weights(parameter)
+            for name, module in model.named_modules()
+            if name and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            for key, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() >= 2
+        }
+        in_full = [name for name, _ in model.named_modules() if name and is_in_module(name, self._saved())]
         try:
             new = inject_adapters(
                 model, self._config(), upcast=self.autocast_adapter_dtype, on_meta=self._trainer is None
@@ -228,7 +241,7 @@ class PeftAdapter(Managed):
             raise error.under(name_of(self).replace("/", ".")) from error
         self._adapted = adapted_layers(model)
         if new and self.target_modules == ALL_LINEAR:
-            _warn_if_little(model, weights, [*new, *in_full])
+            _warn_if_little(model, sizes, [*new, *in_full])
         trained = [p for p in model.parameters() if p.requires_grad]
         self._num_trained = sum(p.numel() for p in trained)
         self._num_parameters = sum(num_weights(p) for p in model.parameters())
@@ -271,47 +284,24 @@ class PeftAdapter(Managed):
         return Outcome(did=did, effective=bool(self._adapted), numbers=numbers)
 
 
-def _weight_matrices(model: nn.Module) -> dict[str, int]:
-    """Return the number of weights in each parameter that layers multiply or convolve with, by name.
+def _warn_if_little(model: nn.Module, sizes: Mapping[str, int], layers: Sequence[str]) -> None:
+    """Warn if less than a quarter of the weights are in layers that are trained, and name those to adapt.
 
-    Embeddings are left out: `all-linear` leaves them on purpose, and a large vocabulary would outweigh all
-    layers.
+    Transformers are far from that: of a block only the weights inside `nn.MultiheadAttention` are missed.
+    `sizes` are those of the matrices before they were adapted.
     """
-    tables = {
-        id(parameter)
-        for layer in model.modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
-        for parameter in layer.parameters()
-    }
-    named = model.named_parameters()
-    return {name: num_weights(p) for name, p in named if p.dim() >= 2 and id(p) not in tables}
-
-
-def _warn_if_little(model: nn.Module, weights: Mapping[str, int], layers: Sequence[str]) -> None:
-    """Warn if the trained layers miss most of the model, with the layers to name.
-
-    That is fewer than a quarter of the matrices, or fewer than half and these only behind all others, as the
-    head of a network is. Transformers are far from both: all of a block's matrices but those of
-    `nn.MultiheadAttention` are in linear layers.
-    """
-    is_trained = {name: name.startswith(tuple(f"{layer}." for layer in layers)) for name in weights}
-    reached = [name.rpartition(".")[0] for name in weights if is_trained[name]]
-    missed = [name.rpartition(".")[0] for name in weights if not is_trained[name]]
-    is_head = list(is_trained.values()) == sorted(is_trained.values())  # all missed ones come first
-    if len(reached) >= (0.5 if is_head else 0.25) * len(weights):
+    is_trained = {name: name.startswith(tuple(f"{layer}." for layer in layers)) for name in sizes}
+    fraction = sum(size for name, size in sizes.items() if is_trained[name]) / max(1, sum(sizes.values()))
+    if fraction >= 0.25:
         return
-    fraction = sum(size for name, size in weights.items() if is_trained[name]) / max(1, sum(weights.values()))
-    shown = ", ".join(reached[:3]) + (", ..." if len(reached) > 3 else "")
-    text = (
-        f"PeftAdapter adapts only {len(reached)} of {len(weights)} weight matrices ({shown}; {fraction:.1%} "
-    )
-    text += "of their weights); all others are frozen"
-    convolutions = [name for name in missed if isinstance(model.get_submodule(name), CONVOLUTIONS)]
-    text += f", among them {len(convolutions)} convolutions" if len(convolutions) > 1 else ""
-    parameter, names = "target_modules", ["NAME_OF_A_LAYER_TO_ADAPT"]
-    if convolutions and len(ends := ends_of_names([*convolutions, *reached])) <= MAX_NAMES:
-        names = ends
-    elif len(set(missed)) <= MAX_NAMES:
-        parameter, names = "modules_to_save", ends_of_names(missed)
-    remedy = list_remedy("callbacks.peft_adapter", "PeftAdapter", parameter, names)
+    owners = [name.rpartition(".")[0] for name in sizes]
+    convolutions = [name for name in owners if isinstance(model.get_submodule(name), CONVOLUTIONS)]
+    # From the last word on: `conv1` of `layer1.0.conv1`, `down.0` of `layer1.0.down.0`.
+    last_words = (re.search(r"[^.]*[^.\d][^.]*(\.\d+)*$|[\d.]+$", name) for name in (*convolutions, *layers))
+    ends = list(dict.fromkeys(found[0] for found in last_words if found))
+    names = ends if convolutions and len(ends) <= MAX_NAMES else ["NAME_OF_A_LAYER_TO_ADAPT"]
+    shown = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+    text = f"PeftAdapter reaches only {fraction:.1%} of the weights ({shown}); all others are frozen"
+    text += f", among them {len(convolutions)} convolutions" if convolutions else ""
+    remedy = list_remedy("callbacks.peft_adapter", "PeftAdapter", "target_modules", names)
     warnings.warn(LittleReachedWarning(f"{text}\n  try: {remedy}"), stacklevel=3)

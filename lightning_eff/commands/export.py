@@ -136,10 +136,9 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
 
 def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
     from lightning_eff.adapters import adapter_checkpoint as adapter_state
-    from lightning_eff.adapters.base_fingerprint import Fingerprint
 
     checkpoint = _read_checkpoint(path)
-    fingerprint = Fingerprint(exact=False)
+    fingerprint = adapter_state.Fingerprint(exact=False)
     try:
         if is_adapted:
             adapter_state.load_adapter(model, checkpoint, fingerprint)

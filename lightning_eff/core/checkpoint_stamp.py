@@ -26,7 +26,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.core.finite import nonfinite
@@ -42,7 +41,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("epoch", "global_step"), int),
     LIGHTNING_VERSION: str,
 }
-STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": Tensor, "flags": Mapping}
+STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": list, "flags": Mapping}
 SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Keys that schedulers write into parameter groups and read back."""
 MAX_CHARACTERS = 60

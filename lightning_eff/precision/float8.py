@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff.adapters.module_tree import check_module_names, is_in_module, plain_name
+from lightning_eff.adapters.layers import check_module_names, is_in_module, plain_name
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.compiled_call import is_compiled

@@ -25,17 +25,17 @@ Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; https://huggingf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.adapters.module_tree import linear_layers, matrices, plain_name
-from lightning_eff.adapters.quantized import is_quantized, storage_bytes
+from lightning_eff.adapters.layers import check_module_names, is_in_module, is_quantized, plain_name
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision
@@ -58,6 +58,8 @@ QUANTIZED = ("nf4", "fp4", "int8")
 CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS: dict[str, Format] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 """Lightning's precision for each `compute_dtype`."""
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+"""Layers that on some devices reject weights of another dtype than their input's; they have few weights."""
 MAX_ERROR = 0.5
 """Fraction of a weight's norm: several times what a format loses of any trained weights."""
 ADAPTERS = (Remedy("+callbacks=peft_adapter", "PeftAdapter()"),)
@@ -290,3 +292,61 @@ class QuantizedBase(AutoPrecision):
             "errors": dict(self._errors),
         }
         return Outcome(did=did, effective=bool(self._bytes), numbers=numbers)
+
+
+def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are neither named (by ends of names) nor inside of one that is, by name.
+
+    Raises:
+        ConfigError: A name matches no module.
+    """
+    modules = {plain_name(name) for name, _ in model.named_modules() if name}
+    check_module_names("precision.skip_modules", skip_modules, modules)
+    for name, module in model.named_modules():
+        if not is_in_module(plain_name(name), skip_modules):
+            yield name, module
+
+
+def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers that can be quantized, by name.
+
+    Not subclasses of `nn.Linear`, which may compute something else, nor layers with a weight that another
+    module has too, nor the heads that Hugging Face models name as their output embeddings.
+    """
+    num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
+    return {
+        name: module
+        for name, module in modules_without(model, skip_modules)
+        if type(module) is nn.Linear
+        and not any(module is head for head in heads)
+        and all(num_modules[id(p)] == 1 for p in module.parameters(recurse=False))
+    }
+
+
+def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the frozen matrices, and the biases of their layers, by name."""
+    for name, module in modules_without(model, skip_modules):
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, NORMS) or all(parameter.ndim < 2 for parameter in own.values()):
+            continue
+        for key, parameter in own.items():
+            if parameter.is_floating_point() and not parameter.requires_grad:
+                yield f"{name}.{key}".strip("."), parameter
+
+
+def quantization_tensors(parameter: Tensor) -> list[Tensor]:
+    """Return the scales and code tables that dequantize a parameter; none where it is not quantized."""
+    state: Any = getattr(parameter, "quant_state", None)
+    scale: Any = getattr(parameter, "SCB", None)
+    tensors = [scale] if scale is not None else []
+    if state is not None:
+        tensors += [state.absmax, state.code]
+        tensors += [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
+    return tensors
+
+
+def storage_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of parameters and their scales; memory that several of them share counts once."""
+    tensors = [t for parameter in parameters for t in (parameter, *quantization_tensors(parameter))]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

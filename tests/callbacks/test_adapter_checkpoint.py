@@ -18,8 +18,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.adapters import adapter_checkpoint as adapter_state
-from lightning_eff.adapters.adapter_checkpoint import CHECKPOINT_KEY
-from lightning_eff.adapters.base_fingerprint import Fingerprint
+from lightning_eff.adapters.adapter_checkpoint import CHECKPOINT_KEY, Fingerprint
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint import stored_weights
 from lightning_eff.checkpoint_io.durable import Durable

@@ -26,10 +26,13 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_eff.callbacks._exact_resume import position
 from lightning_eff.callbacks._exact_resume.loaders import observe, wrap
-from lightning_eff.callbacks._exact_resume.position import RankPosition
-from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
+from lightning_eff.callbacks._exact_resume.resumable_run import (
+    RankPosition,
+    ResumableRun,
+    from_checkpoint,
+    of_all_ranks,
+)
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.exact_resume import ExactResume, resumable
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -687,7 +690,7 @@ def test_other_ranks_share_the_rest_of_the_epoch(num_saved: int, num_ranks: int,
         loader.sampler.set_epoch(2) if num_saved > 1 else None
         iterator = iter(loader)
         seen += [int(next(iterator)[0, 0]) for _ in range(4 // num_saved)]
-        positions.append(position.unpack(position.pack(run.position())))
+        positions += from_checkpoint(of_all_ranks(run.position()))
     for rank in range(num_ranks):
         torch.manual_seed(rank + 100)
         run, loader = on_rank(rank, num_ranks)
@@ -756,10 +759,10 @@ def test_a_save_that_cannot_be_repeated_says_so(
 def test_a_damaged_position_is_an_error_of_the_checkpoint() -> None:
     run = ResumableRun()
     wrap(observe(shuffled(), run), run)
-    packed = position.pack(run.position())
-    for damaged in (packed[:20], packed[:4], torch.zeros(64, dtype=torch.uint8)):
+    (content,) = of_all_ranks(run.position())
+    for damaged in ([3], [{}], [content | {"loaders": [{}]}], [content | {"x": 1}]):
         with pytest.raises(CheckpointError, match="damaged"):
-            position.unpack(damaged)
+            from_checkpoint(damaged)
 
 
 def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() -> None:
@@ -767,7 +770,7 @@ def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() 
         loader = wrap(observe(shuffled(), run), run)
         iterator = iter(loader)
         next(iterator), next(iterator)
-        return position.unpack(position.pack(run.position()))
+        return from_checkpoint(of_all_ranks(run.position()))[0]
 
     two, alone = ResumableRun(num_ranks=2), ResumableRun()
     first = saved_after_two(two)

@@ -18,9 +18,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_eff.adapters import quantized
-from lightning_eff.adapters.methods import FOR_QUANTIZED, NOT_LINEAR, method_names
-from lightning_eff.adapters.module_tree import linear_layers
+from lightning_eff.adapters.inject import CONFIGS, FOR_QUANTIZED, NOT_LINEAR
+from lightning_eff.adapters.layers import num_weights
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.core import model_surgery, rules
@@ -29,7 +28,12 @@ from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from lightning_eff.precision._quantized_linear import Linear4bit, dequantize, quantize
-from lightning_eff.precision.quantized_base import QuantizedBase
+from lightning_eff.precision.quantized_base import (
+    QuantizedBase,
+    linear_layers,
+    quantization_tensors,
+    storage_bytes,
+)
 from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
 from tests.support.ranks import is_equal
 from tests.support.techniques import SGD, plain_loop
@@ -63,8 +67,8 @@ def fitted(plugin: QuantizedBase, *callbacks: Any, model: Frozen | None = None, 
 
 def low_bits(model: nn.Module) -> dict[str, list[Tensor]]:
     """Return copies of each quantized weight and what belongs to it, by name."""
-    found = [(name, p) for name, p in model.named_parameters() if quantized.quantization_tensors(p)]
-    return {name: [t.detach().clone() for t in (p, *quantized.quantization_tensors(p))] for name, p in found}
+    found = [(name, p) for name, p in model.named_parameters() if quantization_tensors(p)]
+    return {name: [t.detach().clone() for t in (p, *quantization_tensors(p))] for name, p in found}
 
 
 class ByCodes(plain_layers.Linear4bit):
@@ -172,8 +176,8 @@ def test_bytes_are_those_counted_by_hand_and_the_error_is_the_one_there_is(
     assert plugin.apply(nn.Sequential(layer)) == 1
     numbers = plugin.outcome().numbers
     assert (numbers["bytes_before"], numbers["bytes_after"]) == (32768 * 4, num_bytes)
-    assert quantized.storage_bytes(layer.parameters()) == num_bytes
-    assert quantized.num_weights(layer.weight) == 32768
+    assert storage_bytes(layer.parameters()) == num_bytes
+    assert num_weights(layer.weight) == 32768
     error = float((dequantize(layer.weight) - original).norm() / original.norm())
     assert numbers["errors"] == {"0": pytest.approx(error)}
     assert 0.1 * most < error < most
@@ -333,7 +337,7 @@ def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
             assert [f.rule.verdict for f in findings] == [Verdict.REJECTED]
 
 
-@pytest.mark.parametrize("method", sorted({*method_names()} - {*NOT_LINEAR}))
+@pytest.mark.parametrize("method", sorted({*CONFIGS} - {*NOT_LINEAR}))
 def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> None:
     """HRA and DEFT take 8-bit codes for weights without an error: the first output is off by 0.9."""
     options: dict[str, Any] = {"road": {"group_size": 8}, "oft": {"oft_block_size": 4}}

@@ -20,7 +20,7 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -36,9 +36,13 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from lightning_eff.callbacks._exact_resume import position
-from lightning_eff.callbacks._exact_resume.position import Position
-from lightning_eff.callbacks._exact_resume.resumable_run import ResumableRun
+from lightning_eff.callbacks._exact_resume.resumable_run import (
+    Position,
+    ResumableRun,
+    from_checkpoint,
+    num_ranks,
+    of_all_ranks,
+)
 from lightning_eff.core.dataloaders import LoaderWrapper, is_stateful
 from lightning_eff.core.random_states import RandomStates, differing, has_global
 
@@ -56,9 +60,7 @@ class IndexStream:
     Args:
         source: The loader's batch sampler, or its sampler where it does not batch. Not `sampler`, under
             which Lightning looks for the sampler inside, to set its epoch.
-        capture: Returns the random states.
-        restore: Sets them.
-        inexact: Takes what cannot be repeated.
+        run: What the loaders of this rank share.
     """
 
     is_resumed = False
@@ -72,15 +74,10 @@ class IndexStream:
     first_states: RandomStates | None = None
     """The random states when the current pass was asked for its first indices."""
 
-    def __init__(
-        self,
-        source: Any,
-        capture: Callable[[], RandomStates],
-        restore: Callable[[RandomStates], None],
-        inexact: list[str],
-    ) -> None:
+    def __init__(self, source: Any, run: ResumableRun) -> None:
         self.source: Any
-        vars(self).update(source=source, capture=capture, restore=restore, inexact=inexact, hashes=[])
+        self.hashes: list[int]
+        vars(self).update(source=source, run=run, hashes=[])
 
     def __iter__(self) -> Iterator[Any]:
         remaining, self.remaining, self.is_asked = self.remaining, None, True
@@ -99,18 +96,19 @@ class IndexStream:
     def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
         num_skipped, self.num_skipped = self.num_skipped, 0
         is_resumed, self.is_resumed = self.is_resumed, False
-        current = self.capture()
+        run: ResumableRun = self.run
+        current = run.capture()
         if is_resumed:
             self.first_states = self.first_states or current
-            self.restore(self.first_states)
+            run.restore(self.first_states)
             # A sampler draws its order with its first index: if none is skipped, with the one that is used.
             taken = list(itertools.islice(indices, 1))
-            first = self.capture()
+            first = run.capture()
             deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
-            if has_global(differing(self.capture(), first)):
-                self.inexact.append(LATE_DRAWS)
+            if has_global(differing(run.capture(), first)):
+                run.inexact.append(LATE_DRAWS)
             # Workers are asked for more at once: then a sampler's own generator is where it is to be.
-            self.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
+            run.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
             self.first_states = current
@@ -229,7 +227,7 @@ class ExactLoader(LoaderWrapper):
         if saved is None:
             return None
         self._compare(saved)
-        if (sampler := has_epoch(loader)) is not None:
+        if (sampler := sampler_with_epoch(loader)) is not None:
             sampler.set_epoch(saved.epoch)
         if not run.replays and getattr(loader, "num_workers", 0) > 0:
             run.inexact.append("augmentation in workers differs until the epoch's end (workers=fast)")
@@ -322,7 +320,7 @@ class ExactLoader(LoaderWrapper):
     def repeat_epoch(self, saved: Position) -> None:
         """Draw the first indices of the epoch that a checkpoint ended with, and compare them."""
         if self.stream is not None and saved.hashes:
-            if (sampler := has_epoch(self.loader)) is not None:
+            if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
             indices = iter(self.stream.source)  # some samplers draw now, others with the first index
@@ -360,7 +358,7 @@ class ExactLoader(LoaderWrapper):
             first=first if is_needed else None,
             order=order_of(sampler),
             seed=sampler.seed if isinstance(sampler, DistributedSampler) else 0,
-            epoch=int(getattr(has_epoch(self.loader), "epoch", self.run.epoch())),
+            epoch=int(getattr(sampler_with_epoch(self.loader), "epoch", self.run.epoch())),
             num_samples=len(dataset) if isinstance(dataset, Sized) else -1,
             batch_size=getattr(self.loader, "batch_size", None) or -1,
             length=-1 if (length := sized_len(self.loader)) is None else length,
@@ -409,12 +407,11 @@ class StandaloneLoader(ExactLoader):
         inner = getattr(loader, "_dataloader", None)
         self.fabric_loader = None if inner is None else loader
         self.num_passes = 0
-        num_ranks = position.num_ranks()
         run = ResumableRun(
             getattr(self.fabric_loader, "device", None),
             replays=replays,
-            rank=dist.get_rank() if num_ranks > 1 else 0,
-            num_ranks=num_ranks,
+            rank=dist.get_rank() if num_ranks() > 1 else 0,
+            num_ranks=num_ranks(),
         )
         super().__init__(observe(loader if inner is None else inner, run), run)
         run.loaders.append(self)
@@ -433,15 +430,14 @@ class StandaloneLoader(ExactLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of each rank, and the loader's own state; all ranks call it."""
         is_between = self.is_over or self._start is None
-        packed = position.pack(self.run.position(is_over=is_between))
-        positions = position.of_all_ranks(packed)
+        positions = of_all_ranks(self.run.position(is_over=is_between))
         num_passes = self.num_passes - (not is_between)
         return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass begin there."""
         self.restore_own_state(state_dict["own"])
-        self.run.resume([position.unpack(row) for row in state_dict["positions"]])
+        self.run.resume(from_checkpoint(state_dict["positions"]))
         self.num_passes = state_dict["num_passes"]
 
 
@@ -453,7 +449,7 @@ def observe(loader: Any, run: ResumableRun) -> Any:
         sampler = getattr(loader, name)
         sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
         # DataLoader.__setattr__ forbids it once it is made
-        object.__setattr__(loader, name, IndexStream(sampler, run.capture, run.restore, run.inexact))
+        object.__setattr__(loader, name, IndexStream(sampler, run))
         run.undo.callback(object.__setattr__, loader, name, sampler)
     return loader
 
@@ -472,7 +468,7 @@ def sampler_of(loader: Any) -> Any:
     return getattr(sampler, "sampler", sampler)
 
 
-def has_epoch(loader: Any) -> Any:
+def sampler_with_epoch(loader: Any) -> Any:
     """Return the sampler whose epoch decides a loader's order, or the batch sampler around it; else None."""
     samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
     return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)

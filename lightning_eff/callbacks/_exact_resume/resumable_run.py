@@ -1,4 +1,4 @@
-"""What the loaders of one rank share: its random states, and a position to resume.
+"""Where a rank is in its data, and what its loaders share: random states, and a position to resume.
 
 It calls nothing of the loaders (loaders.py) but `position`: they ask it.
 """
@@ -7,17 +7,111 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
-from lightning_eff.callbacks._exact_resume.position import Position, RankPosition
 from lightning_eff.core import random_states
-from lightning_eff.core.errors import ConfigError
-from lightning_eff.core.random_states import KINDS, RandomStates
+from lightning_eff.core.errors import CheckpointError, ConfigError, Remedy
+from lightning_eff.core.random_states import KINDS, RandomStates, differing
+
+
+@dataclass
+class Position:
+    """The position of one loader in its pass.
+
+    Args:
+        num_batches: Trained on in this pass.
+        start: Random states when the pass began.
+        first: Random states when its sampler was asked for the first indices; None for those after the start.
+        order: What decides the order: `sequential`, `random`, `distributed`, `distributed in order`, or the
+            sampler's class.
+        seed: Of a distributed sampler.
+        epoch: Of a sampler that has one.
+        num_samples: Length of the dataset; -1 where it has none.
+        batch_size: Samples in a batch; -1 where the loader has none.
+        length: Batches in a pass; -1 where it is not known.
+        num_workers: Of the loader.
+        hashes: Of the indices of the first batches that were trained on.
+    """
+
+    num_batches: int
+    start: RandomStates
+    first: RandomStates | None
+    order: str
+    seed: int
+    epoch: int
+    num_samples: int
+    batch_size: int
+    length: int
+    num_workers: int
+    hashes: list[int]
+
+
+@dataclass
+class RankPosition:
+    """The positions of a rank's loaders, and its random states.
+
+    Args:
+        now: Random states at the save.
+        num_ahead: Batches that Lightning had fetched beyond the last one trained on: one, where it does not
+            know the loader's length.
+        is_over: Whether the epoch had ended: the loaders begin a new pass.
+        loaders: In Lightning's order.
+        notes: What of the save a resumed run cannot repeat.
+    """
+
+    now: RandomStates
+    num_ahead: int
+    is_over: bool
+    loaders: list[Position]
+    notes: list[str]
+
+
+def num_ranks() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
+    """Return the position of each rank, which all ask for it, in the plain types of a checkpoint.
+
+    They are about 16 kB for one loader, since random states that equal those at the save are left out.
+    """
+    content = asdict(own)
+    for loader in content["loaders"]:
+        loader["start"] = differing(loader["start"], own.now)
+        loader["first"] = loader["first"] and differing(loader["first"], own.now)
+    contents = [content] * num_ranks()
+    if len(contents) > 1:
+        dist.all_gather_object(contents, content)
+    return contents
+
+
+def from_checkpoint(contents: list[Any]) -> list[RankPosition]:
+    """Return the positions that `of_all_ranks` wrote.
+
+    Raises:
+        CheckpointError: They are something else.
+    """
+    try:
+        return [_from_plain(**content) for content in contents]
+    except (KeyError, TypeError) as error:
+        off = Remedy("~callbacks.exact_resume", "remove ExactResume")
+        raise CheckpointError(f"the checkpoint's position in the data is damaged\n  try: {off}") from error
+
+
+def _from_plain(now: RandomStates, loaders: list[dict[str, Any]], **others: Any) -> RankPosition:
+    positions: list[Position] = []
+    for loader in loaders:
+        values: dict[str, Any] = loader | {"start": now | loader["start"]}
+        values["first"] = None if loader["first"] is None else now | loader["first"]
+        positions.append(Position(**values))
+    return RankPosition(now=now, loaders=positions, **others)
 
 
 class ResumableRun:
@@ -101,12 +195,10 @@ class ResumableRun:
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
         now = self.capture() if self.isolated is None else self.isolated
+        notes = list(notes)
         if not is_over and any(loader.is_shared for loader in self.loaders):
-            notes = [
-                *notes,
-                "saved in an epoch that another number of ranks had begun: its rest is not known",
-            ]
-        return RankPosition(now, num_ahead, is_over, loaders, list(notes))
+            notes.append("saved in an epoch that another number of ranks had begun: its rest is not known")
+        return RankPosition(now, num_ahead, is_over, loaders, notes)
 
     def resume(self, positions: list[RankPosition]) -> None:
         """Begin the next passes at the positions that a checkpoint has of each rank.
@@ -117,7 +209,7 @@ class ResumableRun:
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
         self.did, self.num_remaining, self.is_order_checked = [], [], True
-        self.inexact[:] = self.pending.notes  # the loaders' streams share the list
+        self.inexact = list(self.pending.notes)
         if self.num_ranks == len(positions):
             return
         self.inexact.append(f"saved on {len(positions)} ranks, now {self.num_ranks}: other random numbers")

@@ -1,6 +1,7 @@
-"""Find modules of a model by name, by kind and by the weights that they share.
+"""Find layers of a model: by name, by the weights that they share, and by whether these are quantized.
 
-What is kept in few bits: linear layers that compute nothing else, or all frozen matrices.
+Nothing here imports PEFT, which takes seconds, nor bitsandbytes, which is optional: a layer of bitsandbytes
+is recognized by its class's name and package.
 
 A head that is tied to an embedding is one parameter under two names. What an adapter adds to the head belongs
 to the head alone, so no shared weight can hold it: a merged layer, or a copy that is trained, needs a weight
@@ -9,24 +10,25 @@ of its own.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_eff.core.errors import ConfigError, suggest_name
 
-NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Layers that on some devices reject weights of another dtype than their input's; they have few weights."""
+BITSANDBYTES_FLAGS = {"Linear4bit": "is_loaded_in_4bit", "Linear8bitLt": "is_loaded_in_8bit"}
+"""Layer classes of bitsandbytes, and the attribute that transformers sets on a model with such layers."""
 
 
-def outermost(model: nn.Module, matches: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
+def outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return the modules of a model, itself included, that match and are inside no other match, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # parents come before their children
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if not is_inside and matches(name, module):
+        if not is_inside and matches(module):
             found[name] = module
     return found
 
@@ -96,42 +98,25 @@ def untie(model: nn.Module, part: nn.Module) -> None:
         setattr(part.get_submodule(parent), key, copy)
 
 
-def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are neither named (by ends of names) nor inside of one that is, by name.
-
-    Raises:
-        ConfigError: A name matches no module.
-    """
-    modules = {plain_name(name) for name, _ in model.named_modules() if name}
-    check_module_names("precision.skip_modules", skip_modules, modules)
-    for name, module in model.named_modules():
-        if not is_in_module(plain_name(name), skip_modules):
-            yield name, module
+def bitsandbytes_flag(layer: nn.Module) -> str | None:
+    """Return the attribute that PEFT looks for on a model with such a quantized layer; None for others."""
+    for base in type(layer).__mro__:
+        if base.__module__.partition(".")[0] == "bitsandbytes" and base.__name__ in BITSANDBYTES_FLAGS:
+            return BITSANDBYTES_FLAGS[base.__name__]
+    return None
 
 
-def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that can be quantized, by name.
-
-    Not subclasses of `nn.Linear`, which may compute something else, nor layers with a weight that another
-    module has too, nor the heads that Hugging Face models name as their output embeddings.
-    """
-    num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
-    return {
-        name: module
-        for name, module in modules_without(model, skip_modules)
-        if type(module) is nn.Linear
-        and not any(module is head for head in heads)
-        and all(num_modules[id(p)] == 1 for p in module.parameters(recurse=False))
-    }
+def is_quantized(layer: nn.Module) -> bool:
+    """Return whether a layer is one of bitsandbytes, or derived from one."""
+    return bitsandbytes_flag(layer) is not None
 
 
-def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the frozen matrices, and the biases of their layers, by name."""
-    for name, module in modules_without(model, skip_modules):
-        own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, NORMS) or all(parameter.ndim < 2 for parameter in own.values()):
-            continue
-        for key, parameter in own.items():
-            if parameter.is_floating_point() and not parameter.requires_grad:
-                yield f"{name}.{key}".strip("."), parameter
+def quantized_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefix, with a dot, of each quantized layer's keys in the model's state dict."""
+    return tuple(f"{name}." for name, layer in model.named_modules() if is_quantized(layer))
+
+
+def num_weights(parameter: Tensor) -> int:
+    """Return how many weights a parameter holds: with 4 bits, a byte holds two."""
+    state: Any = getattr(parameter, "quant_state", None)
+    return math.prod(state.shape) if state is not None else parameter.numel()
