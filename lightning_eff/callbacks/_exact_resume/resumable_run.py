@@ -5,6 +5,7 @@ It calls nothing of the loaders (loaders.py) but `position`: they ask it.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_eff.core import random_states
 from lightning_eff.core.errors import CheckpointError, ConfigError, Remedy
@@ -86,10 +88,15 @@ def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
     for loader in content["loaders"]:
         loader["start"] = differing(loader["start"], own.now)
         loader["first"] = loader["first"] and differing(loader["first"], own.now)
-    contents = [content] * num_ranks()
-    if len(contents) > 1:
-        dist.all_gather_object(contents, content)
-    return contents
+    if num_ranks() == 1:
+        return [content]
+    # Why not `all_gather_object`: it unpickles what another rank sent.
+    written = io.BytesIO()
+    torch.save(content, written)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    rows = gather_all_tensors(torch.frombuffer(written.getbuffer(), dtype=torch.uint8).to(device))
+    files = (io.BytesIO(row.cpu().numpy().tobytes()) for row in rows)
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 def from_checkpoint(contents: list[Any]) -> list[RankPosition]:
