@@ -22,13 +22,12 @@ from typing_extensions import override
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
 from lightning_eff.core.errors import Remedy
-from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
 
 TEMPERATURE = 0.8
 
 
-class TextSample(RejectsTransformersTrainer, pl.Callback):
+class TextSample(pl.Callback):
     r"""Show what a language model has learned.
 
     Args:
