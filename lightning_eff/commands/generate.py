@@ -67,7 +67,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     import torch
     from torch.utils.data import DataLoader
 
-    from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
+    from lightning_eff.monitors.text_sample import check_language_model, continue_prompt, encode_prompt
 
     callbacks = {k: v for k, v in (saved.values.get("callbacks") or {}).items() if k != "torch_compile"}
     one_batch = saved.values["trainer"] | {"limit_predict_batches": 1}

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_eff.launch.job_files import SHARED, ClusterJob
+from lightning_eff.commands.launch import SHARED, ClusterJob
 from tests.support.command_line import Command
 from tests.support.slurm import with_commands
 
