@@ -135,7 +135,6 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         useless = [name for name, value in given.items() if value] + ["--json"] * options.json
         if useless:
             raise UsageError(f"launch slurm: {useless[0]} is of k8s alone")
-    _check_names(options)
     root = root if any(word.startswith("output_root=") for word in words) else SHARED
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
         allowed = f"the path at which pods mount the runs, as in {SHARED}"
@@ -151,17 +150,3 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         folder=root,
         **{name: value for name, value in named.items() if value},
     )
-
-
-def _check_names(options: argparse.Namespace) -> None:
-    """Reject names of an image or a claim that Kubernetes does not accept."""
-    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    patterns = {"claim": rf"{label}(\.{label})*", "image": r"[a-z0-9][\w.:/@-]*"}
-    allowed = {
-        "claim": "the name of a PersistentVolumeClaim: lower-case letters, digits and '-'",
-        "image": "an image, as in registry/lightning-eff:latest",
-    }
-    for name, pattern in patterns.items():
-        value = getattr(options, name)
-        if value is not None and re.fullmatch(pattern, value) is None:
-            raise ConfigError(key=f"--{name}", value=value, allowed=allowed[name])

@@ -70,22 +70,10 @@ def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[
             yield f"{document.file}:{line}", file.lstrip("/") if is_absolute else f"{group}/{file}"
 
 
-def _endless(name: str, documents: Mapping[str, YamlDocument], ancestors: Sequence[str] = ()) -> str:
-    """Return where a defaults list comes back to a file that it begins in, and through which files; or ''."""
-    ancestors = [*ancestors, name]
-    for place, file in reversed([*_listed(name, documents)]):
-        if file in ancestors:
-            return f"{place}: defaults that never end: {' -> '.join([*ancestors[-3:], file])}"
-        if file in documents and (found := _endless(file, documents, ancestors)):
-            return found
-    return ""
-
-
 def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
     """Return the text for any other error that Hydra 1.3 raises while it composes."""
     if isinstance(error, RecursionError):
-        endless = (_endless(name, documents) for name in documents)
-        return next(filter(None, endless), "the config is nested too deep, or its defaults never end")
+        return f"nested too deep, or defaults that never end, in one of {', '.join(documents)}"
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith(AMBIGUOUS):

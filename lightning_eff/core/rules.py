@@ -271,10 +271,15 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
     }
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return a Trainer's callbacks, an attribute that Lightning 2.6 does not declare."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def trainer_components(trainer: pl.Trainer) -> list[object]:
     """Return everything in a Trainer that may have rules; a class where the object is constructed later."""
     strategy = trainer.strategy
-    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks = callbacks_of(trainer)
     added = [item for callback in callbacks for item in getattr(callback, "components", tuple)()]
     added += [type(optimizer) for optimizer in trainer.optimizers]
     return list(
@@ -289,8 +294,7 @@ def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) ->
     technique asks in each of its hooks; at the end of a run `Managed` forgets the verdict, since settings may
     change before the next one.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    stating = [callback for callback in callbacks if isinstance(callback, HasFacts)]
+    stating = [callback for callback in callbacks_of(trainer) if isinstance(callback, HasFacts)]
     # By id, so that nothing of an earlier `fit` stays in memory.
     moment = [trainer.state.fn, *(id(each) for each in (module, *stating, *trainer.optimizers))]
     kept_moment, findings = vars(trainer).get(_VERDICT, (None, []))

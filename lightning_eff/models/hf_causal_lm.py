@@ -301,9 +301,9 @@ def check_weights(name: str, config: Any) -> None:
     """
     folder = Path(name).expanduser()
     weights = list(folder.glob("*.safetensors"))
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     # Not read: a FIFO would wait for a writer, and a device may be endless.
     irregular = [file.name for file in weights if not file.is_file()]
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     problem = ""
     if getattr(config, "quantization_config", None) is not None:
         problem = "has quantized weights: name the model that they were quantized from"

@@ -115,14 +115,17 @@ class EfficiencyReport(pl.Callback):
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
-            callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks]
+            candidates = [
+                strategy.precision_plugin,
+                strategy,
+                strategy.checkpoint_io,
+                *rules.callbacks_of(trainer),
+            ]
             self._asked = [(each, config_of(each)) for each in candidates if isinstance(each, Technique)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if next(each for each in callbacks if isinstance(each, EfficiencyReport)) is not self:
+        if next(c for c in rules.callbacks_of(trainer) if isinstance(c, EfficiencyReport)) is not self:
             if self.dirpath is not None:
                 text = f"the report for {self.dirpath} has no effect: of several, the first report reports"
                 warnings.warn(text, NoEffectWarning, stacklevel=2)

@@ -137,7 +137,7 @@ class Progress(ProgressBar):
 
     def _data_wait(self, trainer: pl.Trainer) -> list[str]:
         """Return the fraction of the time since the last call, of the batches that a report has timed."""
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = rules.callbacks_of(trainer)
         meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
         if not meters:
             return []
