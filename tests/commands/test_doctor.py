@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_eff.commands import doctor
-from lightning_eff.commands.doctor import CheckResult, View, summarize_views
+from lightning_eff.commands.doctor import CheckResult
 from tests.support.command_line import Command
 
 
@@ -36,60 +32,6 @@ def test_a_problem_is_an_exit_code_and_a_note_is_not(
     found, out, _ = command("doctor")
     assert found == code
     assert out.splitlines()[1].split() == ["gpu", "gone", status, "nvidia-smi"]
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder", "code", "line"),
-    [
-        ({}, "runs", 0, "written by this rank"),
-        ({}, "file/runs", 3, "Not a directory"),
-        ({"PET_NNODES": "2"}, "runs", 3, "each machine would train alone"),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "runs", 3, "srun --ntasks-per-node=1 lightning-eff"),
-    ],
-)
-def test_a_process_alone_says_what_it_sees_of_a_cluster(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str],
-    folder: str, code: int, line: str,
-) -> None:  # fmt: skip
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "file").touch()
-    found, out, _ = command("doctor", "--cluster", "--output-root", str(tmp_path / folder))
-    assert found == code
-    assert line in out
-
-
-VIEW = View(rank=0, host="a", torch="2.13", gpu=0, clock=0.0, files=[0, 1])
-OTHER = replace(VIEW, rank=1, host="b")
-
-
-@pytest.mark.parametrize(
-    ("other", "what", "found"),
-    [
-        (OTHER, "machines", "a (1), b (1)"),
-        (replace(OTHER, torch="2.12"), "torch", "2.13 on 1, 2.12 on 1"),
-        (replace(OTHER, gpu=None), "backend", "ranks 1 see no GPU, others do"),
-        (replace(OTHER, error="read-only"), "output root", "rank 1: read-only"),
-        (replace(OTHER, files=[1]), "output root", "ranks 1 do not see all files"),
-        (replace(OTHER, clock=60.0), "clocks", "60 s apart"),
-    ],
-)
-def test_what_ranks_see_differently_is_said(other: View, what: str, found: str) -> None:
-    rows = {row.what: row for row in summarize_views([VIEW, other])}
-    assert rows[what].found == found
-    wrong = [row.what for row in rows.values() if row.status != "ok"]
-    assert wrong == ([] if what == "machines" else [what])
-
-
-@pytest.mark.slow
-def test_two_ranks_meet_and_one_of_them_prints(tmp_path: Path) -> None:
-    torchrun = Path(sys.executable).parent / "torchrun"
-    words = ["--nproc-per-node", "2", "-m", "lightning_eff", "doctor", "--cluster"]
-    done = subprocess.run([torchrun, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written and seen by all ranks") == 1
-    assert "2 ranks, 2 on each machine" in done.stdout
-    assert not list((tmp_path / "outputs").iterdir())
 
 
 def checks_here() -> dict[str, CheckResult]:
