@@ -28,7 +28,7 @@ from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.errors import EXIT_OK, EXIT_SIGUSR1, ConfigError, UsageError
 from lightning_eff.core.text import print_json
-from lightning_eff.launch.job import num_devices
+from lightning_eff.launch.job import check_local, num_devices
 
 SHARED = "/outputs"
 """Where a pod has the volume of the runs, unless `output_root` says otherwise."""
@@ -101,10 +101,7 @@ def main(options: argparse.Namespace) -> int:
     path = RecipePath.of(options.config_dir)
     # Checked as by `train`: what cannot be trained is rejected here, not by the cluster an hour later.
     values = compose_recipe(options.recipe, options.overrides, path).values
-    if values.get("launch"):
-        k8s = "--kind rayjob adds it"
-        allowed = f"none: {k8s if options.kind == 'k8s' else 'SLURM starts the ranks'}"
-        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
+    check_local(values, "--kind rayjob adds it" if options.kind == "k8s" else "SLURM starts the ranks")
     job = _job(options, values["trainer"], str(values["output_root"]), path)
     check_global_batch(values, job.nodes * job.tasks)
     text = job.file("slurm" if options.kind == "slurm" else options.kind_of_job or "trainjob")

@@ -242,6 +242,13 @@ def check_not_started(launch: Launch) -> None:
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
 
+def check_local(values: Mapping[str, Any], reason: str) -> None:
+    """Reject `launch=ray` where nothing is started on Ray."""
+    if values.get("launch"):
+        allowed, remedies = f"none: {reason}", ["launch=none"]
+        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
+
+
 def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
     """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
     if values.get("launch") and launch.by != "ray":
