@@ -28,7 +28,6 @@ from lightning_eff.checkpoint.sharded_write import remove_leftovers
 from lightning_eff.config import loggers
 from lightning_eff.config.ckpt_path import (
     FinishedRunError,
-    callbacks_of,
     check_something_left,
     find_checkpoint,
     task_folder,
@@ -77,14 +76,14 @@ class Run:
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
-        callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
+        rules.callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
         with loggers.ended(self.trainer):
             loggers.log_tags(self.trainer, self.values)
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             raise UsageError("the run trained on nothing: its data has no batches")
-        reports = [m.report for m in callbacks_of(self.trainer) if isinstance(m, EfficiencyReport)]
+        reports = [m.report for m in rules.callbacks_of(self.trainer) if isinstance(m, EfficiencyReport)]
         return reports[0] if reports else {}
 
 
@@ -98,7 +97,9 @@ class _LastStepCheckpoint(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.global_step
         # Lightning 2.6's ModelCheckpoint keeps the step it saved last in a private attribute.
-        saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks_of(trainer)]
+        saved = [
+            getattr(callback, "_last_global_step_saved", None) for callback in rules.callbacks_of(trainer)
+        ]
         if step and step not in saved:
             trainer.save_checkpoint(self._folder / f"step-{step}.ckpt", weights_only=False)
 
@@ -121,7 +122,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(values, launch)
-    for callback in callbacks_of(trainer):
+    for callback in rules.callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
     rules.raise_rejected(rules.verdict_on(trainer))
@@ -165,7 +166,7 @@ def check_parts(
     findings = rules.verdict_on(trainer, model)
     rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
     check_global_batch(values, trainer.world_size)
-    for callback in callbacks_of(trainer):
+    for callback in rules.callbacks_of(trainer):
         if isinstance(callback, TextSample):
             callback.check_parts(model, data, is_set_up=False)
     try:
@@ -180,7 +181,7 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
     Raises:
         ConfigError: With `optimizer=module` it has none; otherwise it optimizes manually.
     """
-    for callback in callbacks_of(trainer):
+    for callback in rules.callbacks_of(trainer):
         if isinstance(callback, OptimizerChoice):
             callback.replace(model, keep_own=False)
         elif isinstance(callback, ModuleOptimizer):
@@ -204,7 +205,7 @@ def model_without_memory(
         warnings.simplefilter("ignore")
         model: pl.LightningModule = make("model", untrained(values["model"]))
         model.configure_model()
-        for callback in callbacks_of(adapted_by) if adapted_by is not None else ():
+        for callback in rules.callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(callback, model_surgery.AddsAdapters):
                 model_surgery.apply(model, callback.changes(base=False))
     return model
@@ -224,7 +225,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     model: pl.LightningModule = make("model", values["model"])
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
-    adding = [each for each in callbacks_of(trainer) if isinstance(each, model_surgery.AddsAdapters)]
+    adding = [each for each in rules.callbacks_of(trainer) if isinstance(each, model_surgery.AddsAdapters)]
     changes = [change for callback in adding for change in callback.changes()]
     model.trainer = trainer  # its callbacks decide what is frozen, and so may be quantized
     model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])

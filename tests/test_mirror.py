@@ -179,7 +179,7 @@ def test_a_new_technique_is_its_files_and_nothing_else(tiny: list[str], tmp_path
 LISTS = {
     "__init__": "functions to import, by the module that has them",
     "commands/_parser": "examples of --help",
-    "core/library_rules": "rules about classes of libraries, which state none themselves",
+    "core/rules": "rules about classes of libraries, which state none themselves",
     "microbatching/lightning_loop": "remedies of what two techniques share",
 }
 """Modules outside the techniques that name three of them or more, and why."""

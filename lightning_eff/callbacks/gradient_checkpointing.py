@@ -190,12 +190,10 @@ class RecomputedBlock:
         return block.__dict__.get(_MARK)
 
     def remove(self) -> None:
-        """Remove the hooks, and free the host memory of all blocks that have the same `host`."""
+        """Remove the hooks."""
         self._block.__dict__.pop(_MARK, None)
         for handle in self._handles:
             handle.remove()
-        if self._host is not None:
-            self._host.close()
 
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

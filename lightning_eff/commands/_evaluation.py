@@ -49,7 +49,7 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
         UsageError: Model or data lack what the verb needs, or there is no batch.
     """
     from lightning_eff.commands._predictions import Predictions
-    from lightning_eff.config.ckpt_path import callbacks_of
+    from lightning_eff.core.rules import callbacks_of
 
     verb, (trainer, data, model, found) = saved.verb, saved.build()
     if verb == "predict":

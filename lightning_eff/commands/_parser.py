@@ -171,31 +171,6 @@ A restarted job resumes from its newest checkpoint: the output root must be shar
     verb.add_argument("--claim", metavar="NAME", help=about)
 
 
-def _validate(verb: Parser) -> None:
-    verb.takes = RUN_OR_RECIPE
-    verb.epilog = """
-  lightning-eff validate lm                             the newest checkpoint of that recipe
-  lightning-eff validate lm ckpt_path=best trainer.limit_val_batches=1.0
-  lightning-eff validate outputs/lm/2026-11-21_10-00-00-000000     that run, with its own config
-"""
-
-
-def _test(verb: Parser) -> None:
-    verb.takes = RUN_OR_RECIPE
-    verb.epilog = """
-  lightning-eff test mine.yaml ckpt_path=best     by what model_checkpoint monitored
-  lightning-eff test outputs/mine/2026-11-21_10-00-00-000000 ckpt_path=step-40.ckpt
-"""
-
-
-def _predict(verb: Parser) -> None:
-    verb.takes = RUN_OR_RECIPE
-    verb.epilog = """
-  lightning-eff predict mine.yaml                     into predictions/ of the run's folder
-  lightning-eff predict mine.yaml trainer.devices=2   a file for each rank, with the samples' indices
-"""
-
-
 def _generate(verb: Parser) -> None:
     verb.takes = RUN_OR_RECIPE
     verb.epilog = """
@@ -244,28 +219,6 @@ def _report(verb: Parser) -> None:
     verb.add_argument("--output-root", default="outputs", metavar="DIR", help="folder of the runs (outputs)")
 
 
-def _ls(verb: Parser) -> None:
-    verb.takes = "[WORD]"
-    verb.epilog = """
-  lightning-eff ls memory        what has this word in its name or summary
-  lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
-"""
-
-
-def _cp(verb: Parser) -> None:
-    verb.takes = COPY
-    verb.epilog = """
-  lightning-eff cp lm mine.yaml       then edit it: lightning-eff train mine.yaml
-"""
-
-
-def _doctor(verb: Parser) -> None:
-    about = "what the ranks of a job see; start it like the run: torchrun ... -m lightning_eff doctor ..."
-    verb.add_argument("--cluster", action="store_true", help=about)
-    about = "with --cluster: folder of the runs, which all ranks share (outputs)"
-    verb.add_argument("--output-root", type=Path, default=Path("outputs"), metavar="DIR", help=about)
-
-
 def _migrate(verb: Parser) -> None:
     verb.takes = "FILE"
     verb.epilog = """
@@ -280,9 +233,48 @@ def _migrate(verb: Parser) -> None:
 
 VERBS: dict[str, Callable[[Parser], None]] = {
     "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "launch": _launch,
-    "validate": _validate, "test": _test, "predict": _predict, "generate": _generate, "export": _export,
-    "report": _report, "ls": _ls, "cp": _cp, "doctor": _doctor, "migrate": _migrate,
+    "generate": _generate, "export": _export, "report": _report, "migrate": _migrate,
 }  # fmt: skip
+"""What adds the options of a verb."""
+WITHOUT_OPTIONS = {
+    "doctor": ("", ""),
+    "validate": (
+        RUN_OR_RECIPE,
+        """
+  lightning-eff validate lm                             the newest checkpoint of that recipe
+  lightning-eff validate lm ckpt_path=best trainer.limit_val_batches=1.0
+  lightning-eff validate outputs/lm/2026-11-21_10-00-00-000000     that run, with its own config
+""",
+    ),
+    "test": (
+        RUN_OR_RECIPE,
+        """
+  lightning-eff test mine.yaml ckpt_path=best     by what model_checkpoint monitored
+  lightning-eff test outputs/mine/2026-11-21_10-00-00-000000 ckpt_path=step-40.ckpt
+""",
+    ),
+    "predict": (
+        RUN_OR_RECIPE,
+        """
+  lightning-eff predict mine.yaml                     into predictions/ of the run's folder
+  lightning-eff predict mine.yaml trainer.devices=2   a file for each rank, with the samples' indices
+""",
+    ),
+    "ls": (
+        "[WORD]",
+        """
+  lightning-eff ls memory        what has this word in its name or summary
+  lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
+""",
+    ),
+    "cp": (
+        COPY,
+        """
+  lightning-eff cp lm mine.yaml       then edit it: lightning-eff train mine.yaml
+""",
+    ),
+}
+"""What the other verbs take, and their examples."""
 
 
 def build() -> tuple[Parser, dict[str, Parser]]:
@@ -307,7 +299,10 @@ def build() -> tuple[Parser, dict[str, Parser]]:
         parsers[name] = verb = branches.add_parser(
             name, prog=prog, help=summary, description=summary, **style
         )
-        VERBS[name](verb)
+        if name in VERBS:
+            VERBS[name](verb)
+        else:
+            verb.takes, verb.epilog = WITHOUT_OPTIONS[name]
         verb.usage = " ".join(filter(None, (prog, verb.takes, "[options]")))
         if verb.takes in OF_RECIPES or name in ("ls", "report"):
             about = "a folder of your own with groups and recipes; may be repeated"

@@ -18,7 +18,7 @@ from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, UsageError
-from lightning_eff.launch.job import Launch, num_ranks
+from lightning_eff.launch.job import Launch, check_local, num_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -108,9 +108,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
     task = [word for word in options.overrides if word.startswith("task_name=")]
     words = [*words_of(options.given, options.config_dir), *task]
     checkpoint = find_evaluated(which, folder, remedy=f"lightning-eff train {shlex.join(words)}")
-    if values.get("launch"):
-        allowed = f"none: {options.verb} runs on this machine"
-        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
+    check_local(values, f"{options.verb} runs on this machine")
     which = "last" if which in (None, "auto") else which
     values = with_base(values, checkpoint)
     return SavedRun(options.verb, values, checkpoint, which, notes, composed.run_dir)

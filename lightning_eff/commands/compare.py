@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from datetime import datetime
@@ -38,21 +38,22 @@ from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_OK,
     PRE_RUN_ERRORS,
-    ConfigError,
     UsageError,
     suggest_name,
 )
 from lightning_eff.core.text import json_safe, print_json
+from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
 """Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
+IN_A_PROCESS = "a trial is a process of this machine"
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
-    check_local(values)
+    check_local(values, IN_A_PROCESS)
     now = datetime.now().astimezone()
     folder = (
         Path(values["output_root"]) / "compare" / f"{options.recipe}_{now:%Y-%m-%d_%H-%M-%S-%f}"
@@ -135,13 +136,6 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
     except PRE_RUN_ERRORS:
         return False
     return True
-
-
-def check_local(values: Mapping[str, Any]) -> None:
-    """Reject a recipe that is launched elsewhere: a trial is a process of this machine."""
-    if values.get("launch"):
-        allowed = "none: a trial is a process of this machine"
-        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
 
 
 def recipe_trial(

@@ -37,9 +37,6 @@ def main(options: argparse.Namespace) -> int:
     # The copy finds what it needs there; the folder of the copy itself is searched without being named.
     needed = [folder for folder in path.folders if folder != target.parent.resolve()]
     words = ["lightning-eff", "train", str(target), *RecipePath(tuple(needed)).options()]
-    folder = target.parent.resolve()
-    beside = [name for name in built_on if folder != source.parent and (folder / f"{name}{SUFFIX}").exists()]
-    notes = [f"{name}{SUFFIX} beside it takes the place of the recipe that it builds on" for name in beside]
     if options.json:
         print_json(
             {
@@ -47,12 +44,10 @@ def main(options: argparse.Namespace) -> int:
                 "source": str(source),
                 "file": str(target),
                 "command": words,
-                "notes": notes,
             }
         )
     else:
         sys.stdout.write(printable(f"{target} is a copy of {source}\n  try: {shlex.join(words)}\n"))
-        sys.stdout.writelines(f" note: {note}\n" for note in notes)
     return EXIT_OK
 
 

@@ -41,15 +41,11 @@ def _read_prompt(options: argparse.Namespace) -> str:
     """Return the prompt: the option, or else the standard input without the line break at its end.
 
     Raises:
-        UsageError: There is none, or it is not UTF-8.
+        UsageError: There is none.
     """
     prompt = options.prompt
-    try:
-        if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
-            prompt = sys.stdin.read().removesuffix("\n")
-        (prompt or "").encode()  # Python reads arguments that are not UTF-8 as halves of characters
-    except UnicodeError as error:
-        raise UsageError(f"generate: the prompt is not UTF-8: {error}") from error
+    if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().removesuffix("\n")
     if not prompt or (options.system is not None and not options.chat):
         text = "generate: --system needs --chat" if prompt else "generate: there is no prompt"
         text += "\n  try: --chat" if prompt else "\n  try: --prompt 'Once upon a time'"
@@ -67,7 +63,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     import torch
     from torch.utils.data import DataLoader
 
-    from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
+    from lightning_eff.monitors.text_sample import check_language_model, continue_prompt, encode_prompt
 
     callbacks = {k: v for k, v in (saved.values.get("callbacks") or {}).items() if k != "torch_compile"}
     one_batch = saved.values["trainer"] | {"limit_predict_batches": 1}

@@ -1,20 +1,99 @@
-"""Print the file that starts a run on a cluster: `slurm` for sbatch, `k8s` for kubectl; nothing starts."""
+"""Print the file that starts a run on a cluster: `slurm` for sbatch, `k8s` for kubectl; nothing starts.
+
+Each starts the same command on every machine. How many ranks there are the command reads from what started
+it (`trainer.devices=auto`), and a restarted job resumes by `ckpt_path=auto` from its newest checkpoint, in a
+folder that all machines share. The files are the templates in `launch/templates/`.
+
+Source: https://slurm.schedmd.com/sbatch.html; the schemas of Kubeflow Trainer 2.3 (TrainJob v1alpha1), JobSet
+(v1alpha2) and KubeRay (RayJob v1).
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
+
+import jinja2
 
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core.batch_size import check_global_batch
-from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError
+from lightning_eff.core.errors import EXIT_OK, EXIT_SIGUSR1, ConfigError, UsageError
 from lightning_eff.core.text import print_json
-from lightning_eff.launch.job import num_devices
-from lightning_eff.launch.job_files import SHARED, ClusterJob
+from lightning_eff.launch.job import check_local, num_devices
+
+SHARED = "/outputs"
+"""Where a pod has the volume of the runs, unless `output_root` says otherwise."""
+NOTICE_S = 120
+"""Seconds before a job's time is over at which SLURM says so."""
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("lightning_eff", "launch/templates"),
+    autoescape=False,  # noqa: S701 - scripts and YAML, whose texts are quoted by these filters
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.filters |= {
+    "json": partial(json.dumps, ensure_ascii=False),  # YAML reads a text of JSON
+    "shell": shlex.join,
+    "in_pod": partial(re.sub, r"\$\(", "$$("),  # Kubernetes replaces $(NAME) in a pod's command
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """A run on several machines.
+
+    Args:
+        recipe: Name of the recipe, and of the job.
+        words: Overrides and options of `lightning-eff train`.
+        nodes: Number of machines.
+        gpus: On each machine; 0 for CPUs.
+        tasks: Ranks on each machine.
+        image: Container image with the package.
+        claim: PersistentVolumeClaim with the runs, for pods on several machines at once.
+        folder: Where pods mount it.
+    """
+
+    recipe: str
+    words: Sequence[str] = ()
+    nodes: int = 1
+    gpus: int = 0
+    tasks: int = 1
+    image: str = "lightning-eff:latest"
+    claim: str = "outputs"
+    folder: str = SHARED
+
+    def file(self, kind: str) -> str:
+        """Return the text of the file.
+
+        Args:
+            kind: `slurm`, a script that is requeued when its time is over or a machine fails; `trainjob` of
+                Kubeflow Trainer; `jobset`, which needs no Kubeflow; or `rayjob` of KubeRay.
+        """
+        added = ["trainer.accelerator=gpu"] * bool(self.gpus) + ["ckpt_path=auto"]
+        if kind == "rayjob":
+            added += ["launch=ray", f"launch.workers={self.nodes * self.tasks}"]
+            added += ["launch.gpu=true"] * bool(self.gpus)
+        if kind != "slurm":
+            added.append(f"output_root={self.folder}")
+        typed = {word.partition("=")[0].lstrip("+") for word in self.words}
+        added = [word for word in added if word.partition("=")[0] not in typed]
+        return _TEMPLATES.get_template(f"{kind}.j2").render(
+            job=self,
+            name=self.recipe.replace("_", "-").lower(),  # as Kubernetes takes it
+            words=["train", self.recipe, *self.words, *added],
+            notice_s=NOTICE_S,
+            stopped_code=EXIT_SIGUSR1,
+        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -22,10 +101,7 @@ def main(options: argparse.Namespace) -> int:
     path = RecipePath.of(options.config_dir)
     # Checked as by `train`: what cannot be trained is rejected here, not by the cluster an hour later.
     values = compose_recipe(options.recipe, options.overrides, path).values
-    if values.get("launch"):
-        k8s = "--kind rayjob adds it"
-        allowed = f"none: {k8s if options.kind == 'k8s' else 'SLURM starts the ranks'}"
-        raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=["launch=none"])
+    check_local(values, "--kind rayjob adds it" if options.kind == "k8s" else "SLURM starts the ranks")
     job = _job(options, values["trainer"], str(values["output_root"]), path)
     check_global_batch(values, job.nodes * job.tasks)
     text = job.file("slurm" if options.kind == "slurm" else options.kind_of_job or "trainjob")
@@ -56,7 +132,6 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         useless = [name for name, value in given.items() if value] + ["--json"] * options.json
         if useless:
             raise UsageError(f"launch slurm: {useless[0]} is of k8s alone")
-    _check_names(options)
     root = root if any(word.startswith("output_root=") for word in words) else SHARED
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
         allowed = f"the path at which pods mount the runs, as in {SHARED}"
@@ -72,17 +147,3 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         folder=root,
         **{name: value for name, value in named.items() if value},
     )
-
-
-def _check_names(options: argparse.Namespace) -> None:
-    """Reject names of an image or a claim that Kubernetes does not accept."""
-    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    patterns = {"claim": rf"{label}(\.{label})*", "image": r"[a-z0-9][\w.:/@-]*"}
-    allowed = {
-        "claim": "the name of a PersistentVolumeClaim: lower-case letters, digits and '-'",
-        "image": "an image, as in registry/lightning-eff:latest",
-    }
-    for name, pattern in patterns.items():
-        value = getattr(options, name)
-        if value is not None and re.fullmatch(pattern, value) is None:
-            raise ConfigError(key=f"--{name}", value=value, allowed=allowed[name])

@@ -1,14 +1,48 @@
-"""Show the report of a run again and rebuild its page, or compare several runs side by side."""
+"""Show the report of a run again and rebuild its page, or compare several runs side by side.
+
+Of several runs: what differs in their settings, their figures, and ratios to the first. Ratios stand only
+where machine and versions are those of the first run: between others they mean nothing. A sweep ends with the
+same table.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lightning_eff.commands._run_reports import RunReport, find_runs, read_run
-from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, check_path
-from lightning_eff.core.text import print_json, printable
+from lightning_eff.config.strict_yaml import read_yaml
+from lightning_eff.core.catalog import LEDGER_FILE, RESOLVED, began
+from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, check_path, suggest_name
+from lightning_eff.core.text import human_bytes, print_json, printable, text_table
+
+ERROR_LOG = "error.log"
+OVERRIDES = ".hydra/overrides.yaml"
+VAL_LOSS = "val_loss"
+RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
+MAX_IN_COLUMN = 60
+"""Characters of a run's settings above which those of all runs stand below the table."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run has left, and how it ended."""
+
+    folder: Path
+    label: str
+    """Its folder below the output root: recipe and time, or of a sweep its number too."""
+    status: str
+    reason: str
+    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Empty without one."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The composed config; empty outside recipes, and of a run that failed before it was built."""
+    overrides: Sequence[str] = ()
+    """What was typed, of a run without settings."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -21,17 +55,10 @@ def main(options: argparse.Namespace) -> int:
     root = Path(options.output_root)
     folders = list(dict.fromkeys(each for word in options.words for each in find_runs(word, root)))
     runs = [read_run(folder, root) for folder in folders]
-    try:
-        if len(runs) == 1:
-            _show_one(runs[0], as_json=options.json)
-        else:
-            _show_several(runs, as_json=options.json)
-    except ConfigError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        allowed = f"reports of this version; one of them has other values ({reason})"
-        raise ConfigError(key="RUN", value=" ".join(options.words), allowed=allowed) from error
+    if len(runs) == 1:
+        _show_one(runs[0], as_json=options.json)
+    else:
+        show_several(runs, as_json=options.json)
     return EXIT_OK
 
 
@@ -58,12 +85,240 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
         sys.stdout.write(printable(f"{report_text(run.report)}\n report: {page}\n"))
 
 
-def _show_several(runs: list[RunReport], *, as_json: bool) -> None:
-    """Print the runs side by side."""
-    from lightning_eff.commands._run_table import compare_runs, comparison_lines
-
-    compared = compare_runs(runs)
+def show_several(runs: list[RunReport], metric: str = VAL_LOSS, *, as_json: bool) -> None:
+    """Print the runs side by side; `metric` is any that they log."""
+    compared = compare_runs(runs, metric)
     if as_json:
         print_json(compared)
     else:
         sys.stdout.writelines(printable(f"{line}\n") for line in comparison_lines(compared))
+
+
+def find_runs(word: str, root: Path) -> list[Path]:
+    """Return the folders of the runs that a word names.
+
+    Args:
+        word: A run's folder or its efficiency.json, a sweep's folder for all of its runs, or a recipe, by its
+            name or file, for its newest run.
+        root: Folder of all runs.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    check_path("RUN", word)
+    path = Path(word)
+    if path.name == LEDGER_FILE and path.is_file():
+        return [path.parent]
+    if _is_run(path):
+        return [path]
+    if runs := numbered_runs(path):
+        return runs
+    recipe = path.stem if path.suffix == ".yaml" else word
+    if recipe and not Path(recipe).is_absolute() and ".." not in Path(recipe).parts:
+        newest = _newest(root / recipe)
+        if newest is not None:
+            return [newest]
+    recipes = {each.parents[1].name for each in root.glob(f"*/*/{RESOLVED}")}
+    hint = f"of recipes {suggest_name(recipe, recipes)}"
+    remedies: list[str] = []
+    if path.is_dir():
+        hint = f"{word} holds neither {LEDGER_FILE} nor {RESOLVED}"
+        remedies = [f"lightning-eff report {each}" for each in sorted(path.iterdir()) if _is_run(each)][-1:]
+    allowed = f"a run's folder, a sweep's, or a recipe with runs in {root}; {hint}"
+    raise ConfigError(key="RUN", value=word, allowed=allowed, remedies=remedies)
+
+
+def numbered_runs(sweep: Path) -> list[Path]:
+    """Return the folders of a sweep's runs, in their order."""
+    folders = sweep.iterdir() if sweep.is_dir() else ()
+    numbered = [each for each in folders if each.is_dir() and each.name.isdecimal()]
+    return sorted(numbered, key=lambda each: int(each.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (LEDGER_FILE, RESOLVED, ERROR_LOG))
+
+
+def _newest(folder: Path) -> Path | None:
+    """Return a recipe's newest run: of those with a report, else of all."""
+    for name in (LEDGER_FILE, RESOLVED):
+        found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
+        if found:
+            return max((file.parent for file in found), key=began)
+    return None
+
+
+def read_run(folder: Path, root: Path) -> RunReport:
+    """Read a run's report and config.
+
+    Raises:
+        ConfigError: The report is damaged, or of a version that this one cannot show.
+        UsageError: The config is damaged.
+    """
+    from lightning_eff.report.files import read_report  # imports torch: a misspelt run is rejected without
+
+    settings = _content(folder / RESOLVED, {})
+    root = Path(str(settings.get("output_root") or root)).resolve()
+    is_below = folder.resolve().is_relative_to(root)
+    label = str(folder.resolve().relative_to(root) if is_below else folder)
+    overrides = () if settings else [str(word).lstrip("+") for word in _content(folder / OVERRIDES, [])]
+    if (folder / LEDGER_FILE).is_file():
+        report = read_report(folder / LEDGER_FILE, "RUN")
+        ended = report["status"], report["reason"]
+    else:
+        report, ended = {}, _without_report(folder, settings)
+    return RunReport(folder, label, *ended, report, settings, overrides)
+
+
+def _content(file: Path, default: Any) -> Any:
+    """Return a YAML file's content; `default` if it is not there, or is of another type."""
+    content = read_yaml(file).content if file.is_file() else default
+    return content if isinstance(content, type(default)) else default
+
+
+def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return status and reason of a run that has no report."""
+    log = folder / ERROR_LOG
+    if log.is_file():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        cause = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
+        return "failed", f"before its first step: {cause[:200]}"
+    if settings and "efficiency_report" not in (settings.get("monitors") or {}):
+        return "no report", "its config has no monitors.efficiency_report"
+    return "no report", "still running, or killed before it could write one"
+
+
+def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str, Any]:
+    """Return a row for each run, and notes, in plain types.
+
+    A row has only the settings that differ, None for one that is unset; a missing figure is None.
+
+    Args:
+        runs: At least one to compare.
+        metric: Any that the runs log, for the last of the columns with losses.
+    """
+    from lightning_eff.config.ckpt_path import portable_settings  # imports Lightning
+
+    configs = [portable_settings(run.settings) for run in runs]
+    differing = iter(setting_differences([config for config in configs if config]))
+    rows = [_row(run, next(differing) if config else None) for run, config in zip(runs, configs, strict=True)]
+    for run, row in zip(runs, rows, strict=True):
+        if run.overrides:
+            row["settings"] = {word.partition("=")[0]: word.partition("=")[2] for word in run.overrides}
+    unknown = [run.label for run in runs if not (run.settings or run.overrides)]
+    notes = [f"{label}: no {RESOLVED}, so its settings are unknown" for label in unknown]
+    # The first run that was measured: a failed one in front would leave all others without ratios.
+    first = next((index for index, row in enumerate(rows) if row["samples_per_s"]), 0)
+    for run, row in zip(runs, rows, strict=True):
+        others: list[str] = []
+        if run.report and runs[first].report:
+            own, other = run.report["environment"], runs[first].report["environment"]
+            others = [
+                f"{name}: {own[name]} and {other.get(name)}" for name in own if own[name] != other.get(name)
+            ]
+        if others:
+            notes.append(f"{run.label}: no ratios, since machine or versions differ: {', '.join(others)}")
+        for ratio, figure in RATIOS.items():
+            base = rows[first][figure]
+            row[ratio] = row[figure] / base if base and row[figure] is not None and not others else None
+    if first:
+        notes.append(f"ratios are to {runs[first].label}, the first run with measured steps")
+    return {"metric": metric, "rows": rows, "notes": notes}
+
+
+def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str, Any]:
+    report = run.report
+    measured, metrics = report.get("measured") or {}, report.get("metrics") or {}
+    losses = report.get("losses") or [(0, None)]
+    return {
+        "run": run.label,
+        "folder": str(run.folder),
+        "status": run.status,
+        "reason": run.reason,
+        "settings": settings,
+        "num_steps": report.get("num_steps"),
+        "samples_per_s": measured.get("samples_per_s"),
+        "peak_bytes": measured.get("peak_bytes"),
+        "train_loss": metrics.get("train_loss", losses[-1][1]),
+        "val_loss": metrics.get("val_loss"),
+        "fit_s": report.get("fit_s"),
+        "metrics": dict(metrics),
+        "environment": dict(report.get("environment") or {}),
+    }
+
+
+def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
+    """Return for each config the settings that are not the same in all of them, by their dotted keys.
+
+    A setting that a config does not have is None. An object is named by its class; of objects of different
+    classes only those arguments are compared that all have.
+
+    Example:
+        >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
+        [{'b.c': '2'}, {'b.c': '3'}, {'b.c': None}]
+    """
+    flat = [_flatten(config) for config in configs]
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    shown = [
+        key
+        for key in differing
+        if all(key in settings for settings in flat) or key.rpartition(".")[0] not in differing
+    ]
+    return [{key: settings.get(key) for key in shown} for settings in flat]
+
+
+def _flatten(node: Any, path: str = "") -> dict[str, str]:
+    """Return the settings of a config as text, by dotted keys; the key of an object has its class."""
+    if not isinstance(node, Mapping):
+        # A tuple is a path below the run's folder or the output root.
+        value = node[1] if isinstance(node, tuple) else node
+        return {path: value if isinstance(value, str) else json.dumps(value, default=str)}
+    found = {path: str(node["_target_"])} if "_target_" in node else {}
+    for key, value in node.items():
+        if key != "_target_":
+            found |= _flatten(value, f"{path}.{key}".lstrip("."))
+    return found
+
+
+def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
+    """Return the table for a terminal, `-` where a figure is missing, and the notes.
+
+    Long settings stand below the table.
+    """
+    rows: Sequence[Mapping[str, Any]] = compared["rows"]
+    metric: str = compared["metric"]
+    header = ["steps", "samples/s", "x first", "peak", "x first", "train_loss", metric, "time", "status"]
+    settings = [
+        ["unknown"]
+        if row["settings"] is None
+        else [f"{k} unset" if v is None else f"{k}={v}" for k, v in row["settings"].items()] or ["-"]
+        for row in rows
+    ]
+    notes = [f" note: {note}" for note in compared["notes"]]
+    if all(len(" ".join(shown)) <= MAX_IN_COLUMN for shown in settings):
+        cells = [_cells(row, metric, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
+        return [text_table(["run", "settings", *header], cells), *notes]
+    lines = [text_table(["run", *header], [_cells(row, metric) for row in rows]), " settings that differ:"]
+    for row, shown in zip(rows, settings, strict=True):
+        lines += [f" {row['run']}", *(f"   {each}" for each in shown)]
+    return lines + notes
+
+
+def _cells(row: Mapping[str, Any], metric: str, *settings: str) -> list[str]:
+    def cell(value: Any, form: Callable[[Any], str]) -> str:
+        return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is nan
+
+    return [
+        row["run"],
+        *settings,
+        cell(row["num_steps"], str),
+        cell(row["samples_per_s"], "{:.1f}".format),
+        cell(row["speed_ratio"], "{:.2f}".format),
+        cell(row["peak_bytes"], human_bytes),
+        cell(row["peak_ratio"], "{:.2f}".format),
+        cell(row["train_loss"], "{:.4f}".format),
+        cell(row["metrics"].get(metric), "{:.4f}".format),
+        cell(row["fit_s"], "{:.1f} s".format),
+        f"{row['status']}: {row['reason']}" if row["reason"] else row["status"],
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightning_eff.commands import _parser, _sweep
+from lightning_eff.commands import _parser
 from lightning_eff.commands._logging import configure_logging
+from lightning_eff.commands.report import VAL_LOSS, numbered_runs, read_run, show_several
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app, resolve_job
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeLoader, RecipePath
@@ -28,6 +30,7 @@ from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import LEDGER_FILE
 from lightning_eff.core.errors import (
     EXIT_OK,
+    ConfigError,
     RankError,
     SweepRunError,
     UsageError,
@@ -40,7 +43,6 @@ from lightning_eff.core.log_filters import report_on_stdout, reports_in_brief
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import (
-    RUN_DIR,
     Launch,
     check_sweep,
     check_tasks,
@@ -91,15 +93,10 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
     composed = app.check()
     if starts_ranks(composed.values, job.launch):
         try:
-            ended = Ended(job.run_ranks(composed.values, overrides, composed.run_dir))
+            return Ended(job.run_ranks(composed.values, overrides, composed.run_dir))
         except RankError as error:
             return Ended(left_of(composed.run_dir), error)
-    else:
-        ended = _run_here(app, job, composed, overrides)
-    metric = composed.values.get(METRIC)
-    if ended.failure is None and metric is not None and RUN_DIR not in os.environ:  # else the parent says it
-        return Ended(_sweep.log_metric(ended.report, metric))
-    return ended
+    return _run_here(app, job, composed, overrides)
 
 
 def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
@@ -127,7 +124,9 @@ def _run_sweep(app: RecipeApp, job: Job) -> None:
         with redirect_stdout(sys.stderr):
             app.sweep(_SweepJob(job, app.loader))
     finally:
-        _sweep.show_runs(folder, metric, as_json=job.as_json)
+        runs = [read_run(run, folder.parent.parent) for run in numbered_runs(folder)]
+        if runs or job.as_json:
+            show_several(runs, metric or VAL_LOSS, as_json=job.as_json)
 
 
 def train_in_worker(words: Sequence[str]) -> None:
@@ -235,6 +234,25 @@ class Job:
         return explained
 
 
+def last_value(report: Mapping[str, Any], metric: str) -> float:
+    """Return a metric's last value of a run, from Lightning's `callback_metrics` when it ended.
+
+    Raises:
+        SweepRunError: The run has not logged it, or it is NaN, which no sweeper can use.
+    """
+    metrics: Mapping[str, Any] = report.get("metrics", {})
+    if metric not in metrics:
+        logged = f"one that the run logs: {', '.join(metrics)}" if metrics else "null: the run logs none"
+        if metric.startswith("val") and not report.get("validation"):
+            logged += "; no validation ran: lower trainer.val_check_interval"
+        error = ConfigError(key=METRIC, value=metric, allowed=logged)
+        raise SweepRunError(str(error), error.exit_code)  # a ConfigError cannot be pickled
+    value = float(metrics[metric])  # the report has NaN as text
+    if math.isnan(value):
+        raise SweepRunError(f"{METRIC}: {metric} is nan at the end of the run")
+    return value
+
+
 class _SweepJob:
     """Called by Hydra for each run of a sweep, by a launcher plugin perhaps in another process."""
 
@@ -266,7 +284,7 @@ class _SweepJob:
             return None
         if ended.failure is None:
             metric = cfg.get(METRIC)
-            return None if metric is None else _sweep.last_value(ended.report, metric)
+            return None if metric is None else last_value(ended.report, metric)
         if exit_code(ended.failure) in STOPPED:
             raise ended.failure
         # Of a class that can be pickled, with the place of the traceback, which the process takes with it.

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lightning_eff.commands._recipe_file import words_of
-from lightning_eff.commands.compare import check_local, recipe_trial
+from lightning_eff.commands.compare import IN_A_PROCESS, recipe_trial
 from lightning_eff.comparison.judgement import can_win, faster, verdict
 from lightning_eff.comparison.result_table import (
     BASELINE,
@@ -53,6 +53,7 @@ from lightning_eff.core.errors import (
 from lightning_eff.core.rules import run_facts
 from lightning_eff.core.text import human_bytes, print_json
 from lightning_eff.kernels import devices
+from lightning_eff.launch.job import check_local
 from lightning_eff.planner.advice import AdvisedRecipe, advise, mutually_exclusive
 from lightning_eff.planner.forecast import DeviceMemory
 from lightning_eff.planner.prediction import quietly
@@ -72,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
         return compose_recipe(options.recipe, [*options.overrides, *words], path).values
 
     values = compose(())
-    check_local(values)
+    check_local(values, IN_A_PROCESS)
     until = time.monotonic() + 60 * options.minutes
     with redirect_stdout(sys.stderr):
         memory = DeviceMemory.of(devices.of(build_trainer(values).strategy.root_device))

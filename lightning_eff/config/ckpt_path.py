@@ -20,6 +20,7 @@ from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.checkpoint_stamp import LIGHTNING_VERSION, check_types, nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 from lightning_eff.core.model_surgery import AddsAdapters
+from lightning_eff.core.rules import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -203,11 +204,6 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
             allowed = f"more than the {done[unit]} {unit} that {path} has already trained"
             key = f"trainer.max_{unit}"
             raise FinishedRunError(key, limit, allowed=allowed, remedies=[f"{key}={2 * done[unit]}"])
-
-
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return a Trainer's callbacks, an attribute that Lightning 2.6 does not declare."""
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:

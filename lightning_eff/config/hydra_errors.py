@@ -14,7 +14,7 @@ from hydra.errors import MissingConfigException
 from lightning_eff.config.habits import proposals
 from lightning_eff.config.strict_yaml import YamlDocument
 from lightning_eff.config.validate import TOP_LEVEL
-from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, parameter_keys
+from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES, parameter_keys
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, suggest_name
 
 JOB_FILES = {"slurm": "slurm", "k8s": "k8s", "kubernetes": "k8s"}
@@ -70,22 +70,11 @@ def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[
             yield f"{document.file}:{line}", file.lstrip("/") if is_absolute else f"{group}/{file}"
 
 
-def _endless(name: str, documents: Mapping[str, YamlDocument], ancestors: Sequence[str] = ()) -> str:
-    """Return where a defaults list comes back to a file that it begins in, and through which files; or ''."""
-    ancestors = [*ancestors, name]
-    for place, file in reversed([*_listed(name, documents)]):
-        if file in ancestors:
-            return f"{place}: defaults that never end: {' -> '.join([*ancestors[-3:], file])}"
-        if file in documents and (found := _endless(file, documents, ancestors)):
-            return found
-    return ""
-
-
 def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
     """Return the text for any other error that Hydra 1.3 raises while it composes."""
     if isinstance(error, RecursionError):
-        endless = (_endless(name, documents) for name in documents)
-        return next(filter(None, endless), "the config is nested too deep, or its defaults never end")
+        own = [str(each.file) for each in documents.values() if not {CONF, RECIPES} & {*each.file.parents}]
+        return f"nested too deep, or defaults that never end, in {' or '.join(own) or 'the config'}"
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith(AMBIGUOUS):

@@ -7,9 +7,8 @@ the block after it. What keeps the copies right, on two streams:
   the main stream has waited for it: no `record_stream`, by which memory is freed at an unknown time.
   At most two copies are in flight.
 - The main stream is asked for outside of `with torch.cuda.stream(...)`, where it would be the other one.
-- All copies, in both directions, are on one stream, so that host memory may be used again at once.
-- Pinned memory is one slab, since each allocation of it synchronizes the device: it grows in the first step
-  and is used again in the steps after it.
+- Pinned memory is torch's, which keeps what was freed: only the first step allocates some, which synchronizes
+  the device, and memory is used again once the copies from and to it are done.
 
 The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap: 3 times
 the time of recomputation alone. On a CPU they are plain copies, which save and change nothing.
@@ -30,7 +29,6 @@ STREAMED = ("cuda",)
 """Types of devices whose copies run on a stream."""
 MAX_IN_FLIGHT = 2
 """Copies for which the main stream has not waited."""
-ALIGNMENT = 512
 
 
 @dataclass(eq=False)
@@ -86,43 +84,6 @@ class CopyStream:
         return done
 
 
-class PinnedSlab:
-    """Pinned host memory that grows as needed and is used again after `rewind`.
-
-    It grows by a quarter, or by one tensor where that is more, in powers of two: torch rounds pinned memory
-    up to one, so that less would not save anything.
-    """
-
-    def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self._chunk = self._used_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return sum(chunk.nbytes for chunk in self._chunks)
-
-    def rewind(self) -> None:
-        """Use the memory again from its beginning; nothing in it is needed any more."""
-        self._chunk = self._used_bytes = 0
-
-    def take(self, like: Tensor) -> Tensor:
-        """Return memory for a tensor of the same shape, strides (if it is dense) and dtype."""
-        num_bytes = -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-        while self._chunk < len(self._chunks) and (
-            self._used_bytes + num_bytes > self._chunks[self._chunk].nbytes
-        ):
-            self._chunk, self._used_bytes = self._chunk + 1, 0
-        if self._chunk == len(self._chunks):
-            quarter = 1 << (self.num_bytes // 4).bit_length() >> 1
-            size, pinned = max(1 << (num_bytes - 1).bit_length(), quarter), torch.cuda.is_available()
-            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
-        free = self._chunks[self._chunk][self._used_bytes :]
-        taken = free[: like.numel() * like.element_size()].view(like.dtype)
-        self._used_bytes += num_bytes
-        return taken.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
-
-
 @dataclass(eq=False)
 class HostOffload:
     """Moves tensors that autograd saves to the host, and back in the opposite order."""
@@ -131,8 +92,6 @@ class HostOffload:
     """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
 
     moved_bytes: int = field(default=0, init=False)
-    slab: PinnedSlab = field(default_factory=PinnedSlab, init=False)
-    _on_host: weakref.WeakSet[_OnHost] = field(default_factory=weakref.WeakSet, init=False)
     _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
     _stream: CopyStream | None = field(default=None, init=False)
 
@@ -142,17 +101,14 @@ class HostOffload:
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
         if tensor.device.type in STREAMED:
-            if not self._on_host:
-                self.slab.rewind()
             self._stream = self._stream or CopyStream(tensor.device)
-            host = self.slab.take(tensor)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
             self._stream.to_host(tensor.detach(), host)
         else:
             host = tensor.detach().to("cpu", copy=True)
             for observe in HostOffload.observers:
                 observe(host)
         packed = _OnHost(host, tensor.device)
-        self._on_host.add(packed)
         self._waiting = [reference for reference in self._waiting if reference() is not None]
         self._waiting.append(weakref.ref(packed))
         return packed
@@ -171,10 +127,6 @@ class HostOffload:
         if previous is not None:
             self._fetch(previous)
         return back
-
-    def close(self) -> None:
-        """Free the slab, as soon as nothing is left in it; a later `pack` makes another one."""
-        self.slab = PinnedSlab()
 
     def _fetch(self, packed: _OnHost) -> tuple[Tensor, Any]:
         """Start to copy a tensor back, if that is not done yet, without waiting for it."""

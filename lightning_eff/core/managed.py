@@ -9,52 +9,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import Outcome, name_of
 
 
-class RejectsTransformersTrainer:
-    """Mixin of every callback of this package: rejects the Trainer of Hugging Face transformers.
-
-    It calls `getattr(callback, event)(args, state, control, **objects)`, and would end in an AttributeError
-    about `on_init_end`. The names are those of events that may come first. Lightning has none of them, so
-    nothing runs in a Lightning Trainer.
-
-    Example:
-        >>> from lightning_eff.callbacks.empty_cache import EmptyCache
-        >>> EmptyCache().on_init_end("args", "state", "control")
-        Traceback (most recent call last):
-        lightning_eff.core.errors.ConflictError: EmptyCache is a callback of lightning.pytorch, ...
-    """
-
-    def on_init_end(self, *args: Any, **objects: Any) -> NoReturn:
-        """Raise, as transformers' Trainer calls it at the end of its constructor.
-
-        Raises:
-            ConflictError: Always; the text names the Trainer to use.
-        """
-        del args, objects
-        name = type(self).__name__
-        raise ConflictError(
-            f"{name} is a callback of lightning.pytorch, not of transformers' Trainer: put the model into a "
-            f"LightningModule and pass {name} to lightning.pytorch.Trainer(callbacks=[...]), or run "
-            f"`lightning-eff train full_finetune model.name=NAME`; see docs/migration/transformers.md"
-        )
-
-    # One that is added later (`add_callback`) is called by one of these first.
-    on_train_begin = on_epoch_begin = on_step_begin = on_step_end = on_init_end
-    on_prediction_step = on_evaluate = on_predict = on_log = on_save = on_init_end
-
-
-class Managed(RejectsTransformersTrainer, pl.Callback):
+class Managed(pl.Callback):
     """Base of a technique that is a callback.
 
     A subclass that overrides one of these hooks calls the one here first. What it changes it undoes by

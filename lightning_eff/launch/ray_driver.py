@@ -6,7 +6,6 @@ Ray's `fit` runs in a thread, so that signals are handled at once, and so that R
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import re
@@ -19,8 +18,6 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
-
-from typing_extensions import override
 
 from lightning_eff.core.catalog import LEDGER_FILE
 from lightning_eff.core.errors import (
@@ -35,7 +32,7 @@ from lightning_eff.core.machine import num_cores
 from lightning_eff.launch.job import make_folder
 from lightning_eff.launch.ranks import POLL_S, STOPPED, first_failure, handled
 from lightning_eff.launch.ray import Ray
-from lightning_eff.launch.ray_worker import FOLDER, code_file, error_file, output_file, stop_file, work
+from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 MIN_VERSION = (2, 54)
 """First version of Ray with the parts of Train V2 that are used here."""
@@ -73,7 +70,7 @@ def run(
     shutil.rmtree(shared, ignore_errors=True)
     make_folder(folder.parent)
     shared.mkdir(parents=True)
-    stop_file(folder).touch()
+    exchanged(folder, "stop").touch()
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # else Ray resumes from it
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -90,7 +87,7 @@ def run(
             error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
         stopped = next((128 + number for number in (*early, *later)), 0)
-        code = int(code_file(folder).read_text()) if code_file(folder).is_file() else stopped
+        code = int(exchanged(folder, "code").read_text()) if exchanged(folder, "code").is_file() else stopped
     finally:
         shutil.rmtree(shared, ignore_errors=True)
         (folder / ".validate_storage_marker").unlink(missing_ok=True)
@@ -178,7 +175,7 @@ def _forwarded(folder: Path) -> Generator[list[int]]:
             if number == signal.SIGINT:
                 signal.default_int_handler(number, frame)
             raise SystemExit(128 + number)
-        stop_file(folder).write_text(str(number))
+        exchanged(folder, "stop").write_text(str(number))
 
     with handled(["SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"], forward):
         yield received
@@ -217,7 +214,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
     thread.start()
     printed: dict[Path, int] = {}
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    with redirect_stdout(_FirstLines()):
+    with redirect_stdout(sys.stderr):  # Ray prints too, and the standard output may be JSON
         while thread.is_alive() and not (received and not _num_ranks(folder)):
             thread.join(POLL_S)
             _print_new(folder, printed, streams)
@@ -225,20 +222,10 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
     return errors[0] if errors else None
 
 
-class _FirstLines(io.StringIO):
-    """Standard output while Ray prints to it, which prints pages of counters when a machine is lost."""
-
-    @override
-    def write(self, text: str, /) -> int:
-        if text.strip():
-            sys.stderr.write(f"{text.strip().splitlines()[0]}\n")
-        return len(text)
-
-
 def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, TextIO]) -> None:
     """Print what the ranks have printed since the last call; `printed` has the bytes of each file so far."""
     for stream, target in streams.items():
-        for file in sorted((folder / FOLDER).glob(output_file(folder, "*", stream).name)):
+        for file in sorted((folder / FOLDER).glob(f"rank*.{stream}")):
             with file.open("rb") as opened:
                 opened.seek(printed.get(file, 0))
                 text = opened.read()
@@ -258,7 +245,7 @@ def _failure(error: BaseException | None, folder: Path, max_failures: int) -> Ra
         )
         text = f"rank {min(lost)} was lost, perhaps because memory ran out or its machine is gone; {restarts}"
         return RankError(text)
-    files = [error_file(folder, rank) for rank in range(_num_ranks(folder))]
+    files = [exchanged(folder, f"rank{rank}.error") for rank in range(_num_ranks(folder))]
     found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     codes = [each.get("exit_code", EXIT_FAILED) if each else 0 for each in found]
     failure = first_failure(codes, files, folder)

@@ -21,7 +21,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from typing_extensions import override
 
 from lightning_eff.checkpoint.stored_weights import newest_valid
 from lightning_eff.core.errors import (
@@ -41,24 +40,13 @@ FOLDER = "ray"
 """Folder in the run's folder for what driver and workers exchange; removed at the end."""
 
 
-def output_file(folder: Path, rank: int | str, stream: str) -> Path:
-    """Return the file of what a rank prints; `stream` is `stdout` or `stderr`."""
-    return folder / FOLDER / f"rank{rank}.{stream}"
+def exchanged(folder: Path, name: str) -> Path:
+    """Return a file of driver and workers for a run's folder.
 
-
-def error_file(folder: Path, rank: int) -> Path:
-    """Return the file of why a rank failed."""
-    return folder / FOLDER / f"rank{rank}.error"
-
-
-def code_file(folder: Path) -> Path:
-    """Return the file with the exit code of rank 0, once it has ended."""
-    return folder / FOLDER / "code"
-
-
-def stop_file(folder: Path) -> Path:
-    """Return the file with the signal that the driver has received; empty before."""
-    return folder / FOLDER / "stop"
+    `rank0.stdout` and `rank0.stderr` are what a rank prints, `rank0.error` is why it failed, `code` the exit
+    code of rank 0 once it has ended, and `stop` the signal that the driver has received, empty before.
+    """
+    return folder / FOLDER / name
 
 
 def work(config: dict[str, Any]) -> None:
@@ -77,8 +65,8 @@ def work(config: dict[str, Any]) -> None:
         "GROUP_RANK": os.environ["NODE_RANK"],
         RAY: "cuda" if config["gpu"] else "cpu",  # a worker without a GPU of its own may see others' GPUs
         RUN_DIR: str(folder),
-        STOP_FILE: str(stop_file(folder)),
-        ERROR_FILE: str(error_file(folder, rank)),
+        STOP_FILE: str(exchanged(folder, "stop")),
+        ERROR_FILE: str(exchanged(folder, f"rank{rank}.error")),
     }
     launch = Launch.of()
     _forget_last_attempt(folder, launch)
@@ -86,7 +74,7 @@ def work(config: dict[str, Any]) -> None:
     sys.path.insert(0, config["cwd"])  # for the user's own classes
     with ExitStack() as stack:
         for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
-            file = output_file(folder, rank, stream).open("a", buffering=1, encoding="utf-8")
+            file = exchanged(folder, f"rank{rank}.{stream}").open("a", buffering=1, encoding="utf-8")
             stack.enter_context(redirect(stack.enter_context(file)))
         # The command sets a handler of the root. Lightning, imported before, found none and has its own.
         for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
@@ -94,7 +82,7 @@ def work(config: dict[str, Any]) -> None:
             logging.getLogger(name).propagate = True
         code = _run(config["train"], config["words"], folder, launch)
     if not rank:
-        code_file(folder).write_text(str(code))
+        exchanged(folder, "code").write_text(str(code))
 
 
 def _forget_last_attempt(folder: Path, launch: Launch) -> None:
@@ -103,11 +91,11 @@ def _forget_last_attempt(folder: Path, launch: Launch) -> None:
     Raises:
         RuntimeError: This machine does not see the run's folder.
     """
-    if not stop_file(folder).is_file():
+    if not exchanged(folder, "stop").is_file():
         text = f"the machine of rank {launch.rank} does not see {folder}: "
         text += "output_root must be shared by all machines"
         raise RuntimeError(text)
-    error_file(folder, launch.rank).unlink(missing_ok=True)
+    exchanged(folder, f"rank{launch.rank}.error").unlink(missing_ok=True)
     error_log(folder, launch.rank).unlink(missing_ok=True)
     if not launch.rank:
         for file in (folder / FOLDER).glob("rank*.error"):
@@ -132,7 +120,7 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
         if code in STOPPED:
             return code
         report_error(error)
-        file = error_file(folder, launch.rank)
+        file = exchanged(folder, f"rank{launch.rank}.error")
         failed_s = file.stat().st_mtime  # by which the driver finds the rank that was the first
         file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_code": code}))
         os.utime(file, (failed_s, failed_s))
@@ -177,7 +165,7 @@ class RayReport(Checkpoint):
     def __init__(self) -> None:
         self._reported_step = 0
 
-    def _report(self, trainer: pl.Trainer) -> None:
+    def _report(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         # Lightning 2.6 keeps the step of the last save, and its file, in private attributes.
         saved = [
             (vars(saver)["_last_global_step_saved"], vars(saver)["_last_checkpoint_saved"])
@@ -199,23 +187,8 @@ class RayReport(Checkpoint):
             checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD,
         )
 
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._report(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer)
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer)
+    # All of them pass the Trainer first.
+    on_train_batch_end = on_validation_end = on_train_epoch_end = on_train_end = _report
 
 
 def reported_checkpoint(folder: Path) -> Path | None:

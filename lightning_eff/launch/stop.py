@@ -38,6 +38,7 @@ from lightning_eff.core.errors import (
     exit_code,
     root_cause_line,
 )
+from lightning_eff.core.rules import callbacks_of
 from lightning_eff.launch.job import Launch
 from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, handled, report_error
 
@@ -57,8 +58,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
     """
     is_alone = trainer.world_size == 1
     stop = StopAfterStep() if is_alone else CoordinatedStop(launch.rank)
-    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks.insert(0, stop)
+    callbacks_of(trainer).insert(0, stop)
     try:
         # Under SLURM Lightning saves from inside its handler, within a step, unless there is a handler.
         with handled(["SIGHUP", "SIGUSR1"], stop.record), _signals_from_file(stop.record):

@@ -45,7 +45,6 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.log_filters import REPORTS
-from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.text import json_safe, printable
@@ -59,7 +58,7 @@ from lightning_eff.report.logged import LoggedFigures
 from lightning_eff.report.meter import Meter
 
 
-class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
+class EfficiencyReport(pl.Callback):
     """Report what the techniques of a run did and what the run cost; of several, the first one reports.
 
     Args:
@@ -116,14 +115,17 @@ class EfficiencyReport(RejectsTransformersTrainer, pl.Callback):
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
-            callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            candidates = [strategy.precision_plugin, strategy, strategy.checkpoint_io, *callbacks]
+            candidates = [
+                strategy.precision_plugin,
+                strategy,
+                strategy.checkpoint_io,
+                *rules.callbacks_of(trainer),
+            ]
             self._asked = [(each, config_of(each)) for each in candidates if isinstance(each, Technique)]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if next(each for each in callbacks if isinstance(each, EfficiencyReport)) is not self:
+        if next(c for c in rules.callbacks_of(trainer) if isinstance(c, EfficiencyReport)) is not self:
             if self.dirpath is not None:
                 text = f"the report for {self.dirpath} has no effect: of several, the first report reports"
                 warnings.warn(text, NoEffectWarning, stacklevel=2)

@@ -35,12 +35,11 @@ from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.finite import nonfinite
-from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
 from lightning_eff.core.torch_private import real_tensors
 
 
-class GradientCheck(RejectsTransformersTrainer, pl.Callback):
+class GradientCheck(pl.Callback):
     """Stop a run whose first step left parameters without a finite gradient, or whose loss stays non-finite.
 
     Args:

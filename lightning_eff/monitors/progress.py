@@ -24,7 +24,6 @@ from typing_extensions import override
 
 from lightning_eff.core import allocator, rules
 from lightning_eff.core.arguments import Positive, check_arguments
-from lightning_eff.core.managed import RejectsTransformersTrainer
 from lightning_eff.core.text import human_bytes
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.meter import samples_and_tokens
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-class Progress(RejectsTransformersTrainer, ProgressBar):
+class Progress(ProgressBar):
     """Show the progress of `fit` on the standard error output.
 
     Args:
@@ -138,7 +137,7 @@ class Progress(RejectsTransformersTrainer, ProgressBar):
 
     def _data_wait(self, trainer: pl.Trainer) -> list[str]:
         """Return the fraction of the time since the last call, of the batches that a report has timed."""
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = rules.callbacks_of(trainer)
         meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
         if not meters:
             return []

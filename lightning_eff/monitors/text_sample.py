@@ -13,22 +13,22 @@ Source: none; the unigram entropy is Shannon's, with counts from the training te
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
-from lightning_eff.core.errors import Remedy
-from lightning_eff.core.managed import RejectsTransformersTrainer
-from lightning_eff.core.text_generation import check_language_model, continue_prompt, encode_prompt
+from lightning_eff.core.errors import ConfigError, Remedy
 
 TEMPERATURE = 0.8
 
 
-class TextSample(RejectsTransformersTrainer, pl.Callback):
+class TextSample(pl.Callback):
     r"""Show what a language model has learned.
 
     Args:
@@ -92,3 +92,36 @@ class TextSample(RejectsTransformersTrainer, pl.Callback):
             losses["unigram entropy"] = data.unigram_entropy
         shown = ", ".join(f"{name} {value:.3f}" for name, value in losses.items())
         rank_zero_info("\nNats per token: %s. A sample:\n%s\n", shown, self.text)
+
+
+def check_language_model(
+    model: Any, data: Any, *, user: str, remedies: Sequence[Remedy] = (), is_set_up: bool = True
+) -> None:
+    """Check that a model generates text and its data module, if it `is_set_up`, has a tokenizer.
+
+    Raises:
+        ConfigError: One of them does not; `user` is what needs them.
+    """
+    if callable(getattr(model, "generate", None)) and (not is_set_up or hasattr(data, "tokenizer")):
+        return
+    value = f"{user} cannot run with {type(model).__name__} on {type(data).__name__}"
+    allowed = "a module with generate() and a data module with a tokenizer"
+    raise ConfigError(key="", value=value, allowed=allowed, remedies=remedies)
+
+
+def encode_prompt(data: Any, prompt: str) -> list[int]:
+    """Return the tokens of the beginning of a text, as the data module encodes its texts."""
+    if hasattr(data, "training_tokenizer"):
+        return data.training_tokenizer.encode_prompt(prompt)
+    encoded = data.tokenizer.encode(prompt)
+    return list(getattr(encoded, "ids", encoded))  # of the library tokenizers, or of transformers
+
+
+def continue_prompt(
+    model: Any, prompt: Sequence[int], options: Mapping[str, Any], *, seed: int, num_samples: int = 1
+) -> list[list[int]]:
+    """Return the new tokens of each sample; call `eval()` first. The random state is restored."""
+    tokens = torch.tensor([list(prompt)], device=model.device).expand(num_samples, -1)
+    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        return model.generate(tokens, **options)[:, len(prompt) :].tolist()

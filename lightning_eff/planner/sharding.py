@@ -16,11 +16,11 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.config.ckpt_path import callbacks_of
 from lightning_eff.core.batch_size import micro_batches_per_step
 from lightning_eff.core.dtypes import cast_floats
 from lightning_eff.core.model_surgery import select_blocks
 from lightning_eff.core.optimization.build import build
+from lightning_eff.core.rules import callbacks_of
 from lightning_eff.core.technique import name_of
 from lightning_eff.planner.fakes import Fakes
 from lightning_eff.planner.prediction import quietly, reason_of

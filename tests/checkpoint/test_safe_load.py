@@ -14,7 +14,7 @@ from lightning_eff.checkpoint import digest, sharded, stored_weights
 from lightning_eff.checkpoint.atomic_write import write_with_digest
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.models._hub import check_weights
+from lightning_eff.models.hf_causal_lm import check_weights
 from tests.support.command_line import Command
 
 BASE = "callbacks.peft_adapter.base_checkpoint"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
+import shutil
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from lightning_eff.launch import machine_check
-from lightning_eff.launch.cluster_check import View, summarize_views
-from lightning_eff.launch.machine_check import CheckResult
+from lightning_eff.commands import doctor
+from lightning_eff.commands.doctor import CheckResult
 from tests.support.command_line import Command
 
 
@@ -29,61 +28,59 @@ def test_a_problem_is_an_exit_code_and_a_note_is_not(
     command: Command, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     row = CheckResult("gpu", "gone", status, "nvidia-smi")
-    monkeypatch.setattr(machine_check, "inspect_machine", lambda: [row])
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: [row])
     found, out, _ = command("doctor")
     assert found == code
     assert out.splitlines()[1].split() == ["gpu", "gone", status, "nvidia-smi"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder", "code", "line"),
-    [
-        ({}, "runs", 0, "written by this rank"),
-        ({}, "file/runs", 3, "Not a directory"),
-        ({"PET_NNODES": "2"}, "runs", 3, "each machine would train alone"),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "runs", 3, "srun --ntasks-per-node=1 lightning-eff"),
-    ],
-)
-def test_a_process_alone_says_what_it_sees_of_a_cluster(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str],
-    folder: str, code: int, line: str,
-) -> None:  # fmt: skip
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "file").touch()
-    found, out, _ = command("doctor", "--cluster", "--output-root", str(tmp_path / folder))
-    assert found == code
-    assert line in out
+def checks_here() -> dict[str, CheckResult]:
+    return {check.what: check for check in doctor.inspect_machine()}
 
 
-VIEW = View(rank=0, host="a", torch="2.13", gpu=0, clock=0.0, files=[0, 1])
-OTHER = replace(VIEW, rank=1, host="b")
+def test_a_package_that_is_missing_or_untested_has_its_pinned_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else real(name))
+    assert checks_here()["torch"].status == "ok", "a build's suffix (+cpu) makes no difference"
+
+    def version(name: str) -> str:
+        if name in ("torch", "deepspeed"):
+            raise metadata.PackageNotFoundError(name)
+        return {"lightning": "2.6.7", "triton": "0"}.get(name) or real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    checks = checks_here()
+    assert {name: (checks[name].found, checks[name].status) for name in ("torch", "deepspeed")} == {
+        "torch": ("not installed", "problem"),
+        "deepspeed": ("not installed", "note"),
+    }
+    assert checks["torch"].fix.startswith("pip install 'torch==")
+    lightning, fix = checks["lightning"], "pip install 'lightning==2.6.6'"
+    assert (lightning.found, lightning.status, lightning.fix) == ("2.6.7 (tested with 2.6.6)", "note", fix)
+    assert checks["triton"].found == "0 (tested with 3.7.1)", "a marker behind the version is no part of it"
 
 
-@pytest.mark.parametrize(
-    ("other", "what", "found"),
-    [
-        (OTHER, "machines", "a (1), b (1)"),
-        (replace(OTHER, torch="2.12"), "torch", "2.13 on 1, 2.12 on 1"),
-        (replace(OTHER, gpu=None), "backend", "ranks 1 see no GPU, others do"),
-        (replace(OTHER, error="read-only"), "output root", "rank 1: read-only"),
-        (replace(OTHER, files=[1]), "output root", "ranks 1 do not see all files"),
-        (replace(OTHER, clock=60.0), "clocks", "60 s apart"),
-    ],
-)
-def test_what_ranks_see_differently_is_said(other: View, what: str, found: str) -> None:
-    rows = {row.what: row for row in summarize_views([VIEW, other])}
-    assert rows[what].found == found
-    wrong = [row.what for row in rows.values() if row.status != "ok"]
-    assert wrong == ([] if what == "machines" else [what])
+def test_what_a_host_lacks_has_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr(doctor, "find_compiler", lambda _: None)
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
+    sizes = SimpleNamespace(free=10, total=64 * 2**20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: sizes)
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    checks = checks_here()
+    names = ("compiler", "Python.h", "disk", "this folder", "shared memory")
+    assert {checks[name].status for name in names} == {"note"}
+    assert checks["compiler"].fix == "apt-get install g++"
+    assert checks["Python.h"].fix == "apt-get install python3-dev"
 
 
-@pytest.mark.slow
-def test_two_ranks_meet_and_one_of_them_prints(tmp_path: Path) -> None:
-    torchrun = Path(sys.executable).parent / "torchrun"
-    words = ["--nproc-per-node", "2", "-m", "lightning_eff", "doctor", "--cluster"]
-    done = subprocess.run([torchrun, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written and seen by all ranks") == 1
-    assert "2 ranks, 2 on each machine" in done.stdout
-    assert not list((tmp_path / "outputs").iterdir())
+@pytest.mark.parametrize(("cuda", "fix"), [(None, "pip install"), ("13.0", "nvidia-smi")])
+def test_a_gpu_that_torchs_build_cannot_use_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, fix: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    gpu = checks_here()["gpu"]
+    assert (gpu.status, gpu.fix.startswith(fix)) == ("problem", True)

@@ -92,7 +92,6 @@ def test_a_gpt_writes_what_its_weights_say(
         (["--top-k", "many"], "--top-k: invalid int value: 'many'"),
         (["--system", "Be brief."], "--system needs --chat\n  try: --chat"),
         (["--prompt", ""], "there is no prompt\n  try: --prompt"),
-        (["--prompt", "a\udcff"], "the prompt is not UTF-8"),
         (["ckpt_path=some.ckpt", "trainer.devices=2"], "try: trainer.devices=1"),
         (["ckpt_path=some.ckpt", "launch=ray"], "launch='ray': expected none: generate runs on this machine"),
     ],
@@ -109,14 +108,9 @@ def test_the_standard_input_is_read_unless_it_is_a_terminal(
 ) -> None:
     terminal = io.StringIO("typed")
     monkeypatch.setattr(terminal, "isatty", lambda: True)
-    latin = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8")
-    for stdin, text in [
-        (terminal, "there is no prompt"),
-        (latin, "is not UTF-8"),
-        (None, "there is no prompt"),
-    ]:
+    for stdin in (terminal, None):
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert text in command("generate", "lm", code=2)[2]
+        assert "there is no prompt" in command("generate", "lm", code=2)[2]
 
 
 @pytest.mark.slow

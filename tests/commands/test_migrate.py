@@ -353,10 +353,9 @@ def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) 
         ("a.yaml", b"optim: !!python/object:os.system {}", "tag !!python/object:os.system is not allowed"),
         ("a.yaml", b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases are not read"),
         ("a.json", b"[" * 100_000, "a.json:1: nested deeper than 50"),
-        (".", None, ".:1: expected an existing regular file"),
-        ("a.json", b" " * 2_000_000, "of at most 1,000,000 bytes"),
+        (".", None, ".:1: expected a regular file"),
         ("a.json", b'{"colour": 1, "taste": 2}', "expected keys of accelerate: "),
-        ("lost.json", None, "lost.json:1: expected an existing regular file"),
+        ("lost.json", None, "lost.json:1: expected a regular file"),
         ("a.json", b'{"optim": "sgd", "deepspeed": "a.yaml"}', "a.yaml:2: duplicate key"),
     ],
 )  # fmt: skip

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_eff.commands import doctor
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.kernels import devices
-from lightning_eff.launch import machine_check
 from lightning_eff.planner.forecast import DeviceMemory
 
 MIB = 2**20
@@ -59,5 +59,5 @@ def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest
     room = DeviceMemory.of(devices.of(cpu))
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
     assert allocator.total_bytes(cpu) == 700 * MIB
-    found = {each.what: each.found for each in machine_check.inspect_machine()}
+    found = {each.what: each.found for each in doctor.inspect_machine()}
     assert found["memory"].startswith("700.0 MiB by ulimit -d, of ")

@@ -20,7 +20,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
 from lightning_eff.core.errors import ConflictError, ConflictWarning, EnvironmentLacksError
-from lightning_eff.core.library_rules import LIBRARY_RULES
+from lightning_eff.core.rules import LIBRARY_RULES
 from lightning_eff.core.technique import Verdict
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.muon import Muon

@@ -23,8 +23,7 @@ from lightning_eff.core.errors import (
     keep_overrides,
     list_remedy,
 )
-from lightning_eff.core.library_rules import LIBRARY_RULES
-from lightning_eff.core.rules import RuleFinding
+from lightning_eff.core.rules import LIBRARY_RULES, RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
 from tests.support.models import Net, make_loader, make_trainer

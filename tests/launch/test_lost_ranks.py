@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.launch.job_files import ClusterJob
+from lightning_eff.commands.launch import ClusterJob
 from tests.support.command_line import TINY
 from tests.support.slurm import with_commands
 

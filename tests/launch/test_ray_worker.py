@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
 
 def run_worker(train: Callable[[Any], None], folder: Path) -> None:
     (folder / "ray").mkdir(exist_ok=True)
-    ray_worker.stop_file(folder).touch()
+    ray_worker.exchanged(folder, "stop").touch()
     ray_worker.work(
         {"train": train, "words": ["lm"], "folder": str(folder), "cwd": str(folder), "gpu": False}
     )
@@ -60,9 +59,9 @@ def test_what_a_worker_prints_and_how_it_ended_is_in_files(rank_0: Path) -> None
         sys.stderr.write("another\n")
 
     run_worker(train, rank_0)
-    assert ray_worker.output_file(rank_0, 0, "stdout").read_text() == "a line\n"
-    assert ray_worker.output_file(rank_0, 0, "stderr").read_text() == "another\n"
-    assert ray_worker.code_file(rank_0).read_text() == "0"
+    assert ray_worker.exchanged(rank_0, "rank0.stdout").read_text() == "a line\n"
+    assert ray_worker.exchanged(rank_0, "rank0.stderr").read_text() == "another\n"
+    assert ray_worker.exchanged(rank_0, "code").read_text() == "0"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_why_a_worker_ended_reaches_the_driver_and_only_failures_are_restarted(
 
     (rank_0 / "ray").mkdir()
     for stale in (0, 1):  # of the workers before
-        ray_worker.error_file(rank_0, stale).write_text("stale")
+        ray_worker.exchanged(rank_0, f"rank{stale}.error").write_text("stale")
     if raised is None:
         run_worker(train, rank_0)
     else:
@@ -128,12 +127,6 @@ def test_a_root_that_cannot_be_written_is_a_setting(tmp_path: Path, monkeypatch:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
         ray_driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
-
-
-def test_standard_output_is_the_runs_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with redirect_stdout(ray_driver._FirstLines()):
-        sys.stdout.write("(raylet) Raylet is terminated.\n [state-dump] 1\n [state-dump] 2\n")
-    assert capsys.readouterr() == ("", "(raylet) Raylet is terminated.\n")
 
 
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config
 
-from lightning_eff.core.text_generation import continue_prompt
 from lightning_eff.data.text import Text
 from lightning_eff.models.hf_causal_lm import HFCausalLM
+from lightning_eff.monitors.text_sample import continue_prompt
 from tests.support.models import fit
 from tests.support.ranks import is_equal
 

@@ -15,13 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_eff.config.strict_yaml import file_error, is_file, read_yaml
+from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.errors import UsageError
 
 FOLDER = Path(__file__).parent
 SHARED = "shared"
-MAX_BYTES = 1_000_000
-"""A larger file is no config; reading it would take minutes."""
 FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".txt", ".md")
 """Endings by which a name of a dataset is a file."""
 _TEXT = re.compile(r'"([^"]*)"(:?)')
@@ -126,8 +124,6 @@ def read_file(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: It cannot be read or is no mapping; with file and line.
     """
-    if not is_file(file) or file.stat().st_size > MAX_BYTES:
-        raise file_error(file, 1, f"expected an existing regular file of at most {MAX_BYTES:,} bytes")
     content: dict[Any, Any] = read_yaml(file, expect_mapping=True).content
     return {str(key): value for key, value in content.items()}
 
@@ -189,18 +185,14 @@ def filled(template: str, value: Any, key: str = "") -> str:
     if kind == "text":
         value = quoted(str(value))
     elif kind == "dataset":
-        value = quoted(_place(str(value)))
+        path = str(value)  # a file, a folder, or a name on the hub
+        is_local = path.startswith((".", "/", "~")) or path.endswith(FILES) or os.path.exists(path)  # noqa: PTH110
+        value = quoted(path if is_local else f"hf://datasets/{path}")
     elif kind == "inverse":
         value = written(1 / (found or 1))
     elif kind:
         value = written(int(found or 0) if kind == "whole" else value)
     return f"{name.replace('{key}', key)}{sign}{_PLACEHOLDER.sub(lambda _: value, text)}"
-
-
-def _place(path: str) -> str:
-    """Return a dataset's name as `data.paths` takes it: a file, a folder, or a name on the hub."""
-    is_local = path.startswith((".", "/", "~")) or path.endswith(FILES) or os.path.exists(path)  # noqa: PTH110
-    return path if is_local else f"hf://datasets/{path}"
 
 
 def number(value: Any) -> float | None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_eff.launch.job_files import SHARED, ClusterJob
+from lightning_eff.commands.launch import SHARED, ClusterJob
 from tests.support.command_line import Command
 from tests.support.slurm import with_commands
 
@@ -95,7 +95,6 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
         (["k8s", "lm", "launch=ray"], "launch='ray'"),
         (["k8s", "lm", "output_root=runs"], "output_root='runs'"),
         (["slurm", "lm", "--claim", "runs"], "--claim"),
-        (["k8s", "lm", "--claim", "My_Runs"], "--claim='My_Runs'"),
         (["slurm", "zero2", "--nodes", "2", "--gpus", "8"], "try: data.batch_size=1\n"),
         (["pbs", "lm"], "'pbs'"),
         (["slurm"], "expected a recipe"),
