@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -332,7 +332,7 @@ class LateProjection:
         return low * layer.scaling[name], layer.lora_B[name].weight
 
     @contextmanager
-    def _as_at(self, call: Call, work: Callable[..., Tensor] | None) -> Iterator[None]:
+    def _as_at(self, call: Call, work: Callable[..., Tensor] | None) -> Generator[None]:
         """Have the module's forward do some work as at an earlier call, whose state must be the same."""
         if call.state != self._state(call.x):
             refuse(call.x, "logits that are read after what they depend on has changed")
