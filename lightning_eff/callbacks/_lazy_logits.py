@@ -289,9 +289,9 @@ class LateProjection:
         functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         if not x.is_floating_point() or not x.ndim or functorch.peek_interpreter_stack() is not None:
             return "a transform of torch.func"  # which follows no tensor that is not computed
-        own = [vars(self.module)[name] for name in MODULE_HOOKS]
-        hooks = [*own, *(vars(torch_module)[f"_global{name}"] for name in MODULE_HOOKS)]
-        if any(is_foreign(hook) for each in hooks for hook in each.values()):
+        own, of_all = vars(self.module), vars(torch_module)
+        hooks = [(*own[name].values(), *of_all[f"_global{name}"].values()) for name in MODULE_HOOKS]
+        if any(is_foreign(hook) for each in hooks for hook in each):
             return "its hooks"  # which would see a loss where they expect logits
         if not self._is_adapted:
             return ""

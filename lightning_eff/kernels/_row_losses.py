@@ -182,13 +182,14 @@ class CrossEntropy(RowLoss):
     ) -> Tensor:
         target, weights, has_entropy = self.target[at].unsqueeze(1), self.class_weight, self.num_values == 2
         rounded, exact = self._target_logits(projection, at, logits)
-        # By the formula: w_t, and s / V * w_c.
+        # By the formula: w_t, s / V * w_c, and s / V * sum_c w_c.
         weight: Any = 1.0 if weights is None else weights[target]
         of_class: Any = (1.0 if weights is None else weights) * (self.label_smoothing / logits.shape[1])
+        of_classes: Any = self.label_smoothing if weights is None else of_class.sum()
         # Columns [r, 1] that the parts fill: the largest logit, its p, the target's p, and a sum over classes
         # of s / V * w_c * l_c, or else of -p_c * log p_c.
         stats = logits.new_empty(4, len(logits), 1, dtype=wide_dtype(logits.dtype)).unbind()
-        factors = self._factors(grads, weight, of_class)
+        factors = self._factors(grads, weight, of_classes)
         for (
             row, row_target, of_p, of_target, of_lse, of_all, of_entropy, row_out,
             row_top, row_max, row_p_target, row_sum,
@@ -216,24 +217,20 @@ class CrossEntropy(RowLoss):
                 p.sub_(of_all * of_class)
             row_out.copy_(self.unscale(p, scaled))  # nothing moves where `out` is the memory of the logits
             del p, scaled, surprise  # before the next part is converted
-        return self._values(stats, weight, of_class, rounded, exact)
+        return self._values(stats, weight, of_classes, rounded, exact)
 
-    def _factors(self, grads: Tensor | None, weight: Any, of_class: Any) -> list[Tensor | None]:
+    def _factors(self, grads: Tensor | None, weight: Any, of_classes: Any) -> list[Tensor | None]:
         """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, the entropy's."""
         if grads is None:
             return [None] * 5
         s, grad = self.label_smoothing, grads[:, :1]
-        of_p = grad * (weight * (1.0 - s) + self._of_classes(of_class))
+        of_p = grad * (weight * (1.0 - s) + of_classes)
         of_lse = grad * weight * (2.0 * self.z_loss) if self.z_loss else None
         of_entropy = grads[:, 1:] if self.num_values == 2 else None
         return [of_p, grad * weight * (s - 1.0), of_lse, grad if s else None, of_entropy]
 
-    def _of_classes(self, of_class: Any) -> Any:
-        """Return s / V * sum_c w_c."""
-        return self.label_smoothing if self.class_weight is None else of_class.sum()
-
     def _values(
-        self, stats: Sequence[Tensor], weight: Any, of_class: Any, rounded: Tensor, exact: Tensor
+        self, stats: Sequence[Tensor], weight: Any, of_classes: Any, rounded: Tensor, exact: Tensor
     ) -> Tensor:
         top, p_max, p_target, sums = stats
         # lse - top is the log of the largest probability, and not of a sum of exponentials, in which the loss
@@ -246,7 +243,7 @@ class CrossEntropy(RowLoss):
         if self.z_loss:
             values += self.z_loss * weight * lse.square()
         if self.label_smoothing:
-            values += self._of_classes(of_class) * lse - sums
+            values += of_classes * lse - sums
         return values if self.num_values == 1 else torch.cat([values, sums], 1)
 
     def _target_logits(self, projection: Projection, at: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
