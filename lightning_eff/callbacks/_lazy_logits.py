@@ -1,15 +1,15 @@
-"""Logits that are not computed until it is known what is read of them.
+"""Logits that are not computed until something reads them, so that an unchanged step has its loss in tiles.
 
-`LazyLogits` stands for the result of an output projection: it has its shape, dtype and device, and holds the
-hidden states. Where a loss reads it, the loss is computed in tiles; a change of shape or dtype, and a scale,
-give another `LazyLogits`; whatever else reads it gets the whole logits, computed as the model would have,
-with their gradients. So an unchanged `training_step` has the same result in any case.
+`LateProjection` takes the place of an output projection's call. It returns `LazyLogits`: a tensor with the
+shape, dtype and device of the logits that holds the hidden states in their place. `RULES` lists what may
+happen to it without computing logits: a loss is computed in tiles; a new shape or dtype, or a scale, gives
+other `LazyLogits`. Whatever else reads it, and whatever a rule is not sure of, gets whole logits, computed as
+the model would have, with their gradients: correct, slower, and counted in `readers`.
 
-`RULES` is all that is known of logits without computing them, by function: each rule does to the hidden
-states what the function would have done to the logits, or computes a loss in tiles. A rule that is not sure
-returns None, and the logits are computed whole.
+Losses and whole logits are computed by calling the module a second time, with its hooks, inside its forward:
+there its weights are whole under ZeRO-3 and FSDP2, and what these do for a backward pass they do once.
 
-Why not find the loss in the code or replace the model's forward: every model and library calls it by other
+Why not find the loss in the code, or replace the model's forward: every model and library calls it by other
 functions, and what is not recognised there would be wrong; here it is only not faster.
 """
 
@@ -17,32 +17,42 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Never, Protocol
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_eff.core.errors import ConfigError, Remedy
+from lightning_eff.core.model_surgery import MODULE_HOOKS, is_foreign
+from lightning_eff.core.shards import GatheredAtOnce, is_sharded
+from lightning_eff.kernels.cross_entropy import (
+    LowRank,
+    linear_cross_entropy,
+    product_dtype,
+    tile_rows_of,
+    token_logprobs,
+)
+from lightning_eff.kernels.linear import TritonLinear
 
+PLAIN = (nn.Linear, TritonLinear)
+"""Classes of layers that compute `x @ weight.T + bias` and nothing else."""
 METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-    "get_device", "__len__", "is_signed",
+    "is_signed", "get_device", "__len__", "shape", "dtype", "device", "ndim", "layout", "requires_grad",
+    "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu",
+    "itemsize", "nbytes", "grad_fn", "_base", "_backward_hooks",
 }  # fmt: skip
-"""Methods that read no values."""
-PROPERTIES = [
-    getattr(Tensor, name)
-    for name in (
-        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_cpu",
-        "is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu", "itemsize", "nbytes",
-        "grad_fn", "_base", "_backward_hooks",
-    )
-]  # fmt: skip
-"""Attributes that read no values."""
+"""Methods and attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
 FABRIC = "lightning.fabric.wrappers"
@@ -50,137 +60,108 @@ FABRIC = "lightning.fabric.wrappers"
 _untraced: Any = torch.compiler.disable
 
 
-class Head(Protocol):
-    """The output projection that logits stand for."""
-
-    def needs_gradient(self) -> bool:
-        """Return whether a weight of it is trained."""
-        ...
-
-    def whole(self, logits: LazyLogits, reader: str) -> Tensor:
-        """Return the logits as the model would have computed them, for the function `reader`."""
-        ...
-
-    def cross_entropy(self, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the cross-entropy."""
-        ...
-
-    def logprobs(self, logits: LazyLogits, target: Tensor) -> Tensor:
-        """Return the log-probabilities of targets."""
-        ...
-
-    def argmax(self, logits: LazyLogits) -> Tensor:
-        """Return the class of the largest logit of each row."""
-        ...
-
-
 @dataclass(frozen=True)
 class Form:
-    """What was done to the classes of logits l: `after * tanh(before * l)`, or `before * l`.
+    """What was done to logits l: `softcap * tanh(l / softcap) / temperature`, as in the kernels.
 
     Args:
-        before: Factor of l.
-        after: Factor of the tanh; None for no tanh.
+        temperature: Divides the logits.
+        softcap: None for no tanh.
         is_class_second: Whether the classes are the second axis, as `F.cross_entropy` has them.
         is_log: Whether it is the log-softmax of the logits.
     """
 
-    before: float = 1.0
-    after: float | None = None
+    temperature: float = 1.0
+    softcap: float | None = None
     is_class_second: bool = False
     is_log: bool = False
 
-    def times(self, factor: float) -> Form:
-        """Return the form after a multiplication."""
-        if self.after is None:
-            return replace(self, before=self.before * factor)
-        return replace(self, after=self.after * factor)
-
-    def scale(self) -> dict[str, Any]:
-        """Return softcap and temperature of `linear_cross_entropy`: cap * tanh(l / cap) / temperature."""
-        if self.after is None:
-            return {"softcap": None, "temperature": 1.0 / self.before}
-        return {"softcap": 1.0 / self.before, "temperature": 1.0 / (self.before * self.after)}
-
 
 @dataclass(frozen=True, eq=False)
-class Origin:
-    """How logits were made of others."""
+class Use:
+    """A function of logits, `func(logits, *args, **kwargs)`."""
 
-    source: LazyLogits
     func: Any
-    args: Any
-    kwargs: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    def on(self, tensor: Tensor) -> Any:
+        """Return the function of another tensor."""
+        return self.func(tensor, *self.args, **self.kwargs)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a projection, which all logits that were made of its result have in common.
+
+    Args:
+        projection: Whose call.
+        x: Its input [*batch, D].
+        state: What its result depends on, as it was at the call.
+        autocast: Arguments of `torch.autocast`, as it was at the call.
+        logits: Each made before what was made of it.
+        has_loss: Whether a loss was computed in tiles, whose gradient passes by the logits.
+    """
+
+    projection: LateProjection
+    x: Tensor
+    state: tuple[Any, ...]
+    autocast: dict[str, Any]
+    logits: list[weakref.ref[LazyLogits]] = field(default_factory=list["weakref.ref[LazyLogits]"])
+    has_loss: bool = False
 
 
 class LazyLogits(Tensor):
-    """Logits [*batch, V] of hidden states [*batch, D] that are not computed yet; made by `lazy`."""
+    """Logits [*batch, V] of hidden states x [*batch, D], not computed yet; made by `_lazy`."""
 
-    head: Head
+    call: Call
     x: Tensor
-    width: int
     form: Form
-    origin: Origin | None
-    derived: list[weakref.ref[LazyLogits]]
-    """All logits that were made of the same call's."""
+    origin: tuple[LazyLogits, Use] | None
+    """The logits and the function that made it; None for the result of the call."""
     computed: Tensor | None
-    has_loss: bool
-    """Of what a call returned: whether a loss was computed in tiles."""
-    call: Any
-    """Of what a call returned: what the projection was then."""
 
     def whole(self, reader: str) -> Tensor:
-        """Return what the model would have computed, once; `reader` is the function that needs it."""
+        """Return what the model would have computed, for the function `reader`."""
+        self.check_graph()
         if self.computed is None:
-            if self.grad_fn is not None and type(self.grad_fn).__name__ not in IDENTITIES:
-                refuse(self)
-            # With a graph where the logits have one, whoever reads them first.
-            with torch.set_grad_enabled(self.requires_grad):
-                if self.origin is None:
-                    self.computed = self.head.whole(self, reader)
-                else:
-                    source = self.origin.source.whole(reader)
-                    self.computed = self.origin.func(source, *self.origin.args[1:], **self.origin.kwargs)
-        return self.computed  # pyright: ignore[reportReturnType]
+            self.call.projection.compute(self.call, reader)
+        return self.computed  # pyright: ignore[reportReturnType] - computed with all others of its call
 
-    @property
-    def first(self) -> LazyLogits:
-        """Return what the call of the projection returned, of which these were made."""
-        found = self
-        while found.origin is not None:
-            found = found.origin.source
-        return found
+    def check_graph(self) -> None:
+        """Check that no unknown function of autograd returned these logits: it may change their gradient."""
+        if self.grad_fn is not None and type(self.grad_fn).__name__ not in IDENTITIES:
+            refuse(self)
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
         name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            if name in METADATA or (name == "__get__" and getattr(func, "__self__", None) in PROPERTIES):
+            if name in METADATA:
                 return func(*args, **kwargs)
-            first = args[0] if args else kwargs.get("input")
-            if name == "register_hook" and isinstance(first, LazyLogits):
-                hooked = _hooked_without_logits(first, args[1])
-                if hooked is not None:
-                    return func(hooked, *args[1:], **kwargs)
-            if isinstance(first, LazyLogits) and first.first.computed is None:
-                if first.grad_fn is not None and type(first.grad_fn).__name__ not in IDENTITIES:
-                    refuse(first)
-                rule = RULES.get(func)
-                result = None if rule is None else rule(first, func, args, kwargs)
+            logits = args[0] if args else None
+            if func in RULES and isinstance(logits, LazyLogits) and logits.computed is None:
+                logits.check_graph()
+                use = Use(func, args[1:], kwargs)
+                result = RULES[func](logits, use)
+                if isinstance(result, dict):
+                    has_gradient = torch.is_grad_enabled() and logits.requires_grad
+                    how: dict[str, Any] = {"x": logits.x, "dtype": logits.dtype, "form": logits.form}
+                    how |= {"requires_grad": has_gradient, "origin": (logits, use)}
+                    return _lazy(logits.call, **(how | result))
                 if result is not None:
                     return result
-            attribute = getattr(func, "__self__", None) if name == "__get__" else None
-            reader = f"Tensor.{attribute.__name__}" if attribute is not None else name
-            for each in _all_logits((args, kwargs)):
-                if each.first.has_loss and (
-                    name in ("register_hook", "retain_grad") or func is torch.autograd.grad
-                ):
-                    refuse(each)  # their gradient is behind them
-                if _may_write(name, attribute, kwargs):  # which what was made of them before must not see
-                    _ = [other.whole(reader) for ref in each.derived if (other := ref()) is not None]
-            return func(*_computed(args, reader), **_computed(kwargs, reader))
+            if func in (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad):
+                for each in tree_leaves((args, kwargs)):
+                    if isinstance(each, LazyLogits) and each.call.has_loss:
+                        refuse(each)  # their gradient was not formed
+            return func(*_computed(args, name), **_computed(kwargs, name))
 
     @classmethod
     @override
@@ -188,63 +169,9 @@ class LazyLogits(Tensor):
         return func(*_computed(args, str(func)), **_computed(kwargs or {}, str(func)))
 
 
-@_untraced
-def lazy(
-    head: Head,
-    x: Tensor,
-    width: int,
-    dtype: torch.dtype,
-    form: Form | None = None,
-    origin: Origin | None = None,
-) -> LazyLogits:
-    """Return logits without memory.
-
-    Args:
-        head: Computes them.
-        x: The hidden states [*batch, D].
-        width: Number of classes.
-        dtype: That the logits would have.
-        form: What was done to them since the projection.
-        origin: How they are made of others, for whoever needs them whole.
-    """
-    form = form or Form()
-    size = [*x.shape[:-1], width]
-    size = [size[0], width, *size[1:-1]] if form.is_class_second else size
-    is_trained = torch.is_grad_enabled() and (x.requires_grad or head.needs_gradient())
-    if origin is not None:
-        is_trained = is_trained and origin.source.requires_grad and origin.func is not Tensor.detach
-    make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
-    made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=is_trained)
-    made.head, made.x, made.width, made.form, made.origin, made.computed = head, x, width, form, origin, None
-    made.has_loss, made.call = False, None
-    made.derived = [] if origin is None else origin.source.derived
-    made.derived.append(weakref.ref(made))
-    if is_trained:  # only a function that torch's own protocol does not reach gives it a gradient
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            made.register_hook(refuse)
-    return made
-
-
-def _hooked_without_logits(logits: LazyLogits, hook: Any) -> Tensor | None:
-    """Return what gets a hook of a library that reads no gradient of logits; None for any other hook."""
-    source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-    if source.startswith("torch.distributed."):
-        return logits  # of FSDP2: the loss has it too
-    return logits.x if source == FABRIC and logits.x.requires_grad else None
-
-
-def _may_write(name: str, attribute: Any, kwargs: Any) -> bool:
-    """Return whether a function may change its arguments, or return what shares their memory."""
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    shares = name in ("numpy", "untyped_storage", "data_ptr") or attribute is Tensor.data
-    return (
-        is_in_place
-        or is_operator
-        or shares
-        or name == "__setitem__"
-        or bool({"inplace", "out"} & set(kwargs))
-    )
+def _computed(value: Any, reader: str) -> Any:
+    """Replace logits by what they stand for, in containers too."""
+    return tree_map_only(LazyLogits, lambda logits: logits.whole(reader), value)
 
 
 def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's function protocol") -> Never:
@@ -263,178 +190,376 @@ def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's f
     )
 
 
-def _all_logits(value: Any) -> list[LazyLogits]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, LazyLogits)]
+@_untraced
+def _lazy(
+    call: Call, *, x: Tensor, dtype: torch.dtype, form: Form, requires_grad: bool, origin: Any = None
+) -> LazyLogits:
+    """Return logits without memory; the arguments are its attributes."""
+    size = [*x.shape[:-1], call.projection.width]
+    size = [size[0], size[-1], *size[1:-1]] if form.is_class_second else size
+    make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
+    made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=requires_grad)
+    made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
+    call.logits.append(weakref.ref(made))
+    if requires_grad:  # only a function that torch's own protocol does not reach gives it a gradient
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            made.register_hook(refuse)
+    return made
 
 
-def _computed(value: Any, reader: str) -> Any:
-    """Replace logits by what they stand for, in containers too."""
-    return tree_map(lambda leaf: leaf.whole(reader) if isinstance(leaf, LazyLogits) else leaf, value)
+class LateProjection:
+    """Computes the logits of a linear layer when they are read, until `restore` is called.
+
+    Args:
+        module: An `nn.Linear`, or PEFT's LoRA of one.
+        name: Its name in its model.
+        tile_budget_mib: As in `linear_cross_entropy`.
+
+    Raises:
+        ConfigError: Another kind of layer.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, tile_budget_mib: float | None = None) -> None:
+        self.module: Any = module
+        self.linear: Any = getattr(module, "base_layer", module)
+        self._is_adapted = self.linear is not module
+        if type(self.linear) not in PLAIN or (self._is_adapted and not hasattr(module, "_plain_adapter")):
+            allowed = (
+                f"the name of an nn.Linear, or of one with a LoRA adapter, not of {type(module).__name__}"
+            )
+            raise ConfigError(key="head", value=name, allowed=allowed)
+        self._gathered = GatheredAtOnce(module) if self._is_adapted else None  # its weights and the adapter's
+        self.width: int = self.linear.out_features
+        self.tile_budget_mib = tile_budget_mib
+        self.num_losses = 0
+        self.rows = 0  # of the largest loss
+        self.tile_rows = 0
+        self.held_bytes = 0  # of its logits, which were not
+        self.readers: Counter[str] = Counter()
+        """Functions that needed whole logits."""
+        self.means: list[tuple[object, Tensor]] | None = None
+        """Nodes of mean losses and their numbers of targets; None where no one needs them."""
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # of which some logits are alive
+        self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
+        self._work: Callable[..., Tensor] | None = None  # what the module's forward does in place of its own
+        self._forward: Callable[..., Tensor] = self.module.forward
+        self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
+        self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
+
+    @staticmethod
+    def is_late(module: nn.Module) -> bool:
+        """Return whether a module's logits are computed when they are read."""
+        return "_call_impl" in vars(module)
+
+    def restore(self) -> None:
+        """Have the module compute its logits when it is called."""
+        self._step_hook.remove()
+        for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
+            if vars(self.module).get(name) == own:
+                del self.module.__dict__[name]
+        if self._gathered is not None:
+            self._gathered.undo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"means": None, "_calls": weakref.WeakSet(), "_step_hook": None}
+
+    @_untraced
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the call of the module."""
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
+        obstacle = "its call" if not isinstance(x, Tensor) or type(x) is LazyLogits else self._obstacle(x)
+        if obstacle:
+            self.readers[obstacle] += 1
+            return self._call_with_hooks(*args, **kwargs)
+        device, parameters = x.device.type, self.module.parameters()
+        autocast = {
+            "device_type": device, "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+        }  # fmt: skip
+        call = Call(self, x, self._state(x), autocast)
+        self._calls.add(call)
+        is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
+        dtype = product_dtype(x, self.linear.weight)
+        return _lazy(call, x=x, dtype=dtype, form=Form(), requires_grad=is_trained)
+
+    def _obstacle(self, x: Tensor) -> str:
+        """Return why logits cannot wait to be read; empty where they would be the same then."""
+        if vars(self.module).get("forward") != self._in_forward:
+            return "its replaced forward"
+        functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        if not x.is_floating_point() or not x.ndim or functorch.peek_interpreter_stack() is not None:
+            return "a transform of torch.func"  # which follows no tensor that is not computed
+        own, of_all = vars(self.module), vars(torch_module)
+        hooks = [(*own[name].values(), *of_all[f"_global{name}"].values()) for name in MODULE_HOOKS]
+        if any(is_foreign(hook) for each in hooks for hook in each):
+            return "its hooks"  # which would see a loss where they expect logits
+        if not self._is_adapted:
+            return ""
+        name = self.module._plain_adapter(x)  # noqa: SLF001
+        dropout: Any = None if name is None else self.module.lora_dropout[name]
+        if dropout is None or (dropout.training and getattr(dropout, "p", 0.0) > 0.0):
+            return "its adapter, which is more than a plain one without dropout"
+        return ""
+
+    def _state(self, x: Tensor) -> tuple[Any, ...]:
+        """Return what the logits of x depend on, other than its values."""
+        module, parameters = self.module, [*self.module.parameters()]
+        weights = [(id(each), each.requires_grad, each.dtype) for each in parameters]
+        # Not of shards: gathering them is a new version. Tensors of inference mode have none.
+        versions = [
+            each._version  # noqa: SLF001
+            for each in (x, *parameters)
+            if not (each.is_inference() or (each is not x and is_sharded(each)))
+        ]
+        adapter: Any = None
+        if self._is_adapted:
+            scaling = tuple(module.scaling.items())
+            adapter = (tuple(module.active_adapters), module.disable_adapters, module.merged, scaling)
+        return versions, weights, module.training, adapter, vars(module).get("forward") == self._in_forward
+
+    def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the forward of the module."""
+        if self._work is None:
+            return self._forward(*args, **kwargs)
+        linear, low_rank = self.linear, self._low_rank(*args) if self._is_adapted else None
+        return self._work(*args, linear.weight, bias=linear.bias, low_rank=low_rank)
+
+    def _low_rank(self, x: Tensor) -> LowRank:
+        """Return what an adapter adds: its rows, and its second weight."""
+        layer = self.module
+        name = layer._plain_adapter(x)  # noqa: SLF001
+        low: Tensor = layer.lora_A[name](layer.lora_dropout[name](x))
+        return low * layer.scaling[name], layer.lora_B[name].weight
+
+    @contextmanager
+    def _as_at(self, call: Call, work: Callable[..., Tensor] | None) -> Generator[None]:
+        """Have the module's forward do some work as at an earlier call, whose state must be the same."""
+        if call.state != self._state(call.x):
+            refuse(call.x, "logits that are read after what they depend on has changed")
+        self._work = work
+        try:
+            with torch.autocast(**call.autocast):
+                yield
+        finally:
+            self._work = None
+
+    @_untraced
+    def compute(self, call: Call, reader: str) -> None:
+        """Compute what is alive of a call's logits, as the model would have.
+
+        All of it: a write to one of them will show in its views, and not in what was computed from it before.
+        """
+        self.readers[reader] += 1
+        for each in call.logits:
+            logits = each()
+            if logits is None:
+                continue
+            # With a graph where the logits have one, whoever reads them first.
+            with torch.set_grad_enabled(logits.requires_grad):
+                if logits.origin is None:
+                    with self._as_at(call, None):
+                        logits.computed = self._call_with_hooks(call.x)
+                else:
+                    source, use = logits.origin
+                    logits.computed = use.on(source.computed)  # pyright: ignore[reportArgumentType]
+
+    def compute_held(self, *_: object) -> None:
+        """Compute the logits that are still referenced, before the weights change."""
+        for call in [*self._calls]:
+            if any((logits := each()) is not None and logits.computed is None for each in call.logits):
+                self.compute(call, "a reader after the optimizer step")
+        self._calls.clear()
+
+    @_untraced
+    def in_tiles(self, logits: LazyLogits, kernel: Any, target: Tensor, **options: Any) -> Tensor:
+        """Compute a loss of logits by a function of `kernels.cross_entropy`."""
+        self.num_losses += 1
+        rows = logits.x.reshape(-1, logits.x.shape[-1])
+        if len(rows) >= self.rows:
+            self.rows, self.held_bytes = len(rows), len(rows) * self.width * logits.itemsize
+            self.tile_rows = tile_rows_of(rows, self.width, self.tile_budget_mib)
+        options |= {"softcap": logits.form.softcap, "temperature": logits.form.temperature}
+        work = partial(kernel, target=target, tile_budget_mib=self.tile_budget_mib, **options)
+        has_gradient = torch.is_grad_enabled() and logits.requires_grad
+        with torch.set_grad_enabled(has_gradient), self._as_at(logits.call, work):
+            result = self._call_with_hooks(logits.x)
+        logits.call.has_loss = True
+        return result.to(torch.promote_types(result.dtype, logits.dtype))
+
+    @_untraced
+    @torch.no_grad()
+    def argmax(self, logits: LazyLogits) -> Tensor:
+        """Return the class of the largest logit of each row."""
+        rows = logits.x.reshape(-1, logits.x.shape[-1])
+        step = tile_rows_of(rows, self.width, self.tile_budget_mib)
+
+        def largest(rows: Tensor, _: Tensor, **__: Any) -> Tensor:
+            return torch.cat([self._forward(part).argmax(-1) for part in rows.split(step)])
+
+        with self._as_at(logits.call, largest):
+            return self._call_with_hooks(rows).view(logits.x.shape[:-1])
 
 
-Rule = Callable[[LazyLogits, Any, Any, Any], Any]
-"""Returns a result in tiles, or None where there is none: of logits, function, arguments and keywords."""
+def node_of(loss: Tensor) -> Any:
+    """Return what computed a loss, whatever identities of autograd came after it."""
+    node: Any = loss.grad_fn
+    while type(node).__name__ in IDENTITIES:
+        node = node.next_functions[0][0]
+    return node
 
 
-def _derive(logits: LazyLogits, func: Any, args: Any, kwargs: Any, **changes: Any) -> LazyLogits:
-    """Return the logits that a function makes of logits."""
-    how: dict[str, Any] = {"x": logits.x, "width": logits.width, "dtype": logits.dtype, "form": logits.form}
-    return lazy(logits.head, origin=Origin(logits, func, args, kwargs), **(how | changes))
+def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
+    """Keep all values in their order: where the last size is V still, the rows are the same."""
+    found = use.on(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
+    is_same = found.shape[-1:] == (logits.call.projection.width,) and found.dtype == logits.dtype
+    if logits.form.is_class_second or not is_same:
+        return None
+    return {"x": logits.x.reshape(*found.shape[:-1], logits.x.shape[-1])}
 
 
-def _reshaped(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
-    """Do to hidden states what a function does to the leading axes of logits."""
-    x, width, rest = logits.x, logits.width, args[1:]
-    if func in VIEWS:  # the last size is V, or what is left
-        given = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-        if kwargs or not given or given[-1] not in (width, -1):
-            return None
-        rest = ([*given[:-1], x.shape[-1]],)
-    meta = torch.empty(logits.shape, device="meta")
+def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
+    """Index the hidden states, where that leaves their last axis and one of another width alone."""
+    *batch, width = logits.x.shape
+    probe = torch.empty(*batch, logits.call.projection.width + width, device="meta")
+    # No values of an index are read but those of bool, on which a size depends.
+    on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
     try:
-        expected = func(meta, *_on_meta(args[1:]), **_on_meta(kwargs))
-        found = func(x, *rest, **kwargs)
-    except (RuntimeError, IndexError, TypeError):
-        return None  # the whole logits say what is wrong
-    if logits.form.is_class_second or not (expected.ndim and found.ndim):
-        return None
-    if expected.shape != (*found.shape[:-1], width) or found.shape[-1] != x.shape[-1]:
-        return None
-    if func not in VIEWS:  # of other classes it would make as many others, if it leaves them alone
-        others = torch.empty((*logits.shape[:-1], width + 1), device="meta")
-        if func(others, *_on_meta(args[1:]), **_on_meta(kwargs)).shape[-1] != width + 1:
-            return None
-    return _derive(logits, func, args, kwargs, x=found)
+        found, x = probe[on_meta], use.on(logits.x)
+    except (RuntimeError, IndexError):
+        return None  # a mask of classes; or the whole logits say what is wrong
+    is_same = x.shape[-1:] == (width,) and found.shape == (*x.shape[:-1], probe.shape[-1])
+    return {"x": x} if is_same and not logits.form.is_class_second else None
 
 
-def _on_meta(value: Any) -> Any:
-    """Return an index without values, but for those of bool, on which a size depends."""
-    return tree_map(
-        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and leaf.dtype != torch.bool else leaf, value
-    )
-
-
-def _permuted(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
+def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Move the classes from the last axis to the second."""
-    if logits.form.is_class_second or logits.ndim < 3:
-        return None
     meta = torch.empty(logits.shape, device="meta")
-    found, wanted = func(meta, *args[1:], **kwargs), meta.movedim(-1, 1)
-    if (found.shape, found.stride()) != (wanted.shape, wanted.stride()):
+    found, wanted = use.on(meta), meta.movedim(-1, min(1, meta.ndim - 1))
+    is_same = (found.shape, found.stride()) == (wanted.shape, wanted.stride())
+    if logits.form.is_class_second or logits.ndim < 3 or not is_same:
         return None
-    return _derive(logits, func, args, kwargs, form=replace(logits.form, is_class_second=True))
+    return {"form": replace(logits.form, is_class_second=True)}
 
 
-def _cast(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _cast(logits: LazyLogits, use: Use) -> Any:
     """Note a wider dtype, since losses in tiles are float32 at least; a narrower one rounds whole logits."""
-    given = [*args[1:], *kwargs.values()]
-    if any(
-        isinstance(each, Tensor)
-        or (isinstance(each, (str, torch.device)) and torch.device(each) != logits.device)
-        for each in given
-    ):
+    to = use.on(torch.empty(0, dtype=logits.dtype, device=logits.device))
+    if to.device != logits.device:
         return None
-    dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
-    is_wider = dtype in (torch.float32, torch.float64) and dtype.itemsize >= logits.dtype.itemsize
-    if dtype != logits.dtype and not is_wider:
-        reader = f"a cast {logits.dtype} -> {dtype}".replace("torch.", "")
-        return func(logits.whole(reader), *args[1:], **kwargs)
-    return _derive(logits, func, args, kwargs, dtype=dtype)
+    is_wider = to.dtype in (torch.float32, torch.float64) and to.itemsize >= logits.itemsize
+    if to.dtype == logits.dtype or is_wider:
+        return {"dtype": to.dtype}
+    return use.on(logits.whole(f"a cast {logits.dtype} -> {to.dtype}".replace("torch.", "")))
 
 
-def _detached(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits:
+def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
     # Without gradients it may be a function of autograd that returns its input: its result has a gradient.
-    is_cut = torch.is_grad_enabled()
-    return _derive(logits, func, args, kwargs, x=logits.x.detach() if is_cut else logits.x)
+    x = logits.x.detach() if torch.is_grad_enabled() else logits.x
+    return {"x": x, "requires_grad": False}
 
 
-def _scaled(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
+def _scaled(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Multiply or divide by a number."""
-    if kwargs or len(args) != 2 or logits.form.is_log or not isinstance(args[1], (int, float)):
+    form, number = logits.form, use.args[0] if len(use.args) == 1 else None
+    if use.kwargs or form.is_log or not isinstance(number, (int, float)) or not 1e-30 < number < 1e30:
         return None
-    factor = float(args[1]) if func in PRODUCTS else 1.0 / args[1] if args[1] else 0.0
-    if not 1e-30 < factor < 1e30:
+    is_quotient = use.func in (Tensor.div, Tensor.__truediv__, torch.div)
+    temperature = form.temperature * number if is_quotient else form.temperature / number
+    return {"form": replace(form, temperature=temperature)} if 1e-30 < temperature < 1e30 else None
+
+
+def _capped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
+    form = logits.form
+    if use.args or use.kwargs or form.is_log or form.softcap is not None:
         return None
-    return _derive(logits, func, args, kwargs, form=logits.form.times(factor))
+    return {"form": replace(form, softcap=form.temperature)}  # tanh(l / t) = t * tanh(l / t) / t
 
 
-def _capped(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
-    if kwargs or len(args) != 1 or logits.form.is_log or logits.form.after is not None:
-        return None
-    return _derive(logits, func, args, kwargs, form=replace(logits.form, after=1.0))
-
-
-def _axis(logits: LazyLogits, dim: Any) -> bool:
-    """Return whether an axis is that of the classes."""
+def _is_over_classes(logits: LazyLogits, use: Use) -> bool:
+    """Return whether the function's `dim` is the axis of the classes."""
+    dim = use.args[0] if use.args else use.kwargs.get("dim")
     classes = 1 if logits.form.is_class_second else logits.ndim - 1
     return isinstance(dim, int) and dim % logits.ndim == classes
 
 
-def _log_softmax(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> LazyLogits | None:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    dtype = kwargs.get("dtype") or logits.dtype
-    is_plain = len(args) <= 2 and set(kwargs) <= {"dim", "dtype", "_stacklevel"}
-    if (
-        not is_plain
-        or not _axis(logits, dim)
-        or logits.form.is_log
-        or dtype not in (logits.dtype, torch.float32)
-    ):
+def _log_softmax(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
+    dtype = use.kwargs.get("dtype") or logits.dtype
+    is_known = len(use.args) <= 1 and set(use.kwargs) <= {"dim", "dtype", "_stacklevel"}
+    is_known &= dtype in (logits.dtype, torch.float32)
+    if not is_known or not _is_over_classes(logits, use) or logits.form.is_log:
         return None
-    return _derive(logits, func, args, kwargs, dtype=dtype, form=replace(logits.form, is_log=True))
+    return {"dtype": dtype, "form": replace(logits.form, is_log=True)}
 
 
-def _loss(logits: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
     """Compute `F.cross_entropy`, or `F.nll_loss` of a log-softmax."""
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    options = given.arguments
-    target, _ = options.pop("target"), options.pop("input")
+    bound = inspect.signature(use.func).bind(logits, *use.args, **use.kwargs)
+    bound.apply_defaults()
+    options, projection = bound.arguments, logits.call.projection
+    target, _, class_weight = options.pop("target"), options.pop("input"), options.pop("weight")
     is_old = options.pop("size_average") is not None or options.pop("reduce") is not None
     is_class = isinstance(target, Tensor) and not target.dtype.is_floating_point
     is_plain = type(target) is not LazyLogits and (logits.ndim <= 2 or logits.form.is_class_second)
-    if is_old or not is_class or not is_plain or logits.form.is_log is not (func is F.nll_loss):
+    if is_old or not is_class or not is_plain or logits.form.is_log is not (use.func is F.nll_loss):
         return None
     if target.shape != logits.x.shape[:-1] or options["reduction"] not in ("mean", "sum", "none"):
         return None
-    options["class_weight"] = options.pop("weight")
-    return logits.head.cross_entropy(logits, target, dict(options))
+    loss = projection.in_tiles(logits, linear_cross_entropy, target, class_weight=class_weight, **options)
+    is_mean = options["reduction"] == "mean" and class_weight is None
+    if projection.means is not None and is_mean and loss.grad_fn is not None:
+        projection.means.append((node_of(loss), (target != options["ignore_index"]).sum()))
+    return loss
 
 
-def _gathered(logits: LazyLogits, _: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _gathered(logits: LazyLogits, use: Use) -> Tensor | None:
     """Take one log-probability of each row."""
-    if kwargs or len(args) != 3 or not logits.form.is_log or logits.form.is_class_second:
+    if use.kwargs or len(use.args) != 2 or not logits.form.is_log or logits.form.is_class_second:
         return None
-    index = args[2]
-    if not _axis(logits, args[1]) or index.shape != (*logits.shape[:-1], 1):
+    index = use.args[1]
+    if not _is_over_classes(logits, use) or index.shape != (*logits.shape[:-1], 1):
         return None
-    return logits.head.logprobs(logits, index.squeeze(-1)).unsqueeze(-1)
+    return logits.call.projection.in_tiles(logits, token_logprobs, index.squeeze(-1)).unsqueeze(-1)
 
 
-def _argmax(logits: LazyLogits, _: Any, args: Any, kwargs: Any) -> Tensor | None:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if len(args) > 2 or set(kwargs) - {"dim"} or not _axis(logits, dim):
+def _argmax(logits: LazyLogits, use: Use) -> Tensor | None:
+    if len(use.args) > 1 or set(use.kwargs) - {"dim"} or not _is_over_classes(logits, use):
         return None
-    return logits.head.argmax(logits)
+    return logits.call.projection.argmax(logits)
 
 
-MATRIX_TRANSPOSE: Any = vars(torch._C.TensorBase)["mT"].__get__  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
-PRODUCTS = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul}
-RULES: dict[Any, Rule] = {
-    **dict.fromkeys(VIEWS, _reshaped),
-    **dict.fromkeys((Tensor.flatten, torch.flatten, Tensor.__getitem__, Tensor.contiguous), _reshaped),
-    **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), _reshaped),
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _permuted),
-    **dict.fromkeys((Tensor.swapaxes, Tensor.movedim, torch.movedim, MATRIX_TRANSPOSE), _permuted),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.to), _cast),
-    **dict.fromkeys((Tensor.detach, torch.detach), _detached),
-    **dict.fromkeys(PRODUCTS, _scaled),
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _scaled),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
-    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), _log_softmax),
-    **dict.fromkeys((F.cross_entropy, F.nll_loss), _loss),
-    **dict.fromkeys((Tensor.gather, torch.gather), _gathered),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
+def _hooked(logits: LazyLogits, use: Use) -> Any:
+    """Attach a hook of a library that reads no gradient of logits."""
+    hook = use.args[0] if use.args else None
+    source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    if source.startswith("torch.distributed."):  # of FSDP2: the loss has it too
+        return use.on(logits)
+    return use.on(logits.x) if source == FABRIC and logits.x.requires_grad else None
+
+
+RULES: dict[Any, Callable[[LazyLogits, Use], Any]] = {
+    func: rule
+    for rule, functions in (
+        (_loss, (F.cross_entropy, F.nll_loss)),
+        (_log_softmax, (F.log_softmax, torch.log_softmax, Tensor.log_softmax)),
+        (_gathered, (Tensor.gather, torch.gather)),
+        (_argmax, (Tensor.argmax, torch.argmax)),
+        (_reshaped, (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)),
+        (_reshaped, (Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.contiguous)),
+        (_indexed, (Tensor.__getitem__,)),
+        (_permuted, (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute)),
+        (_permuted, (Tensor.swapaxes, Tensor.movedim, torch.movedim)),
+        (_permuted, (inspect.getattr_static(Tensor, "mT").__get__,)),
+        (_cast, (Tensor.float, Tensor.double, Tensor.to)),
+        (_detached, (Tensor.detach, torch.detach)),
+        (_scaled, (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)),
+        (_scaled, (Tensor.div, Tensor.__truediv__, torch.div)),
+        (_capped, (Tensor.tanh, torch.tanh)),
+        (_hooked, (Tensor.register_hook,)),
+    )
+    for func in functions
 }
-"""What tiles can do, by function."""
+"""What may happen to logits that are not computed, by function; all else gets whole logits.
+
+A rule returns the function's result; or, as arguments of `_lazy`, what is new of the logits that it makes; or
+None, where only whole logits have the result.
+"""

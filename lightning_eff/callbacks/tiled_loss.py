@@ -1,27 +1,28 @@
 """Compute the loss of a language model in tiles, without its logits [tokens, vocabulary].
 
 The logits, their gradient and the log-softmax between them are often the largest tensors of a step. The
-output projection then returns logits that are not computed; the cross-entropy that reads them is computed
-some rows at a time (kernels/cross_entropy.py), and where something else reads them they are computed as ever.
-So an unchanged `training_step` profits, by whatever functions it or a library reaches the loss. A mean loss
-that is returned gives its number of targets to GradientAccumulation and MicroBatch as its weight.
+output projection then returns logits that are not computed (`_lazy_logits.py`); the cross-entropy that reads
+them is computed some rows at a time (kernels/cross_entropy.py), and where something else reads them they are
+computed as usual. So an unchanged `training_step` profits, whichever functions lead from it to the loss. A
+mean loss that is returned gives its number of targets to GradientAccumulation and MicroBatch as its weight.
 
 Saves: the logits of a language model, their gradient and the log-softmax: three times tokens x
     vocabulary.
-Costs: in float16, and within recomputed blocks, the projection's GEMM a fourth time. A metric of whole logits
-    has them computed beside the loss. A gradient of 16 bits is rounded once per tile, of which there are at
-    most 16.
-When not: the vocabulary is small; metrics of whole logits, which have them computed beside the loss.
+Costs: in float16, and within recomputed blocks, a fourth GEMM of the projection. A metric of whole logits
+    has them computed in addition to the loss. A gradient of 16 bits is rounded once per tile, of which there
+    are at most 16.
+When not: the vocabulary is small; metrics of whole logits, which are computed in addition to the loss.
 Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. Where
     the projection has hooks, or an adapter with dropout, its logits are computed at once. Logits that are
-    read after what they depend on has changed are refused, but for those that are held when an optimizer
-    steps. A model that is compiled as a whole has a graph break at its projection.
+    read after their weights or inputs have changed are rejected, except for logits that are held when an
+    optimizer steps. A model that is compiled as a whole has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.callbacks._late_projection import LateProjection, node_of
+from lightning_eff.callbacks._lazy_logits import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
 from lightning_eff.core.errors import TO_FSDP2, ConfigError, ConflictWarning, NoEffectWarning, Remedy
@@ -40,7 +41,6 @@ from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.cross_entropy import tile_rows_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.report.advice import Observed, Suggestion
-from lightning_eff.report.module_tracker import FORWARD
 
 GEMMS = ("mm", "addmm", "bmm", "linear")
 TILED = ("_log_softmax", "_to_copy", "clone", "mul", "div")
@@ -127,6 +127,8 @@ class TiledLoss(Tiling):
         self._unweighted: list[Tensor] = []
         """Targets per sample of those backward passes of a step that got no weight."""
         self._has_warned = False
+        self._counted: dict[LateProjection, tuple[int, Counter[str]]] = {}
+        """Losses and readers up to the last step."""
 
     def facts(self) -> Facts:
         """State that it changes the model, and which strategies would miss the backward pass of its loss."""
@@ -149,19 +151,17 @@ class TiledLoss(Tiling):
             return None
         blocks = tuple(f"{block}." for block in model_surgery.repeated_blocks(run.module))
         outside = {i: each for i, each in run.activations() if not each.path.startswith(blocks)}
-        logits = [
-            run.sizes[i] for i, each in outside.items() if each.path == name and each.operation in GEMMS
-        ]
-        losses = [run.sizes[i] for i, each in outside.items() if each.operation == "_log_softmax"]
-        if not isinstance(head, nn.Linear) or not logits or not losses:
+        of_head = [i for i, each in outside.items() if each.path == name and each.operation in GEMMS]
+        of_loss = [i for i, each in outside.items() if each.operation == "_log_softmax"]
+        size, log_softmax = (max((run.sizes[i] for i in each), default=0) for each in (of_head, of_loss))
+        # Else it is another log-softmax; in another dtype it has half or double the size of the logits.
+        if not isinstance(head, nn.Linear) or not size or not size // 2 <= log_softmax <= 2 * size:
             return None
-        # The logits, their gradient and the log-softmax, in another dtype half or double of their size.
-        size, log_softmax = max(logits), max(losses)
+        # The logits, their gradient and the log-softmax, each in any dtype.
         sizes = {factor * each // 2 for each in (size, log_softmax) for factor in (1, 2, 4)}
         whole = {i: each for i, each in outside.items() if run.sizes[i] in sizes}
-        read = {each.operation for each in whole.values() if each.phase == FORWARD}
-        if log_softmax not in range(size // 2, 2 * size + 1) or not read <= {*GEMMS, *TILED}:
-            return None  # another log-softmax, or logits that are read otherwise and computed all the same
+        if not {each.operation for each in whole.values() if each.phase == "forward"} <= {*GEMMS, *TILED}:
+            return None  # something else reads the logits, so they would be computed all the same
         rows = torch.empty(1, 1).expand(log_softmax // (4 * head.out_features), head.in_features)
         fraction = tile_rows_of(rows, head.out_features, None) / max(1, len(rows))
         return Suggestion(
@@ -171,12 +171,6 @@ class TiledLoss(Tiling):
         )
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._unweighted, self._has_warned = [], False
-
-    @override
     def tile(self, model: nn.Module) -> dict[str, LateProjection]:
         """Let the output projection compute its logits when they are read."""
         return _tile(model, self.head, self.tile_budget_mib)
@@ -184,20 +178,24 @@ class TiledLoss(Tiling):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the number of targets to exact accumulation."""
+        self._unweighted, self._has_warned = [], False
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
-                projection.keeps_means, projection.counted = True, projection.counts()
+                projection.means = []
+                self._counted[projection] = projection.num_losses, projection.readers.copy()
 
     def _weigh(self, output: Any, num_samples: int | None) -> Any:
         """Add the weight to a step's output, where that is the mean loss itself and has none."""
         rest: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
+        means: list[tuple[object, Tensor]] = []
         for projection in self._tiled.values():
             if num_samples == 0:  # of a check, which the report does not count
-                projection.num_losses, projection.readers = projection.counted
-            projection.counted = projection.counts()
-        means = [mean for projection in self._tiled.values() for mean in projection.take_means()]
+                projection.num_losses, projection.readers = self._counted[projection]
+            self._counted[projection] = projection.num_losses, projection.readers.copy()
+            means += projection.means
+            projection.means = []
         loss = rest.get("loss")
         node = node_of(loss) if isinstance(loss, Tensor) else None
         targets = next((count for each, count in means if each is node), None)
@@ -229,7 +227,6 @@ class TiledLoss(Tiling):
     def outcome(self) -> Outcome:
         """Report the tiles, the bytes that were not held, and what needed whole logits."""
         for name, each in self._tiled.items():
-            width = each.linear.out_features
             by = ", ".join(f"{reader} ({count})" for reader, count in each.readers.most_common(3))
             numbers = {
                 "head": name, "losses": each.num_losses, "tile_rows": each.tile_rows, "rows": each.rows,
@@ -239,10 +236,11 @@ class TiledLoss(Tiling):
                 did = f"no loss of {name}'s logits was computed in tiles"
                 did += f", since they were read by {by}" if by else ""
                 return Outcome(did=did, effective=False, numbers=numbers)
-            did = f"{each.num_losses} loss{'es' * (each.num_losses != 1)} of {name} "
-            did += f"in tiles of {each.tile_rows} of up to {each.rows} rows:"
-            did += f" {each.held_bytes / 2**20:.4g} MiB of logits [{each.rows}, {width}] not held"
-            did += f"; computed whole for {by}" if by else ""
+            did = (
+                f"{each.num_losses} loss{'es' * (each.num_losses != 1)} of {name} in tiles of "
+                f"{each.tile_rows} of up to {each.rows} rows: {each.held_bytes / 2**20:.4g} MiB of logits "
+                f"[{each.rows}, {each.width}] not held" + (f"; computed whole for {by}" if by else "")
+            )
             return Outcome(did=did, numbers=numbers)
         return Outcome(did=NOT_FOUND, effective=False)
 
@@ -264,38 +262,39 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
     if head is not None:
         if head not in named:
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
-            allowed = (
-                f"the name of the output projection, for example {linear[-1] if linear else 'model.head'}"
-            )
+            example = linear[-1] if linear else "model.head"
+            allowed = f"the name of the output projection, for example {example}"
             raise ConfigError(key="head", value=head, allowed=allowed)
         return head, _trained_copy(named[head])
     getters = [getattr(module, "get_output_embeddings", None) for module in (model, *named.values())]
-    found = {id(module): module for get in getters if callable(get) and (module := get()) is not None}
-    if not found:
+    outputs = {id(get()) for get in getters if callable(get)}
+    names = [name for name, module in named.items() if id(module) in outputs]
+    if not names:
         adapters = [name for name, module in named.items() if hasattr(module, model_surgery.ADAPTER)]
         inner = tuple(f"{name}." for name in (*model_surgery.repeated_blocks(model), *adapters))
-        outside = {
-            id(module): module
+        layers = {
+            name: layer
             for name, module in named.items()
-            if isinstance(_plain(module), nn.Linear) and not name.startswith(inner)
+            if isinstance(layer := _plain(module), nn.Linear) and not name.startswith(inner)
         }
         # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
-        embeddings = [module for module in named.values() if isinstance(module, nn.Embedding)]
-        weights = {p for module in embeddings for p in module.parameters(recurse=False)}
-        tied = {
-            key: each
-            for key, each in outside.items()
-            if not weights.isdisjoint(_plain(each).parameters(recurse=False))
-        }
-        wide = {
-            key: each for key, each in outside.items() if _plain(each).out_features > _plain(each).in_features
-        }
-        most = max((_plain(each).out_features for each in wide.values()), default=0)
-        found = tied or {key: each for key, each in wide.items() if _plain(each).out_features == most}
-    if not found:
+        tables = [module for module in named.values() if isinstance(module, nn.Embedding)]
+        shared = {id(p) for table in tables for p in table.parameters(recurse=False)}
+        names = [
+            name
+            for name, layer in layers.items()
+            if not shared.isdisjoint(map(id, layer.parameters(recurse=False)))
+        ]
+        if not names:
+            widths = {
+                name: layer.out_features
+                for name, layer in layers.items()
+                if layer.out_features > layer.in_features
+            }
+            names = [name for name, width in widths.items() if width == max(widths.values())]
+    if not names:
         return None
-    names = [name for name, module in named.items() if id(module) in found]
-    if len(found) > 1:
+    if len(names) > 1:
         raise ConfigError(key="head", value=None, allowed=f"one of {', '.join(names)}")
     return names[0], _trained_copy(named[names[0]])
 

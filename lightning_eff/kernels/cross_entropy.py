@@ -1,35 +1,67 @@
 """Cross-entropy, log-probabilities and distillation of an output projection, without its logits.
 
 The logits [N, V] of a language model are often the largest tensor of its step, and their gradient is as
-large. Here they exist for some rows at a time: `_cross_entropy/tiles.py` makes the tiles and the gradients of
-x, weight and bias, `_cross_entropy/rows.py` what is made of a tile's rows.
+large. Here they exist for some rows at a time: `_row_losses.py` makes the tiles, what is computed from them,
+and the gradients of x, weight and bias. Of its autograd function there are two modes:
+
+*In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the forward pass,
+and the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose gradients would
+underflow without the loss scale; a recomputed block, which would compute them twice): the forward pass keeps
+nothing but its inputs, and the backward pass computes the logits again, a fourth GEMM.
+
+Gradients are returned through the function's own inputs, so that hooks, DDP, FSDP2, tied weights and
+optimizers in the backward pass see one gradient of a weight.
 
 Why not torch's `F.linear_cross_entropy` (2.13): it ignores autocast, its float16 gradients underflow, it has
 neither softcap nor z-loss nor adapters, and returns a loss of 16 bits; `backend="torch"` takes it.
+Why not an inner `backward()` of each tile: hooks fire once a tile, and DDP rejects the second. Why not a
+checkpoint of each tile: autograd adds each tile's dW [V, D] to the last one, which takes its memory twice.
 """
 
 from __future__ import annotations
 
+import math
+import numbers
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels._cross_entropy.checks import (
-    LowRank,
-    check_low_rank,
-    check_options,
-    checked_rows,
-    checked_target,
+from lightning_eff.kernels._row_losses import (
+    PART_BYTES,
+    PART_BYTES_TRAINED,
+    CrossEntropy,
+    Divergence,
+    Projection,
+    RowLoss,
+    in_tiles,
+    tile_rows_of,
+    wide_dtype,
 )
-from lightning_eff.kernels._cross_entropy.function import Plan, TiledLoss
-from lightning_eff.kernels._cross_entropy.rows import CrossEntropy, Divergence, LogProb, wide_dtype
-from lightning_eff.kernels._cross_entropy.tiles import RowLoss, tile_rows_of
+from lightning_eff.kernels.matmul import autocast_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "tiled", "torch"]
+LowRank = tuple[Tensor, Tensor]
+"""Rows [*batch, r] and weight [V, r], whose product an adapter adds to the logits."""
+MIN = math.ulp(0.0)
+MAX = sys.float_info.max
+RANGES: dict[str, tuple[float, float, str]] = {
+    "label_smoothing": (0.0, 1.0, "0 to 1"),
+    "z_loss": (0.0, MAX, "0 (none) or a number above it, 1e-4 for example"),
+    "softcap": (MIN, MAX, "a finite number above 0, or None"),
+    "temperature": (MIN, MAX, "a finite number above 0"),
+    "beta": (0.0, 1.0, "0 (KL(teacher, student)) to 1 (KL(student, teacher))"),
+    "tile_budget_mib": (MIN, MAX, "a finite number of MiB above 0, or None"),
+}
+"""Least and largest value of each option, and both in words."""
+_untraced: Any = torch.compiler.disable
 
 
 def linear_cross_entropy(
@@ -88,7 +120,7 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.T, target))
         True
     """
-    check_options(
+    _check_options(
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature,
         tile_budget_mib=tile_budget_mib,
     )  # fmt: skip
@@ -98,8 +130,8 @@ def linear_cross_entropy(
         )
     if backend not in get_args(Backend):
         raise ConfigError(key="backend", value=backend, allowed=f"one of {', '.join(get_args(Backend))}")
-    rows, dtype = checked_rows(x, weight, target, bias=bias, class_weight=class_weight)
-    flat_target = checked_target(target, len(weight), ignore_index)
+    rows, dtype = _checked_rows(x, weight, target, bias=bias, class_weight=class_weight)
+    flat_target = _checked_target(target, len(weight), ignore_index)
     if backend == "torch":
         if label_smoothing or z_loss or softcap is not None or temperature != 1.0 or low_rank is not None:
             names = "label_smoothing, z_loss, softcap, temperature and low_rank"
@@ -117,14 +149,17 @@ def linear_cross_entropy(
     )  # fmt: skip
     kept = flat_target != ignore_index
     index = None if bool(kept.all()) else kept.nonzero().squeeze(1)
-    factor: Tensor | None = None
-    if reduction != "none":
-        factor = torch.ones((), dtype=wide, device=x.device)
-        if reduction == "mean":
-            targets = flat_target if index is None else flat_target[index]
-            factor /= weights[targets].sum() if weights is not None else len(targets)
-    values = _tiled(rows, weight, bias, low_rank, dtype, loss, index, tile_budget_mib, factor)
-    return values.view(target.shape) if reduction == "none" else values
+    pairs = _pairs(rows, weight, low_rank, dtype)
+    tile_rows = tile_rows_of(pairs[0], len(weight), tile_budget_mib)
+    if reduction == "none":
+        return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).view(target.shape)
+    factor = torch.ones((), dtype=wide, device=x.device)
+    if reduction == "mean":
+        targets = flat_target if index is None else flat_target[index]
+        factor /= len(targets) if weights is None else weights[targets].sum()
+    if _may_form_gradients(dtype):
+        return _apply(Plan(loss, dtype, tile_rows, index, factor), bias, *pairs)
+    return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).sum() * factor
 
 
 @overload
@@ -182,15 +217,16 @@ def token_logprobs(
         >>> token_logprobs(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3])).exp()
         tensor([0.2500])
     """
-    check_options(softcap=softcap, temperature=temperature, tile_budget_mib=tile_budget_mib)
-    rows, dtype = checked_rows(x, weight, target, bias=bias)
-    flat_target = checked_target(target, len(weight), None)
-    loss = LogProb(
+    _check_options(softcap=softcap, temperature=temperature, tile_budget_mib=tile_budget_mib)
+    rows, dtype = _checked_rows(x, weight, target, bias=bias)
+    flat_target = _checked_target(target, len(weight), None)
+    loss = CrossEntropy(
         target=flat_target, temperature=float(temperature), softcap=softcap, num_values=1 + with_entropy
     )
-    values = _tiled(rows, weight, bias, low_rank, dtype, loss, None, tile_budget_mib, None)
-    each = [value.view(target.shape) for value in values.unbind(1)]
-    return (each[0], each[1]) if with_entropy else each[0]
+    pairs = _pairs(rows, weight, low_rank, dtype)
+    plan = Plan(loss, dtype, tile_rows_of(pairs[0], len(weight), tile_budget_mib))
+    values = [value.view(target.shape) for value in _apply(plan, bias, *pairs).unbind(1)]
+    return (-values[0], values[1]) if with_entropy else -values[0]
 
 
 def linear_kl(
@@ -229,9 +265,9 @@ def linear_kl(
         >>> linear_kl(x, weight, x, weight).abs().max() < 1e-6
         tensor(True)
     """
-    check_options(temperature=temperature, beta=beta, tile_budget_mib=tile_budget_mib)
-    rows, dtype = checked_rows(x, weight)
-    teacher_rows, teacher_dtype = checked_rows(teacher_x, teacher_weight, of="teacher_")
+    _check_options(temperature=temperature, beta=beta, tile_budget_mib=tile_budget_mib)
+    rows, dtype = _checked_rows(x, weight)
+    teacher_rows, teacher_dtype = _checked_rows(teacher_x, teacher_weight, of="teacher_")
     own, taught = (
         f"{len(w)} classes and rows {[*h.shape[:-1]]}" for h, w in ((x, weight), (teacher_x, teacher_weight))
     )
@@ -239,41 +275,115 @@ def linear_kl(
         raise ValueError(f"a teacher of {taught} and a student of {own}: expected as many")
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
     loss = Divergence(teacher=teacher, temperature=float(temperature), beta=float(beta))
-    return _tiled(rows, weight, None, None, dtype, loss, None, tile_budget_mib, None).view(x.shape[:-1])
+    pairs = _pairs(rows, weight, None, dtype)
+    plan = Plan(loss, dtype, tile_rows_of(pairs[0], len(weight), tile_budget_mib))
+    return _apply(plan, None, *pairs).view(x.shape[:-1])
 
 
-def _tiled(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, dtype: torch.dtype,
-    loss: RowLoss, index: Tensor | None, tile_budget_mib: float | None, factor: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the values of rows, or with `factor` their sum times it."""
-    pairs = [rows.to(dtype), weight]  # the cast of the rows is autograd's, as under autocast
-    if low_rank is not None:
-        check_low_rank(low_rank, len(rows), len(weight))
-        pairs += [low_rank[0].reshape(len(rows), -1).to(dtype), low_rank[1]]
-    in_forward = factor is not None and may_form_gradients(dtype)
-    tile_rows = tile_rows_of(pairs[0], len(weight), tile_budget_mib)
-    plan = Plan(loss, dtype, index, tile_rows, factor if in_forward else None)
-    values = _untraced_apply(plan, bias, *pairs)
-    return values if in_forward or factor is None else values.sum() * factor
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a loss is computed.
+
+    Args:
+        loss: What is computed from the logits.
+        dtype: In which rows and weights are multiplied.
+        tile_rows: Rows of a tile.
+        index: The rows that have a loss; None for all.
+        factor: Of the sum of the values, a scalar whose gradients are formed in forward; None for values.
+    """
+
+    loss: RowLoss
+    dtype: torch.dtype
+    tile_rows: int
+    index: Tensor | None = None
+    factor: Tensor | None = None
+
+    def projection(
+        self, bias: Tensor | None, pairs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Projection, list[Tensor | None]]:
+        """Return the projection in the dtype of its products, and which of its tensors get gradients."""
+        receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
+        cast = [each.detach().to(self.dtype) for each in pairs]
+        is_trained = any(each is not None for each in receivers[2::2])
+        projection = Projection(
+            list(zip(cast[::2], cast[1::2], strict=True)), None if bias is None else bias.detach(),
+            self.index, self.tile_rows, PART_BYTES_TRAINED if is_trained else PART_BYTES,
+        )  # fmt: skip
+        return projection, receivers
 
 
-_untraced: Any = torch.compiler.disable
-_untraced_apply: Any = _untraced(TiledLoss.apply)
-"""The number of tiles depends on values: a compiler that meets them breaks its graph here."""
+class LossInTiles(torch.autograd.Function):
+    """The values of rows [N, k], or with a factor their sum times it."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
+        """Compute values, and with a factor the gradients too."""
+        ctx.save_for_backward(bias, *pairs)
+        ctx.plan = plan
+        grads = None if plan.factor is None else plan.factor.expand(len(pairs[0]), 1)
+        needs = ctx.needs_input_grad[1:] if grads is not None else [False] * (1 + len(pairs))
+        projection, receivers = plan.projection(bias, pairs, needs)
+        with torch.autocast(pairs[0].device.type, enabled=False):
+            values, ctx.gradients = in_tiles(projection, plan.loss, grads, receivers)
+        return values if plan.factor is None else values.sum() * plan.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients that forward has formed, times `grad`; else form them.
+
+        Raises:
+            RuntimeError: A second derivative is prepared.
+        """
+        if torch.is_grad_enabled():  # torch would take these gradients for constants
+            raise RuntimeError(
+                "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
+            )
+        bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
+        plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
+        if plan.factor is not None:
+            if gradients is not None:
+                return None, *[None if each is None else each.mul_(grad) for each in gradients]
+            # The second backward pass of a graph that was retained.
+            grad = (grad * plan.factor).expand(len(pairs[0]), 1)
+        projection, receivers = plan.projection(bias, pairs, ctx.needs_input_grad[1:])
+        with torch.autocast(pairs[0].device.type, enabled=False):
+            return None, *in_tiles(projection, plan.loss, grad, receivers)[1]
+
+
+_apply: Any = _untraced(LossInTiles.apply)
+"""The number of tiles depends on values: a compiler that reaches them breaks its graph here."""
 
 
 @_untraced
-def may_form_gradients(dtype: torch.dtype) -> bool:
+def _may_form_gradients(dtype: torch.dtype) -> bool:
     """Return whether the gradients of a scalar are formed in the forward pass.
 
     Not in float16, where they would underflow without the loss scale; nor where they are not wanted; nor
-    within a checkpoint, whose forward pass runs twice: it is seen by its hooks on saved tensors.
+    within a checkpoint, whose forward pass runs twice: it is detected by its hooks on saved tensors.
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False
     autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(True) is None  # noqa: SLF001, FBT003
+
+
+def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.dtype) -> list[Tensor]:
+    """Return rows and weight of each product; the cast of the rows is autograd's, as under autocast.
+
+    Raises:
+        ValueError: An adapter's shapes do not fit the projection.
+    """
+    pairs = [rows.to(dtype), weight]
+    if low_rank is None:
+        return pairs
+    low, up = low_rank
+    fits = up.ndim == 2 and len(up) == len(weight) and low.shape[-1:] == up.shape[1:]
+    if not fits or low.numel() != len(rows) * up.shape[1]:
+        raise ValueError(
+            f"low_rank {list(low.shape)} and {list(up.shape)}: expected rows [*batch, r], {len(rows)} "
+            f"in all, and a weight [{len(weight)}, r]"
+        )
+    return [*pairs, low.reshape(len(rows), -1).to(dtype), up]
 
 
 def _by_torch(
@@ -294,3 +404,80 @@ def _by_torch(
             ignore_index=ignore_index, options=options,
         )  # fmt: skip
     return values.view(target.shape) if reduction == "none" else values
+
+
+def _check_options(**options: Any) -> None:
+    """Check numbers; None is an option that is not set.
+
+    Not by `core.arguments`: beartype is not there where kernels alone are measured.
+
+    Raises:
+        ConfigError: One is no number, or outside its range.
+    """
+    for key, value in options.items():
+        least, largest, allowed = RANGES[key]
+        is_number = isinstance(value, numbers.Real) and value is not True and value is not False
+        if not (is_number and least <= float(value) <= largest) and not (value is None and "None" in allowed):
+            raise ConfigError(key=key, value=value, allowed=allowed)
+
+
+def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
+    """Return the dtype in which rows and weight are multiplied; `of` begins the names of both.
+
+    Raises:
+        TypeError: Dtypes that do not fit.
+    """
+    cast = autocast_dtype(x.device.type, x.dtype, weight.dtype)
+    if not x.dtype.is_floating_point or (cast is None and x.dtype != weight.dtype):
+        msg = f"{of}x of {x.dtype} and {of}weight of {weight.dtype}"
+        raise TypeError(f"{msg}: expected one floating-point dtype, or autocast")
+    return cast or x.dtype
+
+
+def _checked_rows(
+    x: Tensor, weight: Tensor, target: Tensor | None = None, *, of: str = "", **by_class: Tensor | None
+) -> tuple[Tensor, torch.dtype]:
+    """Return the rows [N, D], and the dtype in which they are multiplied; `of` begins the names of both.
+
+    Raises:
+        ValueError: Shapes that do not fit.
+        TypeError: Dtypes that do not fit, or a module in place of its weight.
+    """
+    if isinstance(weight, nn.Module):
+        raise TypeError(
+            f"{of}weight is a module, {type(weight).__name__}: pass head.weight, and head.bias as bias"
+        )
+    has_target_shape = target is None or x.shape[:-1] == target.shape
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1:] != weight.shape[1:] or not has_target_shape:
+        hint = ""
+        if weight.numel() == 0:
+            hint = "; a sharded weight is whole only within its module's forward: use callbacks/tiled_loss"
+        found = f", target {list(target.shape)}" if target is not None else ""
+        expected = ", target [*batch]" if found else ""
+        msg = f"{of}x {list(x.shape)}, {of}weight {list(weight.shape)}{found}: expected {of}x [*batch, d], "
+        raise ValueError(f"{msg}{of}weight [v, d]{expected}{hint}")
+    for name, each in by_class.items():
+        if each is not None and each.shape != weight.shape[:1]:
+            raise ValueError(f"{name} {list(each.shape)}: expected one value per class, [{len(weight)}]")
+    return x.reshape(-1, x.shape[-1]), product_dtype(x, weight, of=of)
+
+
+def _checked_target(target: Tensor, num_classes: int, ignore_index: int | None) -> Tensor:
+    """Return targets [N]; on a GPU one that is no class fails as in torch, without waiting for its value.
+
+    Raises:
+        IndexError: One is no class.
+        TypeError: They are no integers.
+    """
+    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
+        raise TypeError(f"target of {target.dtype}: expected integers; for probabilities use linear_kl")
+    flat = target.reshape(-1).to(torch.int64)
+    if flat.device.type == "cpu" and not is_fake(flat):
+        is_wrong = (flat < 0) | (flat >= num_classes)
+        if ignore_index is not None:
+            is_wrong &= flat != ignore_index
+        if is_wrong.any():
+            value = int(flat[is_wrong][0])
+            hint = ": select rows with labels != -100 first" if ignore_index is None and value == -100 else ""
+            raise IndexError(f"Target {value} is out of bounds, of {num_classes} classes{hint}")
+    return flat

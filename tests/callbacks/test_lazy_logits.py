@@ -74,6 +74,17 @@ def written_as_data(net: Any) -> Tensor:
     return ce(logits)
 
 
+def written_after_a_view(net: Any) -> Tensor:
+    logits = net(X)
+    flat, halved = logits.view(-1, V), logits / 2
+    logits.mul_(2.0)
+    return F.cross_entropy(flat, Y.flatten()) + ce(halved)
+
+
+def other_order_of_classes(net: Any) -> Tensor:
+    return ce(net(X)[..., torch.arange(V).flip(0)]) + ce(net(X)[:, :, :V])
+
+
 def replaced_forward(net: Any) -> Tensor:
     inner = net.head.forward
     net.head.forward = lambda x: inner(x) * 2
@@ -93,7 +104,7 @@ def sixteen_bits_reach_it(net: Any) -> Tensor:
 
 SAME: list[Callable[[Any], Tensor]] = [
     hooked_logits, hooked_head, without_gradients, masked_without_gradients, written_by_a_function,
-    written_as_data, replaced_forward, under_autocast,
+    written_as_data, written_after_a_view, other_order_of_classes, replaced_forward, under_autocast,
     sixteen_bits_reach_it,
 ]  # fmt: skip
 

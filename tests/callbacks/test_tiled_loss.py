@@ -21,7 +21,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
-from lightning_eff.kernels._cross_entropy import tiles
+from lightning_eff.kernels import cross_entropy
 from lightning_eff.models.gpt import GPT
 from tests.support.language import token_rows
 from tests.support.models import fit, make_trainer
@@ -72,6 +72,8 @@ TILED: dict[str, Callable[[Any], Tensor]] = {
     ),
     "each": lambda m: F.cross_entropy(m(X).flatten(0, 1), Y.flatten(), reduction="none").square().mean(),
     "detached": lambda m: F.cross_entropy(m(X).detach().mT, Y) * F.cross_entropy(m(X).mT, Y),
+    "detached by a function": lambda m: F.cross_entropy(torch.detach(m(X)).mT, Y) + _by_keywords(m(X)),
+    "by keywords": lambda m: _by_keywords(m(X)),
     "accuracy": lambda m: _with_accuracy(m(X)),
 }
 WHOLE: dict[str, Callable[[Any], Tensor]] = {
@@ -86,6 +88,10 @@ WHOLE: dict[str, Callable[[Any], Tensor]] = {
     "negative": lambda m: F.cross_entropy((m(X) * -1.0).mT, Y),
     "axis": lambda m: m(X).log_softmax(1).square().mean(),
 }
+
+
+def _by_keywords(logits: Tensor) -> Tensor:
+    return F.cross_entropy(input=torch.permute(input=logits, dims=(0, 2, 1)), target=Y)
 
 
 def _with_accuracy(logits: Tensor) -> Tensor:
@@ -364,11 +370,13 @@ def test_sharding_that_waits_for_the_gradient_of_logits_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("part_bytes", [tiles.PART_BYTES_TRAINED, 1], ids=["whole tiles", "parts of tiles"])
+@pytest.mark.parametrize(
+    "part_bytes", [cross_entropy.PART_BYTES_TRAINED, 1], ids=["whole tiles", "parts of tiles"]
+)
 def test_it_is_predicted_to_the_byte(part_bytes: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.prediction import GPT_OF
 
-    monkeypatch.setattr(tiles, "PART_BYTES_TRAINED", part_bytes)  # of 1: a part is one row
+    monkeypatch.setattr(cross_entropy, "PART_BYTES_TRAINED", part_bytes)  # of 1: a part is one row
     assert_predicted_is_measured(GPT_OF, lambda: {"callbacks": [TiledLoss(tile_budget_mib=1e-2)]}, tmp_path)
 
 

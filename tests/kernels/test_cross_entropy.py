@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels._cross_entropy import function
-from lightning_eff.kernels._cross_entropy.tiles import Projection
+from lightning_eff.kernels import cross_entropy
+from lightning_eff.kernels._row_losses import Projection
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy, linear_kl, token_logprobs
 from tests.support import whole_logits
 from tests.support.whole_logits import CLASSES, ROWS, SEVERAL_TILES_MIB, WIDTH, error, gradients, make_inputs
@@ -145,7 +145,7 @@ def test_gradients_of_float32_logits_reach_the_16_bit_products(
     tiled: Any, whole: Any, scaling: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an H100 they did not: the gradient of the rows was whatever the buffer of 16 bits had held."""
-    monkeypatch.setattr(function, "Projection", Float32Logits)
+    monkeypatch.setattr(cross_entropy, "Projection", Float32Logits)
     given = make_inputs(torch.bfloat16)
     x, weight, target = given["x"], given["weight"], given["target"].clamp(min=0)
     exact_x, exact_weight = (each.detach().double().requires_grad_() for each in (x, weight))

@@ -224,14 +224,14 @@ def test_a_compiled_function_breaks_its_graph_here_and_computes_the_same() -> No
 def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
     x, weight, target = inputs()
     weight.requires_grad_(not frozen)
-    tile, mask, scalars = N // TILES * V * 4, N, 3 * 4
+    tile, mask, scalar = N // TILES * V * 4, N, 4
     returned = x.nbytes + (0 if frozen else weight.nbytes)
     of_rows = 4 * N + 11 * 4 * N // TILES  # values, and eleven numbers of a tile's row
     with LiveBytes() as live:
         live.add([x, weight, target])
         before = live.now_bytes
         loss_of(x, weight, target).backward()
-    assert live.peak_bytes - before == tile + returned + mask + scalars + of_rows
+    assert live.peak_bytes - before == tile + returned + mask + scalar + of_rows
     with LiveBytes() as live:
         live.add([x, weight, target])
         F.cross_entropy(F.linear(x, weight), target).backward()

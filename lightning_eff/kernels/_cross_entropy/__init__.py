@@ -1,1 +1,0 @@
-"""Private parts of `kernels/cross_entropy`."""

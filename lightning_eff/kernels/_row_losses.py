@@ -1,0 +1,376 @@
+"""Losses of an output projection's logits, of which one tile of rows exists at a time.
+
+    l [R, V] = x [R, D] @ W [V, D].T + bias            for the R rows of a tile, out of N
+    values [R, k], G [R, V] = what a `RowLoss` computes from l; G is the gradient of l
+    dx [R, D] = G @ W;  dW [V, D] += G.T @ x
+
+A projection with an adapter is a sum of two products, x @ W.T + u @ B.T, which are never merged.
+
+Before a loss reads them, logits are scaled: softcap * tanh(l / softcap) / temperature. Then
+
+    lse = log(sum_c exp(l_c)),  p_c = exp(l_c - lse)
+
+Cross-entropy, with target t, class weights w (1 without), label smoothing s and z-loss z:
+
+    loss = w_t * ((1 - s) * (lse - l_t) + z * lse^2) + s / V * sum_c w_c * (lse - l_c)
+    dloss / dl_c = A * p_c - (1 - s) * w_t * [c = t] - s / V * w_c
+    A = w_t * (1 - s + 2 * z * lse) + s / V * sum_c w_c
+
+Where logits are rounded to 16 bits (a CPU has no product of 16 bits with a float32 result), the target's
+logit is computed in float32, in the loss and in lse alike: the other roundings average out, its own does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from typing_extensions import override
+
+MIB = 1 << 20
+MIN_BUDGET_MIB = {"cpu": 16, "cuda": 64}
+"""Least default of `tile_budget_mib`: a CPU's tiles stay near its caches, a GPU's fill it."""
+MIN_TILES = 8
+"""Tiles of a loss with the default budget: with a small vocabulary fewer would save too little."""
+MIN_ROWS = 64
+"""Rows of a tile with the default budget."""
+MAX_16_BIT_TILES = 16
+"""Each tile rounds a weight gradient of 16 bits once more."""
+PART_BYTES = 1 << 18
+"""Float32 logits that a CPU works on at once within a tile, at least: they stay in its caches."""
+PART_BYTES_TRAINED = 1 << 20
+"""The same where the weight gets a gradient, which takes more memory than they do: fewer calls."""
+CONVERTED_ROWS = 32
+"""Rows that are converted to float32 at once."""
+MAX_PARTS = 64
+"""Parts of a tile on a CPU."""
+
+Rows = Any
+"""Which rows: a slice, or indices."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which losses of logits are computed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A sum of products, in the dtype in which they are multiplied.
+
+    Args:
+        pairs: Rows [N, D] and weight [V, D], each with its own D.
+        bias: [V], or None.
+        index: The rows that have a loss; None for all.
+        tile_rows: Rows of a tile.
+        part_bytes: `PART_BYTES`, or `PART_BYTES_TRAINED`.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    bias: Tensor | None
+    index: Tensor | None
+    tile_rows: int
+    part_bytes: int = PART_BYTES
+
+    def tiles(self) -> Iterator[tuple[Rows, Tensor]]:
+        """Yield rows and their logits, all in one buffer."""
+        x, weight = self.pairs[0]
+        num_rows = len(x) if self.index is None else len(self.index)
+        wide = x.is_cuda and x.dtype.itemsize == 2  # CUDA can keep the float32 that it accumulated
+        options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
+        step = max(1, min(self.tile_rows, num_rows))
+        buffer = torch.empty(step, len(weight), dtype=torch.float32 if wide else x.dtype, device=x.device)
+        for start in range(0, num_rows, step):
+            at = slice(start, min(start + step, num_rows))
+            logits = buffer[: at.stop - start]
+            at = at if self.index is None else self.index[at]
+            torch.mm(x[at], weight.T, **options, out=logits)
+            for more, low_rank in self.pairs[1:]:
+                logits.addmm_(more[at].to(logits.dtype), low_rank.T.to(logits.dtype))
+            if self.bias is not None:
+                logits.add_(self.bias)
+            yield at, logits
+
+    def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+        """Yield views of a tile's rows, and of other tensors: on a CPU as many as stay in its caches.
+
+        Of a tile without values only the first rows: the others would need as much memory again.
+        """
+        num_rows, width = logits.shape
+        fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
+        step = num_rows if logits.is_cuda else fitting
+        # By split: one call for all views of a tensor, since there are many of them.
+        views = [repeat(None) if each is None else each.split(step) for each in (logits, *others)]
+        return islice(zip(*views), 1 if is_fake(logits) else None)  # noqa: B905 - Nones repeat for ever
+
+    def columns(self, at: Rows, columns: Tensor) -> Tensor:
+        """Return one logit of each row in float32 [r]: that of the given column."""
+        exact = torch.zeros(len(columns), device=columns.device)
+        for x, weight in self.pairs:
+            rows = x[at]
+            for start in range(0, len(columns), CONVERTED_ROWS):
+                some = slice(start, start + CONVERTED_ROWS)
+                exact[some] += (rows[some].float() * weight[columns[some]].float()).sum(-1)
+                if is_fake(x):  # the others would need as much memory again, as in `parts`
+                    break
+        return exact if self.bias is None else exact + self.bias[columns]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowLoss:
+    """What is computed from rows of scaled logits."""
+
+    softcap: float | None = None
+    temperature: float = 1.0
+    num_values: int = 1
+    """Values of a row."""
+
+    def of_tile(
+        self,
+        projection: Projection,
+        at: Rows,
+        logits: Float[Tensor, "r v"],
+        grads: Float[Tensor, "r k"] | None,
+        out: Float[Tensor, "r v"] | None,
+    ) -> Float[Tensor, "r k"]:
+        """Return the values of rows and, with their gradients `grads`, write those of the logits to `out`.
+
+        Args:
+            projection: What made the logits.
+            at: Which rows of the loss's own tensors they are.
+            logits: May be overwritten.
+            grads: Gradients of the values; None for none.
+            out: In the dtype of the products; where that is the logits' dtype, `out` is `logits`.
+        """
+        raise NotImplementedError
+
+    def scale(self, logits: Tensor) -> Tensor:
+        """Return scaled logits, in float32 at least and in their own memory if they have that dtype."""
+        if logits.dtype.itemsize == 2:
+            logits = logits.float()
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def unscale(self, grad: Tensor, scaled: Tensor) -> Tensor:
+        """Turn the gradient of scaled logits into that of the logits, in place; overwrite `scaled`."""
+        if self.softcap is not None:
+            tanh = scaled.mul_(self.temperature / self.softcap)
+            grad.addcmul_(grad * tanh, tanh, value=-1.0)  # d tanh(u) / du = 1 - tanh(u)^2
+        return grad if self.temperature == 1.0 else grad.div_(self.temperature)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CrossEntropy(RowLoss):
+    """Cross-entropy and, as a second value if there are two, the entropy of the row."""
+
+    target: Tensor
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    class_weight: Tensor | None = None
+
+    @override
+    def of_tile(
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        target, weights, has_entropy = self.target[at].unsqueeze(1), self.class_weight, self.num_values == 2
+        rounded, exact = self._target_logits(projection, at, logits)
+        # By the formula: w_t, s / V * w_c, and s / V * sum_c w_c.
+        weight: Any = 1.0 if weights is None else weights[target]
+        of_class: Any = (1.0 if weights is None else weights) * (self.label_smoothing / logits.shape[1])
+        of_classes: Any = self.label_smoothing if weights is None else of_class.sum()
+        # Columns [r, 1] that the parts fill: the largest logit, its p, the target's p, and a sum over classes
+        # of s / V * w_c * l_c, or else of -p_c * log p_c.
+        stats = logits.new_empty(4, len(logits), 1, dtype=wide_dtype(logits.dtype)).unbind()
+        factors = self._factors(grads, weight, of_classes)
+        for (
+            row, row_target, of_p, of_target, of_lse, of_all, of_entropy, row_out,
+            row_top, row_max, row_p_target, row_sum,
+        ) in projection.parts(logits, target, *factors, out, *stats):  # fmt: skip
+            scaled = self.scale(row)
+            torch.amax(scaled, -1, keepdim=True, out=row_top)
+            if self.label_smoothing:
+                torch.sum(scaled * of_class, -1, keepdim=True, out=row_sum)
+            # In the memory of the scaled logits, unless `unscale` needs them.
+            p = torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
+            torch.amax(p, -1, keepdim=True, out=row_max)
+            torch.gather(p, 1, row_target, out=row_p_target)
+            surprise = torch.special.entr(p) if has_entropy else None  # -p * log p
+            if surprise is not None:
+                torch.sum(surprise, -1, keepdim=True, out=row_sum)
+            if row_out is None:
+                continue
+            factor = of_p if of_lse is None else of_p + of_lse * (row_top - row_max.log())
+            if surprise is not None:  # d entropy / d l_c = -p_c * log p_c - p_c * entropy
+                p.mul_(factor - of_entropy * row_sum).addcmul_(surprise, of_entropy)
+            else:
+                p.mul_(factor)
+            p.scatter_add_(1, row_target, of_target)
+            if of_all is not None:
+                p.sub_(of_all * of_class)
+            row_out.copy_(self.unscale(p, scaled))  # nothing moves where `out` is the memory of the logits
+            del p, scaled, surprise  # before the next part is converted
+        return self._values(stats, weight, of_classes, rounded, exact)
+
+    def _factors(self, grads: Tensor | None, weight: Any, of_classes: Any) -> list[Tensor | None]:
+        """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, the entropy's."""
+        if grads is None:
+            return [None] * 5
+        s, grad = self.label_smoothing, grads[:, :1]
+        of_p = grad * (weight * (1.0 - s) + of_classes)
+        of_lse = grad * weight * (2.0 * self.z_loss) if self.z_loss else None
+        of_entropy = grads[:, 1:] if self.num_values == 2 else None
+        return [of_p, grad * weight * (s - 1.0), of_lse, grad if s else None, of_entropy]
+
+    def _values(
+        self, stats: Sequence[Tensor], weight: Any, of_classes: Any, rounded: Tensor, exact: Tensor
+    ) -> Tensor:
+        top, p_max, p_target, sums = stats
+        # lse - top is the log of the largest probability, and not of a sum of exponentials, in which the loss
+        # of a target that is nearly certain would be lost.
+        above = -p_max.log()
+        if rounded is not exact:
+            above += torch.log1p(p_target * torch.expm1(exact - rounded))
+        lse = top + above
+        values = (top - exact + above) * weight * (1.0 - self.label_smoothing)
+        if self.z_loss:
+            values += self.z_loss * weight * lse.square()
+        if self.label_smoothing:
+            values += of_classes * lse - sums
+        return values if self.num_values == 1 else torch.cat([values, sums], 1)
+
+    def _target_logits(self, projection: Projection, at: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scaled logit of each row's target [r, 1], as it is among the logits and exact."""
+        rounded = self.scale(logits.gather(1, self.target[at].unsqueeze(1)))
+        if logits.dtype.itemsize > 2:
+            return rounded, rounded
+        exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
+        # Where a rounding is more than a nat, as it is of logits of 1e3, those of the others are as large.
+        return rounded, torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divergence(RowLoss):
+    """Generalized Jensen-Shannon divergence of a student s and a teacher t, with m = (1 - beta) s + beta t.
+
+    beta * KL(t, m) + (1 - beta) * KL(s, m), and its limits: KL(t, s) for beta 0, KL(s, t) for beta 1. The
+    gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m), or log(s / t).
+    """
+
+    teacher: tuple[Tensor, Tensor]
+    beta: float
+
+    @override
+    def of_tile(
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        x, weight = self.teacher
+        taught = x[at] @ weight.T
+        values = logits.new_empty(len(logits), 1, dtype=wide_dtype(logits.dtype))
+        for row, row_taught, row_value, grad, row_out in projection.parts(logits, taught, values, grads, out):
+            scaled = self.scale(row)
+            log_s = torch.log_softmax(scaled, -1)
+            log_t = torch.log_softmax(self.scale(row_taught), -1)
+            value, gradient = self._value(log_s, log_t)
+            row_value.copy_(value)
+            if row_out is not None:
+                row_out.copy_(self.unscale(gradient.mul_(grad), scaled))
+        return values
+
+    def _value(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the divergence of rows [r, 1], and the gradient of their scaled logits [r, V]."""
+        s, t, beta = log_s.exp(), log_t.exp(), self.beta
+        if beta == 0.0:
+            return (t * (log_t - log_s)).sum(-1, keepdim=True), s - t
+        log_m = log_t
+        if beta < 1.0:
+            log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+        u = log_s - log_m
+        of_student = (s * u).sum(-1, keepdim=True)
+        gradient = s.mul_(u - of_student)
+        if beta == 1.0:
+            return of_student, gradient
+        of_teacher = (t * (log_t - log_m)).sum(-1, keepdim=True)
+        return beta * of_teacher + (1.0 - beta) * of_student, gradient.mul_(1.0 - beta)
+
+
+def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
+    """Return how many rows of float32 logits fit into the budget.
+
+    Args:
+        x: The rows [N, D].
+        width: Columns of the logits.
+        budget_mib: In MiB; None for the larger of `MIN_BUDGET_MIB` and the bytes of `x`, but at most an
+            eighth of the rows.
+
+    Example:
+        >>> tile_rows_of(torch.zeros(1024, 256), 32000, None)
+        128
+    """
+    least = MIN_BUDGET_MIB.get(x.device.type, MIN_BUDGET_MIB["cuda"]) * MIB
+    budget = max(least, x.nbytes) if budget_mib is None else budget_mib * MIB
+    fitting = max(1, int(budget / (4 * max(width, 1))))
+    if budget_mib is None:
+        fitting = min(fitting, max(MIN_ROWS, -(-len(x) // MIN_TILES)))
+    if x.dtype.itemsize == 2:
+        fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
+    # As many tiles as needed, of about the same size: a multiple of 8 where that still fits.
+    even = -(-len(x) // max(1, -(-len(x) // fitting)))
+    return max(1, min(-(-even // 8) * 8, fitting))
+
+
+def in_tiles(
+    projection: Projection,
+    loss: RowLoss,
+    grads: Float[Tensor, "n k"] | None = None,
+    receivers: Sequence[Tensor | None] = (),
+) -> tuple[Float[Tensor, "n k"], list[Tensor | None]]:
+    """Return the values of all rows, 0 for rows without a loss, and the gradients of what receives one.
+
+    Args:
+        projection: What makes the logits.
+        loss: What is computed from them.
+        grads: Gradients of the values; None for values only.
+        receivers: The bias, then each pair's rows and weight; None for what needs no gradient. Their
+            gradients have their dtypes.
+    """
+    x = projection.pairs[0][0]
+    values = x.new_zeros(len(x), loss.num_values, dtype=wide_dtype(x.dtype))
+    found = [None if each is None else torch.zeros_like(each) for each in receivers]
+    low: Tensor | None = None  # gradient of the logits, in the dtype of the products
+    for at, logits in projection.tiles():
+        if grads is None:
+            values[at] = loss.of_tile(projection, at, logits, None, None)
+            continue
+        if low is None:
+            low = logits if logits.dtype == x.dtype else torch.empty_like(logits, dtype=x.dtype)
+        grad = low[: len(logits)]
+        values[at] = loss.of_tile(projection, at, logits, grads[at], grad)
+        if found[0] is not None:
+            found[0] += grad.sum(0, dtype=values.dtype)
+        for (rows, weight), of_rows, of_weight in zip(
+            projection.pairs, found[1::2], found[2::2], strict=True
+        ):
+            if of_rows is not None:
+                of_rows[at] = grad @ weight
+            if of_weight is not None:
+                _add_product(of_weight, grad, rows[at])
+    return values, found
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add `grad.T @ x` [V, D] to `total`."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad.T, x)
+        return
+    # A float32 gradient of 16-bit products, in slices: each is added when it is made.
+    step = max(1, len(total) // MAX_16_BIT_TILES)
+    for start in range(0, len(total), step):
+        total[start : start + step] += grad[:, start : start + step].T @ x
