@@ -91,10 +91,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
         lazy = sharded.lazy_checkpoint(sharded.verified_index(path))
         return lazy | {"state_dict": sharded.materialize(lazy.get("state_dict"))}
     digest.read_with(path, digest.verify)
-    try:
-        content: Any = load_plain(path, mmap=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
+    content = digest.read_with(path, lambda _: load_plain(path, mmap=True))
     if not isinstance(content, dict):
         raise CheckpointError(f"checkpoint {path} is not loaded: no Trainer wrote it")
     return content

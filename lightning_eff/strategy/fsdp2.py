@@ -48,14 +48,7 @@ from lightning_eff.checkpoint import full_state
 from lightning_eff.checkpoint.sharded import is_sharded_checkpoint
 from lightning_eff.core import rules, shards
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import (
-    TO_AUTO_STRATEGY,
-    TO_DDP,
-    TO_TWO_DEVICES,
-    TO_ZERO,
-    Remedy,
-    for_fabric,
-)
+from lightning_eff.core.errors import TO_AUTO_STRATEGY, TO_DDP, TO_TWO_DEVICES, TO_ZERO, Remedy, for_fabric
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
