@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.checkpoint.sharded_write import remove_leftovers
+from lightning_eff.checkpoint.sharded import remove_leftovers
 from lightning_eff.config import loggers
 from lightning_eff.config.ckpt_path import (
     FinishedRunError,

@@ -1,11 +1,13 @@
 """Checkpoint files that appear in one step, are verified before use, and hold only tensors and plain values.
 
-`checkpoint_io/durable` is this for a Trainer. Fabric's strategies fall back to it, since what Lightning falls
-back to writes over the previous checkpoint.
+`AtomicFiles` writes and reads them, and folders with a file for each rank (sharded.py).
+`checkpoint_io/durable` is this for a Trainer. Strategies that were given no CheckpointIO fall back to it,
+since what Lightning falls back to writes over the previous checkpoint.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
@@ -13,6 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,18 +25,17 @@ from lightning.fabric.plugins.io import CheckpointIO
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_eff.checkpoint import digest, sharded, sharded_write
-from lightning_eff.checkpoint.atomic_write import make_folder, save_error, write_with_digest
-from lightning_eff.checkpoint.background_writer import BackgroundWriter
-from lightning_eff.checkpoint.lazy_tensor import materialize
+from lightning_eff.checkpoint import digest, sharded
+from lightning_eff.checkpoint.atomic_write import disk_errors, make_folder, write_with_digest
 from lightning_eff.checkpoint.safe_load import load_plain, with_plain_hparams
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.checkpoint_stamp import nested_dict
-from lightning_eff.core.errors import CheckpointError, CheckpointWarning, Remedy
+from lightning_eff.core.errors import TO_FULL_CHECKPOINTS, CheckpointError, CheckpointWarning, Remedy
 from lightning_eff.core.finite import nonfinite
 from lightning_eff.core.optimization.first_gradients import parameters_have
 
 log = logging.getLogger(__name__)
+_TO_TORCH = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
 
 
 @dataclass
@@ -80,13 +82,9 @@ class AtomicFiles(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save, or raise and leave the previous file unchanged; with `asynchronous` return after copying."""
-        if storage_options is not None:
-            raise TypeError(f"storage_options={storage_options!r}: local disks have no options")
         start = time.perf_counter()
-        target = _local(path)
-        self._writer.wait()
-        self.check_weights(checkpoint, target)
-        self._clean_up(target.parent)
+        target = _local(path, storage_options=storage_options)
+        self._prepare_save(checkpoint, target)
         checkpoint = with_plain_hparams(checkpoint)
         if self.asynchronous and not self._is_run_over:
             buffer = io.BytesIO()
@@ -100,29 +98,51 @@ class AtomicFiles(CheckpointIO):
             self._write(target, lambda file: torch.save(checkpoint, file))
         self._statistics.waited_s += time.perf_counter() - start
 
-    def check_weights(self, checkpoint: Mapping[str, Any], path: Path) -> None:
-        """Reject weights that are no longer finite; in a first save, if the optimizer's state is not finite.
+    def save_shards(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | Path,
+        ranks: sharded.Ranks,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Save a checkpoint with DTensors to a folder, each rank its rows, at the call.
 
-        Raises:
-            CheckpointError: There are some.
+        A collective of all ranks; `checkpoint` and the errors are as in `sharded.save`.
         """
+        start = time.perf_counter()
+        target = _local(path, TO_FULL_CHECKPOINTS, storage_options=storage_options)
+        with ranks.all_or_none():
+            self._prepare_save(checkpoint, target)
+        num_bytes = sharded.save(checkpoint, target, ranks)
+        self._count_save(target, num_bytes, time.perf_counter() - start)
+        self._statistics.waited_s += time.perf_counter() - start
+
+    def _prepare_save(self, checkpoint: Mapping[str, Any], target: Path) -> None:
+        """Wait for the save before, check that weights are finite, and clean up where they will lie.
+
+        In a first save, also weights that are not finite are accepted while the optimizer's state is finite.
+        """
+        self._writer.wait()
         found = nonfinite(nested_dict(checkpoint, "state_dict"))
         if self._nonfinite is None:
             states = dict(enumerate(tree_leaves(checkpoint.get("optimizer_states")) if found else ()))
             self._nonfinite = set() if nonfinite(states) else found
         if broken := sorted(found - self._nonfinite):
-            text = f"checkpoint {path} was not saved: {parameters_have(broken)} values that are not finite; "
+            text = f"checkpoint {target} was not saved: {parameters_have(broken)} values that are not finite"
             kept = sorted((p.stat().st_mtime_ns, p) for p in self._own_files if p.exists())
-            text += f"the last finite checkpoint is {kept[-1][1]}" if kept else "none was saved before"
+            text += f"; the last finite checkpoint is {kept[-1][1]}" if kept else "; none was saved before"
             text += "\n  try: ckpt_path=PATH of a finite checkpoint, and a smaller optimizer.lr"
             raise CheckpointError(text)
+        if target.parent not in self._cleaned:
+            self._cleaned.add(target.parent)
+            for path in sharded.remove_leftovers(target.parent):
+                self._statistics.num_orphans += 1
+                log.info("removed %s, left by a process that died while saving", path)
 
     def _write(self, target: Path, fill: Callable[[Any], object]) -> None:
         start = time.perf_counter()
-        try:
+        with disk_errors(target, fill):
             written = write_with_digest(target, fill)
-        except OSError as error:
-            raise save_error(target, error, fill) from error
         if not self._statistics.num_saves:
             try:
                 load_plain(target, map_location="meta", mmap=True)
@@ -138,35 +158,17 @@ class AtomicFiles(CheckpointIO):
         self._statistics.saved_bytes += num_bytes
         self._statistics.writing_s += duration_s
 
-    def folder_saved(self, path: Path, num_bytes: int, duration_s: float) -> None:
-        """Record a folder that a strategy wrote, so that it may be removed."""
-        self._clean_up(path.parent)
-        self._count_save(path, num_bytes, duration_s)
-        self._statistics.waited_s += duration_s
-
-    def folder_loaded(self, path: Path) -> None:
-        """Record a folder that a strategy verified and loaded."""
-        self._clean_up(path.parent)
-        self._statistics.num_verified += 1
-        self._own_files.add(_resolve_folder(path))
-
     @override
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Verify, then load tensors and plain values, to the CPU by default."""
-        target = _local(path)
-        if weights_only is False:
-            raise CheckpointError(
-                f"checkpoint {target} is not loaded: weights_only=False would run code that it holds\n"
-                "  try: weights_only=None, and torch.serialization.add_safe_globals([...]) for what you trust"
-            )
+        target = _local(path, weights_only=weights_only)
         self._writer.wait()
         if target.is_dir():
-            state = sharded.lazy_checkpoint(sharded.verified_index(target))
-            self.folder_loaded(target)
-            return materialize(state, map_location or "cpu")
-        self._clean_up(target.parent)
+            index = sharded.verified_index(target)
+            self._count_verified(target)
+            return sharded.materialize(sharded.lazy_checkpoint(index), map_location or "cpu")
 
         def load(file: IO[bytes]) -> Any:
             has_digest = digest.verify(file) is not None
@@ -175,8 +177,7 @@ class AtomicFiles(CheckpointIO):
                 raise CheckpointError(f"it has no SHA-256, and require_digest=True\n  try: {remedy}")
             state = load_plain(file, map_location="cpu" if map_location is None else map_location)
             if has_digest:
-                self._statistics.num_verified += 1
-                self._own_files.add(_resolve_folder(target))
+                self._count_verified(target)
             else:
                 self._statistics.num_without_digest += 1
                 text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
@@ -185,6 +186,27 @@ class AtomicFiles(CheckpointIO):
             return state
 
         return digest.read_with(target, load)
+
+    def load_shards(
+        self, path: str | Path, ranks: sharded.Ranks, *, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
+
+        A collective of all ranks: each verifies a share of the files. They may be more or fewer than have
+        saved.
+
+        Raises:
+            CheckpointError: A file is damaged or missing; all ranks raise it.
+        """
+        target = _local(path, weights_only=weights_only)
+        with ranks.all_or_none():
+            index = sharded.verified_index(target, ranks.rank, ranks.size)
+        self._count_verified(target)
+        return sharded.lazy_checkpoint(index)
+
+    def _count_verified(self, target: Path) -> None:
+        self._statistics.num_verified += 1
+        self._own_files.add(_resolve_folder(target))
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -199,7 +221,7 @@ class AtomicFiles(CheckpointIO):
             reason = self._reason_to_keep(_resolve_folder(target))
             if not reason:
                 is_folder = target.is_dir() and not target.is_symlink()
-                sharded_write.remove(target) if is_folder else target.unlink()
+                sharded.remove(target) if is_folder else target.unlink()
         except OSError as error:
             raise CheckpointError(f"checkpoint {target} was not removed: {error.strerror}") from error
         if reason:
@@ -221,13 +243,6 @@ class AtomicFiles(CheckpointIO):
         is_own = is_own or digest.has_digest(path / sharded.INDEX if is_folder else path)
         return "" if is_own else "it was not written by this plugin"
 
-    def _clean_up(self, folder: Path) -> None:
-        if folder not in self._cleaned:
-            self._cleaned.add(folder)
-            for path in sharded_write.remove_leftovers(folder):
-                self._statistics.num_orphans += 1
-                log.info("removed %s, left by a process that died while saving", path)
-
     @override
     def teardown(self) -> None:
         """Wait for the last save; Lightning calls this after a run, under Fabric you must."""
@@ -235,11 +250,64 @@ class AtomicFiles(CheckpointIO):
         self._writer.wait(end=True)
 
 
-def _local(path: str | Path) -> Path:
+class BackgroundWriter:
+    """Run jobs in order in one thread, which starts with the first job."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Run a job after those before it."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_writer")
+            atexit.register(self._log_errors)
+        self._pending.append(self._pool.submit(job))
+
+    def add_if_successful(self, job: Callable[[], None]) -> None:
+        """Run a job if none of the pending ones fails; at once if none is pending."""
+        before = list(self._pending)
+        if before:
+            self.add(lambda: None if any(future.exception() for future in before) else job())
+        else:
+            job()
+
+    def wait(self, *, end: bool = False) -> None:
+        """Wait for all jobs, then raise the first error, once; with `end` the thread ends too."""
+        pending, self._pending = self._pending, []
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if end and self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+            atexit.unregister(self._log_errors)
+        if errors:
+            raise errors[0]
+
+    def _log_errors(self) -> None:
+        """Log errors when a program ends without `wait`."""
+        for future in self._pending:
+            if error := future.exception():
+                log.error("%s", error)
+
+
+def _local(
+    path: str | Path,
+    remedy: Remedy = _TO_TORCH,
+    *,
+    storage_options: Any | None = None,
+    weights_only: bool | None = None,
+) -> Path:
+    """Return a path on a local disk, and reject what was asked for beside it."""
+    if storage_options is not None:
+        raise TypeError(f"storage_options={storage_options!r}: local disks have no options")
     if "://" in str(path):
-        remedy = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
         raise CheckpointError(
             f"checkpoint {path}: checkpoints are written to local disks only\n  try: {remedy}"
+        )
+    if weights_only is False:
+        raise CheckpointError(
+            f"checkpoint {path} is not loaded: weights_only=False would run code that it holds\n"
+            "  try: weights_only=None, and torch.serialization.add_safe_globals([...]) for what you trust"
         )
     return Path(path).expanduser()
 

@@ -176,21 +176,28 @@ def writer_lock(folder: Path) -> Generator[None]:
             path.unlink()
 
 
-def save_error(path: Path, cause: OSError, fill: Callable[[Any], object]) -> CheckpointError:
-    """Return the error for a save that failed: cause, bytes needed and free, what is left, remedy.
+@contextlib.contextmanager
+def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
+    """Explain a disk's error in a save to `path`: cause, bytes needed and free, what is left, remedy.
 
     `fill` writes the checkpoint to a file object, here to measure its size.
+
+    Raises:
+        CheckpointError: The disk failed.
     """
-    sizes: list[int] = []
-    # torch 2.13 ignores what `write` returns.
-    fill(SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None))
-    folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
-    left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
-    needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)
-    remedy = REMEDIES.get(cause.errno or 0)
-    lines = [f"checkpoint {path} was not saved: {cause.strerror or cause}"]
-    lines += [f"  it needs {needed}, {free} are free; {left}", *([f"  try: {remedy}"] if remedy else [])]
-    return CheckpointError("\n".join(lines))
+    try:
+        yield
+    except OSError as error:
+        sizes: list[int] = []
+        # torch 2.13 ignores what `write` returns.
+        fill(SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None))
+        folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
+        left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
+        needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)
+        remedy = REMEDIES.get(error.errno or 0)
+        lines = [f"checkpoint {path} was not saved: {error.strerror or error}"]
+        lines += [f"  it needs {needed}, {free} are free; {left}", *([f"  try: {remedy}"] if remedy else [])]
+        raise CheckpointError("\n".join(lines)) from error
 
 
 def _open_temporary(folder: Path) -> tuple[int, Path]:

@@ -1,47 +1,79 @@
 """Checkpoints in a folder: one file of rows per rank, and an index that makes them one checkpoint.
 
     step-10.ckpt/
-        index.ckpt                              all tensors that are not sharded, and the shards' SHA-256
+        index.ckpt                              all that is not sharded, and the shards' SHA-256
         part-0123456789abcdef-0-of-2.ckpt       rows of rank 0, by each tensor's path in the checkpoint
-        part-0123456789abcdef-1-of-2.ckpt
+        part-0123456789abcdef-1-of-2.ckpt       the rows that follow them
+
+In the index each sharded tensor is an outline: a `meta` tensor, shape and dtype only. Its rows are those of
+all shards, in the order of the ranks, under the path of its first appearance. A rank saves its rows from
+where they are. For loading each outline becomes a `LazyShardedTensor`, which reads only the rows that are
+asked for.
 
 Every file is written by `torch.save`, carries its own SHA-256 (digest.py), appears in one step
-(atomic_write.py), and holds only tensors and plain values. A save (sharded_write.py) writes shards under new
-names, then replaces the index, then removes the shards that it does not name. So at any moment the index
-names the complete shards of one save, and an interrupted save leaves the previous checkpoint intact. The next
-save or start removes the files that no index names, unless a writer still holds the folder's lock. A folder
-without an index is not a checkpoint.
+(atomic_write.py), and holds only tensors and plain values. A save writes shards under new names, then
+replaces the index, then removes the shards that it does not name. So at any moment the index names the
+complete shards of one save, and an interrupted save leaves the previous checkpoint intact. The next save or
+start removes the files that no index names, unless a writer still holds the folder's lock. A folder without
+an index is not a checkpoint.
 
 The index holds no file names, since text from a checkpoint must never become a path: names follow from a
 token of 16 hexadecimal digits and the number of shards.
 
-Why not torch.distributed.checkpoint: its metadata is a pickle, which runs code when it is loaded, and it
-replaces no checkpoint in one step. Why not safetensors shards with their JSON index: they hold neither the
-loops' and optimizers' plain values nor digests, and would be a second format beside the single file's.
+Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code when
+it is loaded; its HuggingFaceStorageWriter holds tensors only; neither has digests or replaces a checkpoint in
+one step. Why not safetensors: a file is written from a copy of all its bytes in memory, or read again for its
+digest, and torch maps files as lazily. The loops' and optimizers' plain values would need this index anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import re
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torchmetrics.utilities.distributed import gather_all_tensors
+from typing_extensions import override
 
-from lightning_eff.checkpoint.digest import read_with, verify
-from lightning_eff.checkpoint.lazy_tensor import RowShard, from_shards, map_tensors
-from lightning_eff.checkpoint.safe_load import load_plain
+from lightning_eff.checkpoint.atomic_write import (
+    TEMPORARY,
+    Written,
+    disk_errors,
+    make_folder,
+    remove_temporary_files,
+    write_with_digest,
+    writer_lock,
+)
+from lightning_eff.checkpoint.digest import has_digest, read_with, verify
+from lightning_eff.checkpoint.safe_load import load_plain, with_plain_hparams
 from lightning_eff.core.errors import CheckpointError
+from lightning_eff.core.shards import full_tensor, local_rows
 
 INDEX = "index.ckpt"
-FORMAT = "lightning_eff/parts"
+FORMAT = "lightning_eff/shards"
 VERSION = 1
 SHARD_FILE = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 NO_INDEX = f"""a folder without {INDEX}: an incomplete save, or the format of another library
   try: that library's own script, which converts it to one file"""
 """What a folder is that is no checkpoint of this package, and what to do with it."""
+_NEED_NO_VALUES = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout")),
+    *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
+}
+"""Functions of a lazy tensor that are answered by its outline."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +83,95 @@ class Index:
     folder: Path
     token: str  # of the save
     digests: tuple[str, ...]  # the SHA-256 of each shard, by rank
-    checkpoint: dict[str, Any]  # all that is not sharded, with outlines of the tensors that are
-    sharded: frozenset[str]  # paths of the first appearances of sharded tensors
+    checkpoint: dict[str, Any]  # with outlines of the tensors that are sharded
+
+
+class LazyShardedTensor(Tensor):
+    """A tensor whose rows are read when they are needed; any use but `rows` makes it the full tensor.
+
+    So hooks that read a checkpoint need no special case, and a full model is in memory only if something uses
+    all of it. Why not outlines and a table of rows: a hook that computes with a value would get no values,
+    and one that renames tensors would lose them.
+    """
+
+    outline: Tensor
+    shards: list[Tensor]
+    """Consecutive rows, mapped from files."""
+
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor, always the same object, so that changes in place persist."""
+        if len(self.shards) > 1:
+            self.shards = [torch.cat(self.shards)]
+        return self.shards[0]
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Return rows `first` to `end` and read no others; a view if they lie in one shard."""
+        found, start = [self.shards[0][:0]], 0
+        for shard in self.shards:
+            part = shard[max(first - start, 0) : max(end - start, 0)]
+            found += [part] if len(part) else []
+            start += len(shard)
+        return torch.cat(found) if len(found) > 2 else found[-1]
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _NEED_NO_VALUES:
+            return func(args[0].outline, *args[1:], **(kwargs or {}))
+        given: Any = (tuple(args), dict(kwargs or {}))
+        args, kwargs = tree_map_only(LazyShardedTensor, LazyShardedTensor.full_tensor, given)
+        return func(*args, **(kwargs or {}))
+
+
+def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
+    """Return the tensor with an outline (on `meta`) whose rows are those of the shards, in their order.
+
+    Raises:
+        CheckpointError: The shards, which may be anything, are not the rows of that tensor.
+
+    Example:
+        >>> lazy = join(torch.empty(3, 1, device="meta"), [torch.zeros(2, 1), torch.ones(1, 1)])
+        >>> lazy.shape, lazy.rows(1, 3).tolist(), (lazy * 2).tolist()
+        (torch.Size([3, 1]), [[0.0], [1.0]], [[0.0], [0.0], [2.0]])
+    """
+    num_rows = 0
+    for rows in shards:
+        layout = (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) and rows.ndim else None
+        if layout != (outline.dtype, outline.shape[1:]):
+            break
+        num_rows += len(rows)
+    else:
+        if outline.ndim and num_rows == len(outline):
+            lazy = torch.empty_like(outline, device="meta").as_subclass(LazyShardedTensor)
+            lazy.outline, lazy.shards = outline, shards
+            return lazy
+    raise CheckpointError(f"rows of a tensor of shape {tuple(outline.shape)} are missing or do not fit it")
+
+
+def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
+    """Return a copy of nested containers; `change` gets each tensor's path, as a subscript, and the tensor.
+
+    It is called once for a tensor under several names, with the first: what is tied stays tied.
+
+    Example:
+        >>> map_tensors({"a": [torch.ones(1), 2]}, lambda path, _: path)
+        {'a': ["['a'][0]", 2]}
+    """
+    leaves, structure = tree_flatten_with_path(value)
+    changed: dict[int, Any] = {}
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in changed:
+            changed[id(leaf)] = change(keystr(path), leaf)
+    return tree_unflatten([changed.get(id(leaf), leaf) for _, leaf in leaves], structure)
+
+
+def materialize(value: Any, device: Any = "cpu") -> Any:
+    """Return nested containers with full tensors on `device` instead of lazy ones."""
+    return map_tensors(
+        value, lambda _, each: each.full_tensor().to(device) if isinstance(each, LazyShardedTensor) else each
+    )
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -91,22 +210,14 @@ def read_index(path: Path) -> Index:
         raise CheckpointError(
             f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}{newer}"
         )
-    token, digests, sharded, checkpoint = (loaded.get(k) for k in ("token", "parts", "divided", "checkpoint"))
+    token, digests, checkpoint = (loaded.get(key) for key in ("token", "digests", "checkpoint"))
     if (
         not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
-        or not (isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests))
-        or not (isinstance(sharded, list) and all(isinstance(key, str) for key in sharded))
+        or not isinstance(digests, list)
+        or {*map(type, digests)} != {str}  # also where none is listed
     ):
         raise CheckpointError(f"checkpoint {path / INDEX} is not loaded: it does not list its shards")
-    return Index(path, token, tuple(digests), checkpoint, frozenset(sharded))
-
-
-def token_of(path: Path) -> str | None:
-    """Return the token of the save that a folder's index names; None without a valid index."""
-    try:
-        return read_index(path).token
-    except (CheckpointError, OSError):
-        return None
+    return Index(path, token, tuple(digests), checkpoint)
 
 
 def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
@@ -136,30 +247,242 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
     """Return a checkpoint whose shards are verified; its sharded tensors are read on first use.
 
     Raises:
-        CheckpointError: A shard does not hold the rows that belong in it.
+        CheckpointError: The shards do not hold the rows of the index's outlines.
     """
-    shards: dict[str, list[RowShard]] = {path: [] for path in index.sharded}
-    for rank in range(len(index.digests)):
-        file = shard_path(index.folder, index.token, rank, len(index.digests))
-        content = load_plain(file, mmap=True)
-        rows: Any = content.get("rows") if isinstance(content, dict) else None
-        listed: list[tuple[str, Any]] = [*rows.items()] if isinstance(rows, dict) else [("", None)]
-        for path, shard in listed:
-            is_shard = isinstance(shard, list) and len(shard) == 2 and isinstance(shard[0], int)
-            if not (is_shard and isinstance(shard[1], Tensor) and shard[1].ndim):
-                raise CheckpointError(f"checkpoint {file} is not loaded: it holds no rows of tensors")
-            if path in shards:
-                shards[path].append((shard[0], shard[1]))
-    known: dict[int, Tensor] = {}  # by outline: tied tensors share one, and stay tied
+    num_ranks, shards = len(index.digests), list[Mapping[str, Any]]()
+    for rank in range(num_ranks):
+        content = load_plain(shard_path(index.folder, index.token, rank, num_ranks), mmap=True)
+        shards.append(content if isinstance(content, dict) else {})
 
     def lazy(path: str, tensor: Tensor) -> Tensor:
-        if path in shards and tensor.is_meta and id(tensor) not in known:
-            try:
-                known[id(tensor)] = from_shards(tensor, shards[path])
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"checkpoint {index.folder} is not loaded: {path[:200]!a}: {error}"
-                ) from error
-        return known.get(id(tensor), tensor)
+        if not tensor.is_meta:
+            return tensor
+        try:
+            return join(tensor, [shard.get(path) for shard in shards])
+        except CheckpointError as error:
+            text = f"checkpoint {index.folder} is not loaded: {path[:200]!a}: {error}"
+            raise CheckpointError(text) from error
 
     return map_tensors(index.checkpoint, lazy)
+
+
+class Ranks:
+    """The ranks of the default process group; one rank if there is none.
+
+    Messages are JSON, as bytes in a tensor; nothing is unpickled.
+
+    Args:
+        device: Of the process group's backend.
+
+    Example:
+        >>> with Ranks(torch.device("cpu")).all_or_none() as step:
+        ...     step.local["done"] = 1
+        >>> step.gathered
+        [{'done': 1}]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.size = dist.get_world_size() if is_distributed else 1
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Generator[Any]:
+        """Run a step that fails on all ranks if it fails on one; a collective of all ranks at its end.
+
+        It yields an object: its `local` is what this rank sends at the end of the step, plain JSON values;
+        its `gathered` is what each rank sent, by rank, once the step is over.
+
+        Raises:
+            CheckpointError: Another rank failed; the text names the first one and its error.
+        """
+        step = SimpleNamespace(local={}, gathered=[])
+        try:
+            yield step
+        except BaseException as error:
+            self._all_gather({"failed": str(error) or repr(error)})
+            raise
+        step.gathered = self._all_gather(step.local)
+        for rank, message in enumerate(step.gathered):
+            if "failed" in message:
+                raise CheckpointError(f"rank {rank}: {message['failed']}")
+
+    def _all_gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange one message per rank; a collective of all ranks."""
+        if self.size == 1:
+            return [message]
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
+        return [json.loads(bytes(row.tolist())) for row in gather_all_tensors(data)]
+
+
+@torch.no_grad()
+def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
+    """Save a checkpoint with DTensors to a folder, or leave the previous one; a collective of all ranks.
+
+    Args:
+        checkpoint: Of this rank; rank 0's is taken for what is not sharded.
+        path: The folder; rank 0's is taken.
+        ranks: Each of its steps fails on all ranks or on none.
+
+    Returns:
+        Bytes of all files.
+
+    Raises:
+        CheckpointError: A rank cannot write its files.
+    """
+    with contextlib.ExitStack() as saving:  # ends with rank 0's clean-up
+        # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
+        with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(checkpoint, file)):
+            if ranks.rank == 0:
+                step.local = {"path": str(path), "token": saving.enter_context(new_save(path))}
+        path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
+        # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
+        rest, rows = split_shards(checkpoint, _own_rows)
+        names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+        # 2. Each rank writes its shard.
+        with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rows, file)):
+            shard = write_shard(path, token, ranks.rank, ranks.size, rows)
+            step.local = {"digest": shard.digest, "bytes": shard.num_bytes, "names": names}
+        shards = step.gathered
+        # 3. Rank 0 replaces the index. Only now the folder is the new checkpoint.
+        with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rest, file)):
+            if len({shard["names"] for shard in shards}) > 1:
+                raise CheckpointError(
+                    f"checkpoint {path} was not saved: ranks have shards of different tensors"
+                )
+            if ranks.rank == 0:
+                index = write_index(path, token, [shard["digest"] for shard in shards], rest)
+                step.local["bytes"] = index.num_bytes
+    return step.gathered[0]["bytes"] + sum(shard["bytes"] for shard in shards)
+
+
+def split_shards(
+    checkpoint: Any, rows_of: Callable[[Tensor], Tensor | None]
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return a checkpoint with outlines in place of its sharded tensors, and this rank's rows by path.
+
+    `rows_of` returns this rank's rows of a tensor; None for one that is not sharded.
+    """
+    shards: dict[str, Tensor] = {}
+
+    def outlined(path: str, tensor: Tensor) -> Tensor:
+        rows = rows_of(tensor)
+        if rows is None:
+            return full_tensor(tensor).to("cpu") if isinstance(tensor, DTensor) else tensor
+        shards[path] = rows
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return map_tensors(checkpoint, outlined), shards
+
+
+def _own_rows(tensor: Tensor) -> Tensor | None:
+    """Return this rank's rows of a tensor that is sharded by rows."""
+    if not isinstance(tensor, DTensor) or local_rows(tensor) is None:
+        return None
+    rows = tensor.to_local()
+    is_view = rows.untyped_storage().nbytes() != rows.nbytes  # torch.save would write the whole storage
+    return rows.clone() if is_view else rows
+
+
+@contextlib.contextmanager
+def new_save(path: Path) -> Generator[str]:
+    """Make the folder to save to, and yield the save's token; one process does this for all ranks.
+
+    Until the block ends, no clean-up takes shards in the folder for leftovers. Then those that the index does
+    not name are removed: of the save before, or of this one if it failed. A link is replaced itself, not its
+    target.
+
+    Raises:
+        CheckpointError: A file or a folder with other content exists; it is not touched.
+        OSError: The disk failed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} was not saved: a file of that name exists")
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        names = [file.name for file in path.iterdir()]
+        others = [n for n in names if not (n == INDEX or SHARD_FILE.fullmatch(n) or TEMPORARY.fullmatch(n))]
+        if others:
+            raise CheckpointError(
+                f"checkpoint {path} was not saved: a folder of that name holds other files ({others[0]!a})"
+            )
+    make_folder(path)
+    try:
+        with writer_lock(path):
+            yield secrets.token_hex(8)
+    finally:
+        with contextlib.suppress(OSError):
+            clean_up(path)
+
+
+def write_shard(path: Path, token: str, rank: int, num_ranks: int, rows: Mapping[str, Tensor]) -> Written:
+    """Write the rows of a rank, by the paths of their tensors in the checkpoint."""
+    file = shard_path(path, token, rank, num_ranks)
+    return write_with_digest(file, lambda file: torch.save(dict(rows), file))
+
+
+def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[str, Any]) -> Written:
+    """Make the shards of a save, whose digests are listed by rank, the checkpoint, in one step.
+
+    Raises:
+        CheckpointError: A shard is missing, as on a disk that ranks do not share.
+        OSError: The disk failed; the previous checkpoint is unchanged.
+    """
+    missing = [r for r in range(len(digests)) if not shard_path(path, token, r, len(digests)).exists()]
+    if missing:
+        text = f"checkpoint {path} was not saved: the shard of rank {missing[0]} is not visible to rank 0"
+        text += "\n  try: a folder on a disk that all ranks share"
+        raise CheckpointError(text)
+    content = {"format": FORMAT, "version": VERSION, "token": token, "digests": digests}
+    content |= {"checkpoint": with_plain_hparams(checkpoint)}
+    return write_with_digest(path / INDEX, lambda file: torch.save(content, file))
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, its index first, so that a kill leaves no partial checkpoint; other files stay."""
+    (path / INDEX).unlink()
+    for file in _shards_in(path):
+        file.unlink(missing_ok=True)  # another rank may be cleaning up
+    remove_temporary_files(path)
+    with contextlib.suppress(OSError):  # other files are left in it
+        path.rmdir()
+
+
+def clean_up(path: Path) -> list[Path]:
+    """Remove what no index names from a folder that nothing writes to, then the folder if it is empty."""
+    # In this order: a save that began before the list was made still has its lock, or has its index now.
+    shards = _shards_in(path)
+    removed = remove_temporary_files(path)
+    if any(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
+        return removed
+    token = None
+    if (path / INDEX).exists():
+        try:
+            token = read_index(path).token
+        except (CheckpointError, OSError):
+            return removed  # a damaged index: the user decides about the shards that it names
+    for file in shards:
+        if f"-{token}-" not in file.name and has_digest(file):
+            file.unlink(missing_ok=True)
+            removed.append(file)
+    if removed and token is None:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    return removed
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove and return files of dead writers in a folder of checkpoints and in its checkpoint folders."""
+    removed = remove_temporary_files(folder)
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.glob("*.ckpt")):
+            if path.is_dir() and not path.is_symlink():
+                removed += clean_up(path)
+    return removed
+
+
+def _shards_in(path: Path) -> list[Path]:
+    files = sorted(file for file in path.iterdir() if SHARD_FILE.fullmatch(file.name))
+    return [file for file in files if file.is_file() and not file.is_symlink()]

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_eff.checkpoint import digest, sharded
-from lightning_eff.checkpoint.lazy_tensor import materialize
 from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.core.catalog import began
 from lightning_eff.core.errors import CheckpointError, ConfigError, check_path
@@ -90,12 +89,9 @@ def checkpoint(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         lazy = sharded.lazy_checkpoint(sharded.verified_index(path))
-        return lazy | {"state_dict": materialize(lazy.get("state_dict"))}
+        return lazy | {"state_dict": sharded.materialize(lazy.get("state_dict"))}
     digest.read_with(path, digest.verify)
-    try:
-        content: Any = load_plain(path, mmap=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
+    content = digest.read_with(path, lambda _: load_plain(path, mmap=True))
     if not isinstance(content, dict):
         raise CheckpointError(f"checkpoint {path} is not loaded: no Trainer wrote it")
     return content

@@ -1,24 +1,15 @@
-"""What FSDP2's strategies do to a model and to checkpoints: shard blocks, write and read shards, count bytes.
-
-A folder of shards (checkpoint/sharded.py) is saved and loaded by all ranks in steps that all complete or all
-fail (`Ranks.all_or_none`). No tensor is gathered: each rank writes its rows from where they are, one tensor
-after another. For loading, each rank verifies a share of the files, and reads only its rows of each tensor.
-"""
+"""What the Trainer's and Fabric's FSDP2 do alike: shard a model, save and load its shards, count bytes."""
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections import Counter
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
@@ -32,18 +23,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_eff.checkpoint import sharded, sharded_write
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
-from lightning_eff.checkpoint.atomic_write import save_error
 from lightning_eff.checkpoint.full_state import COUNTS
-from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, RowShard, split_shards
-from lightning_eff.core.errors import TO_ZERO, CheckpointError
-from lightning_eff.core.model_surgery import BlockSelector, select_blocks
+from lightning_eff.checkpoint.sharded import LazyShardedTensor, Ranks
+from lightning_eff.core.errors import TO_ZERO
+from lightning_eff.core.model_surgery import select_blocks
 from lightning_eff.core.shards import full_tensor, local_rows
 from lightning_eff.report.model_weights import ModelWeights, Weight
 from lightning_eff.report.sharding import DeviceShare, Sharding
-from lightning_eff.strategy._shared import checks
-from lightning_eff.strategy._shared.collectives import Ranks, broadcast_from_rank0
+from lightning_eff.strategy._shared import checks, fabric_checkpoint
+from lightning_eff.strategy._shared.collectives import broadcast_from_rank0
 
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -52,24 +41,12 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 """Part of torch 2.13's error about an operation on a sharded and a plain tensor."""
 
 
-def shard(
-    model: nn.Module,
-    mesh: Any,
-    *,
-    blocks: BlockSelector = None,
-    policy: MixedPrecisionPolicy | None = None,
-    offload: bool = False,
-    reshard_after_forward: bool = True,
-) -> int:
-    """Shard a model's blocks and then the rest, in place; also for loops without a Trainer.
+def shard(strategy: Any, model: nn.Module) -> int:
+    """Shard rank 0's values of a model's blocks and then of the rest, in place; a collective of all ranks.
 
     Args:
+        strategy: Its arguments say how; its `device_mesh` has the ranks.
         model: Before its optimizer is built.
-        mesh: One dimension of a DeviceMesh: the ranks.
-        blocks: As in `model_surgery.select`; None finds them.
-        policy: Dtypes of computation and reduction.
-        offload: Keep shards on the host.
-        reshard_after_forward: Free a block's full weights after its forward, until its backward.
 
     Returns:
         Number of sharded modules; 0 for a model that is sharded already.
@@ -79,49 +56,33 @@ def shard(
     """
     if isinstance(model, FSDPModule):
         return 0
-    offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    policies: Any = {"mp_policy": policy or MixedPrecisionPolicy(), "offload_policy": offloading}
-    selected = [block for block in select_blocks(model, blocks).values() if [*block.parameters()]]
-    checks.check_parameters(checks.FSDP2, model)
-    checks.check_hooks(model)
-    checks.check_groups(model, selected)
-    attributes = parameter_attributes(model)
-    # Inner modules first: the root takes the parameters that no block has.
-    for block in selected:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **policies)
-    # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
-    fully_shard(model, mesh=mesh, **policies)
-    restore_attributes(model, attributes)
-    return len(selected) + 1
-
-
-def shard_for(strategy: Any, model: nn.Module) -> int:
-    """Shard rank 0's values of a model as an FSDP2 strategy's arguments say; a collective of all ranks.
-
-    Returns:
-        Number of sharded modules; 0 for a model that is sharded already.
-    """
-    if isinstance(model, FSDPModule):
-        return 0
     if getattr(model, "peft_config", None) and any(p.is_meta for p in model.parameters()):
         problem = "the model is on the meta device, and materializing it would re-initialize the adapters"
         raise checks.conflict(checks.FSDP2, problem, "build the model with values")
+    selected = [block for block in select_blocks(model, strategy.blocks).values() if [*block.parameters()]]
+    checks.check_parameters(checks.FSDP2, model)
+    checks.check_hooks(model)
+    checks.check_groups(model, selected)
     # Before sharding, while every rank still has full tensors.
     broadcast_from_rank0([*model.parameters(), *model.buffers()], strategy.root_device)
-    num_sharded = shard(
-        model,
-        strategy.device_mesh["data_parallel"],
-        blocks=strategy.blocks,
-        policy=MixedPrecisionPolicy(
-            param_dtype=DTYPES[strategy.param_dtype], reduce_dtype=DTYPES[strategy.reduce_dtype]
-        ),
-        offload=strategy.cpu_offload,
-        reshard_after_forward=strategy.reshard_after_forward,
-    )
+    offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    param_dtype, reduce_dtype = DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype]
+    policies: Any = {
+        "mesh": strategy.device_mesh["data_parallel"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        "offload_policy": offloading if strategy.cpu_offload else OffloadPolicy(),
+    }
+    attributes = parameter_attributes(model)
+    # Inner modules first: the root takes the parameters that no block has.
+    for block in selected:
+        fully_shard(block, reshard_after_forward=strategy.reshard_after_forward, **policies)
+    # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
+    fully_shard(model, **policies)
+    restore_attributes(model, attributes)
     for step in STEPS:  # which gather the weights outside of blocks, as `forward` does
         if hasattr(model, step):  # not of a plain module, under Fabric
             register_fsdp_forward_method(model, step)
-    return num_sharded
+    return len(selected) + 1
 
 
 def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -180,8 +141,11 @@ class DTensorState:
         return full_tensor(tensor) if self._gathers else tensor
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set this rank's shard of a tensor from its full value."""
-        tensor.data.copy_(_shard_like(value, tensor) if isinstance(tensor, DTensor) else value)
+        """Set a tensor, or this rank's shard of it, from its full value."""
+        if isinstance(tensor, DTensor):
+            _load_shard(tensor, value)
+        else:
+            tensor.data.copy_(value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter, unsharded: an all-gather of all ranks per tensor."""
@@ -202,22 +166,22 @@ class DTensorState:
         for key, value in state.items():
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
             if is_like and isinstance(parameter, DTensor):
-                own[key] = _shard_like(value, parameter)
+                own[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                _load_shard(own[key], value)
             else:
                 own[key] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _shard_like(value: Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a full value, laid out like `like`; every rank has it, so none sends."""
-    local = local_rows(like)
-    if isinstance(value, LazyShardedTensor) and local is not None:
-        rows = value.rows(*local).to(like.device, copy=True)  # the other rows are not read
-        mesh, placements = like.device_mesh, like.placements
-        return DTensor.from_local(
-            rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-    moved = value.to(like.device)
-    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+@torch.no_grad()
+def _load_shard(tensor: DTensor, value: Tensor) -> None:
+    """Set this rank's shard from the full value, which every rank has, so none sends."""
+    own = local_rows(tensor)
+    if own is None:
+        value = value.to(tensor.device)
+        tensor.copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    else:  # of a lazy value the other rows are not read
+        rows = value.rows(*own) if isinstance(value, LazyShardedTensor) else value[slice(*own)]
+        tensor.to_local().copy_(rows)
 
 
 def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
@@ -231,86 +195,38 @@ def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module
             state.load_state(sharded[name], optimizer.state.pop(parameter))
 
 
-@torch.no_grad()
-def save_folder(checkpoint: dict[str, Any], path: Path, ranks: Ranks, io: CheckpointIO) -> None:
-    """Save a checkpoint to a folder, or leave the previous one unchanged; a collective of all ranks.
-
-    Args:
-        checkpoint: Of this rank, with DTensors in it; rank 0's is taken for what is not sharded.
-        path: The folder; rank 0's is taken.
-        ranks: Of the process group.
-        io: Of the run; it is notified of the folder.
-
-    Raises:
-        CheckpointError: A rank cannot write its files, or has weights that are not finite.
-    """
-    start = time.perf_counter()
-    with ExitStack() as save:  # ends with rank 0's clean-up
-        # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
-        with ranks.all_or_none() as step, _disk_errors(path, checkpoint):
-            if isinstance(io, AtomicFiles):
-                io.check_weights(checkpoint, path)
-            if ranks.rank == 0:
-                step.local = {"path": str(path), "token": save.enter_context(sharded_write.new_save(path))}
-        path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
-        # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
-        rest, rows = split_shards(checkpoint, _local_shard)
-        names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-        # 2. Each rank writes its shard.
-        with ranks.all_or_none() as step, _disk_errors(path, rows):
-            shard = sharded_write.write_shard(path, token, ranks.rank, ranks.size, rows)
-            step.local = {"digest": shard.digest, "bytes": shard.num_bytes, "names": names}
-        shards = step.gathered
-        # 3. Rank 0 replaces the index. Only now the folder is the new checkpoint.
-        with ranks.all_or_none() as step, _disk_errors(path, rest):
-            if len({shard["names"] for shard in shards}) > 1:
-                raise CheckpointError(
-                    f"checkpoint {path} was not saved: ranks have shards of different tensors"
-                )
-            if ranks.rank == 0:
-                digests = [shard["digest"] for shard in shards]
-                index = sharded_write.write_index(path, token, digests, rest, rows)
-                step.local["bytes"] = index.num_bytes
-    if isinstance(io, AtomicFiles):
-        num_bytes = step.gathered[0]["bytes"] + sum(shard["bytes"] for shard in shards)
-        io.folder_saved(path, num_bytes, time.perf_counter() - start)
+def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
+    """Return the tensors of models and of an optimizer, as checkpoints hold them."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside LightningOptimizer
+    return DTensorState(optimizer, gathers=self.checkpoints == "full")
 
 
-def load_folder(path: Path, ranks: Ranks, io: CheckpointIO) -> dict[str, Any]:
-    """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
-
-    A collective of all ranks: each verifies a share of the files. They may be more or fewer than have saved.
-
-    Raises:
-        CheckpointError: A file is damaged or missing; all ranks raise it.
-    """
-    with ranks.all_or_none():
-        index = sharded.verified_index(path, ranks.rank, ranks.size)
-    checkpoint = sharded.lazy_checkpoint(index)
-    if isinstance(io, AtomicFiles):
-        io.folder_loaded(path)
-    return checkpoint
+def save_checkpoint(
+    self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+) -> None:
+    """Write a file, or a folder in which each rank has its own; if one cannot, all ranks raise its error."""
+    if self.checkpoints == "full":
+        fabric_checkpoint.write_checkpoint(self, checkpoint, str(filepath), storage_options)
+    else:
+        folder_io(self).save_shards(checkpoint, filepath, Ranks(self.root_device), storage_options)
 
 
-def _local_shard(tensor: Tensor) -> RowShard | Tensor:
-    """Return this rank's rows; a tensor that is not sharded by rows in full, which all ranks gather."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = local_rows(tensor)
-    if local is None:
-        return full_tensor(tensor).to("cpu")
-    rows = tensor.to_local()
-    is_view = rows.untyped_storage().nbytes() != rows.nbytes  # torch.save would write the whole storage
-    return local[0], rows.clone() if is_view else rows
+def load_checkpoint(
+    self: Any,
+    checkpoint_path: str | Path,
+    weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+) -> dict[str, Any]:
+    """Return a checkpoint; of a folder each rank reads its own rows only."""
+    if Path(checkpoint_path).expanduser().is_dir():
+        ranks = Ranks(self.root_device)
+        return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
+    return fabric_checkpoint.read_checkpoint(self, str(checkpoint_path), weights_only=weights_only)
 
 
-@contextmanager
-def _disk_errors(path: Path, content: Any) -> Generator[None]:
-    """Turn a disk's error into a CheckpointError with its remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise save_error(path, error, lambda file: torch.save(content, file)) from error
+def folder_io(strategy: Any) -> AtomicFiles:
+    """Return the CheckpointIO of a run if it writes folders, else one that the strategy keeps for them."""
+    io = strategy.checkpoint_io
+    return io if isinstance(io, AtomicFiles) else vars(strategy).setdefault("_folder_io", AtomicFiles())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,39 +44,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff.checkpoint import full_state, sharded, sharded_write
-from lightning_eff.checkpoint.atomic_io import AtomicFiles
+from lightning_eff.checkpoint import full_state
+from lightning_eff.checkpoint.sharded import is_sharded_checkpoint
 from lightning_eff.core import rules, shards
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import (
-    TO_AUTO_STRATEGY,
-    TO_DDP,
-    TO_FULL_CHECKPOINTS,
-    TO_TWO_DEVICES,
-    TO_ZERO,
-    CheckpointError,
-    Remedy,
-    for_fabric,
-)
+from lightning_eff.core.errors import TO_AUTO_STRATEGY, TO_DDP, TO_TWO_DEVICES, TO_ZERO, Remedy, for_fabric
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
 from lightning_eff.core.text import human_bytes, human_count
-from lightning_eff.strategy._fsdp2 import (
-    DTYPES,
-    DTensorState,
-    Dtype,
-    FSDP2Memory,
-    explained_step,
-    load_folder,
-    parameter_attributes,
-    replace_parameters,
-    restore_attributes,
-    save_folder,
-    shard_for,
-)
+from lightning_eff.strategy import _fsdp2
+from lightning_eff.strategy._fsdp2 import DTYPES, Dtype, FSDP2Memory, parameter_attributes, restore_attributes
 from lightning_eff.strategy._shared import checks, fabric_checkpoint
-from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
+from lightning_eff.strategy._shared.collectives import RankDivergenceCheck
 
 _AVERAGES = tuple(
     Rule(
@@ -175,7 +155,7 @@ class FSDP2(ModelParallelStrategy):
             return 0
         self._attributes = parameter_attributes(model)
         self._numel = sum(parameter.numel() for parameter in model.parameters())
-        self._num_sharded = shard_for(self, model)
+        self._num_sharded = _fsdp2.shard(self, model)
         self._local_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         return self._num_sharded
 
@@ -216,10 +196,10 @@ class FSDP2(ModelParallelStrategy):
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             super().model_to_device()
 
-    training_step = explained_step("training_step")
-    validation_step = explained_step("validation_step")
-    test_step = explained_step("test_step")
-    predict_step = explained_step("predict_step")
+    training_step = _fsdp2.explained_step("training_step")
+    validation_step = _fsdp2.explained_step("validation_step")
+    test_step = _fsdp2.explained_step("test_step")
+    predict_step = _fsdp2.explained_step("predict_step")
 
     @contextmanager
     @override
@@ -232,52 +212,21 @@ class FSDP2(ModelParallelStrategy):
         finally:
             module.set_requires_gradient_sync(requires_gradient_sync=True)
 
-    def sharded_state(self, optimizer: Any = None) -> DTensorState:
-        """Return the tensors of the model and of an optimizer, as checkpoints hold them."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside LightningOptimizer
-        return DTensorState(optimizer, gathers=self.checkpoints == "full")
-
+    sharded_state = _fsdp2.sharded_state
     lightning_module_state_dict = full_state.lightning_module_state_dict
     load_model_state_dict = full_state.load_model_state_dict
     optimizer_state = full_state.optimizer_state
     load_optimizer_state_dict = full_state.load_optimizer_state_dict
 
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self.checkpoints == "full":
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None or "://" in str(filepath):
-            raise CheckpointError(
-                f"checkpoint {filepath}: folders need a local disk\n  try: {TO_FULL_CHECKPOINTS}"
-            )
-        ranks = Ranks(self.root_device)
-        save_folder(checkpoint, Path(filepath).expanduser(), ranks, self.checkpoint_io)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        path = Path(checkpoint_path).expanduser()
-        if not path.is_dir():
-            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-        if weights_only is False:
-            raise CheckpointError(
-                f"checkpoint {path}: weights_only=False would run code\n  try: weights_only=None"
-            )
-        return load_folder(path, Ranks(self.root_device), self.checkpoint_io)
+    save_checkpoint = _fsdp2.save_checkpoint
+    load_checkpoint = _fsdp2.load_checkpoint
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        path = Path(filepath).expanduser()
-        is_listener = isinstance(self.checkpoint_io, AtomicFiles)
-        # TorchCheckpointIO would remove the folder with everything in it.
-        if is_listener or not sharded.is_sharded_checkpoint(path):
-            super().remove_checkpoint(filepath)
-        elif self.is_global_zero:
-            sharded_write.remove(path)
+        if self.is_global_zero:
+            # TorchCheckpointIO would remove a folder with everything in it.
+            is_folder = is_sharded_checkpoint(Path(filepath).expanduser())
+            (_fsdp2.folder_io(self) if is_folder else self.checkpoint_io).remove_checkpoint(filepath)
 
     def facts(self) -> Facts:
         """State that one device shards nothing, and that sharded checkpoints are folders."""
@@ -397,7 +346,7 @@ class FSDP2Fabric(FabricStrategy):
         super().setup_environment()
 
     def _shard(self, model: Any, _: Any) -> nn.Module:
-        shard_for(self, model)
+        _fsdp2.shard(self, model)
         return model
 
     @override
@@ -424,7 +373,7 @@ class FSDP2Fabric(FabricStrategy):
                 raise checks.conflict(checks.FSDP2, problem, _LATER)
         self.setup_module(module)
         for optimizer in optimizers:
-            replace_parameters(optimizer, names, module)
+            _fsdp2.replace_parameters(optimizer, names, module)
             self._check_optimizer(optimizer, module)
         return module, optimizers, scheduler
 
@@ -464,9 +413,7 @@ class FSDP2Fabric(FabricStrategy):
     def clip_gradients_norm(self, *arguments: Any, **keywords: Any) -> Tensor:
         return shards.full_tensor(super().clip_gradients_norm(*arguments, **keywords))
 
-    def sharded_state(self, optimizer: Optimizer | None = None) -> DTensorState:
-        """Return the tensors of models and of an optimizer, as checkpoints hold them."""
-        return DTensorState(optimizer, gathers=self.checkpoints == "full")
+    sharded_state = _fsdp2.sharded_state
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -481,16 +428,5 @@ class FSDP2Fabric(FabricStrategy):
     get_optimizer_state = full_state.optimizer_state
     save_checkpoint = fabric_checkpoint.save_checkpoint
     load_checkpoint = fabric_checkpoint.load_checkpoint
-
-    def write_checkpoint(self, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
-        """Write a file, or a folder in which each rank has its own."""
-        if self.checkpoints == "full":
-            fabric_checkpoint.write_checkpoint(self, content, path, storage_options)
-        else:
-            save_folder(content, Path(path).expanduser(), Ranks(self.root_device), self.checkpoint_io)
-
-    def read_checkpoint(self, path: str, *, weights_only: bool | None) -> dict[str, Any]:
-        """Return a checkpoint; of a folder each rank reads its own rows only."""
-        if not Path(path).expanduser().is_dir():
-            return fabric_checkpoint.read_checkpoint(self, path, weights_only=weights_only)
-        return load_folder(Path(path).expanduser(), Ranks(self.root_device), self.checkpoint_io)
+    write_checkpoint = _fsdp2.save_checkpoint
+    read_checkpoint = _fsdp2.load_checkpoint

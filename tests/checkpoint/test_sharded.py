@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_eff.checkpoint import atomic_write, sharded, sharded_write, stored_weights
-from lightning_eff.checkpoint.lazy_tensor import LazyShardedTensor, split_shards
+from lightning_eff.checkpoint import atomic_write, sharded, stored_weights
+from lightning_eff.checkpoint.sharded import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.config import ckpt_path
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
@@ -138,16 +138,15 @@ def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp
         Durable().load_checkpoint(path)
 
 
-@pytest.mark.parametrize(
-    "rows", [None, *({"x": x} for x in (3, [0, 1], ["a", torch.ones(1)], [0, torch.ones(())]))]
-)
+@pytest.mark.parametrize("rows", [None, 3, [torch.ones(5)], torch.ones(()), torch.ones(4), torch.ones(5, 1)])
 def test_hostile_shards_are_rejected(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    token = save(path, num_ranks=1)
+    token = save(path, {"x": torch.ones(5)}, num_ranks=1)
     part = sharded.shard_path(path, token, 0, 1)
-    written = atomic_write.write_with_digest(part, lambda file: torch.save({"rows": rows}, file))
-    hostile(path, parts=[written.digest])
-    with pytest.raises(CheckpointError, match="it holds no rows of tensors"):
+    content = rows if rows is None else {"['x']": rows}
+    written = atomic_write.write_with_digest(part, lambda file: torch.save(content, file))
+    hostile(path, digests=[written.digest])
+    with pytest.raises(CheckpointError, match=r"'x'.*rows of a tensor of shape .5,. are missing or do not"):
         Durable().load_checkpoint(path)
 
 
@@ -160,9 +159,9 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
 
     token = save(path, num_ranks=1)
     part = sharded.shard_path(path, token, 0, 1)
-    content = {"rows": {"x": [0, torch.ones(1)]}, "more": Hostile()}
+    content = {"x": torch.ones(1), "more": Hostile()}
     written = atomic_write.write_with_digest(part, lambda file: torch.save(content, file))
-    hostile(path, parts=[written.digest])
+    hostile(path, digests=[written.digest])
     file, whole = tmp_path / "file.ckpt", tmp_path / "b.ckpt"
     torch.save({"x": Hostile()}, file)
     save(whole)
@@ -199,7 +198,7 @@ def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path
             (path / name).write_bytes(content)
         loaded = Durable().load_checkpoint(path) if "index.ckpt" in files else None
         found.append(next((n for n in (1, 2) if is_equal(loaded, checkpoint(float(n)))), None))
-        sharded_write.remove_leftovers(path.parent)
+        sharded.remove_leftovers(path.parent)
         left = names(path) if path.exists() else []
         assert len(left) == (3 if loaded else 0), number
         assert left[:1] == ["index.ckpt"][: len(left)]
@@ -212,18 +211,18 @@ def test_nothing_is_cleaned_up_during_a_save_and_leftovers_go_after_it(tmp_path:
     """Also where the save dies, or ends while another process is cleaning up."""
     path = tmp_path / "a.ckpt"
     rest, rows = split_shards(checkpoint(), rows_of(0, 1))
-    save_ = sharded_write.new_save(path)
+    save_ = sharded.new_save(path)
     token = save_.__enter__()
-    shard = sharded_write.write_shard(path, token, 0, 1, rows)
+    shard = sharded.write_shard(path, token, 0, 1, rows)
     (other,) = (each for each in path.iterdir() if token not in each.name)
     assert other.name.startswith(".durable-")
-    assert sharded_write.remove_leftovers(tmp_path) == []
+    assert sharded.remove_leftovers(tmp_path) == []
     shutil.copytree(path, dead := tmp_path / "dead.ckpt")
     (path / "part-1111111111111111-0-of-1.ckpt").write_text("no digest: another file")
     (dead / "part-1111111111111111-0-of-1.ckpt").write_text("no digest: another file")
-    sharded_write.write_index(path, token, [shard.digest], rest, rows)
+    sharded.write_index(path, token, [shard.digest], rest)
     save_.__exit__(None, None, None)
-    assert len(sharded_write.remove_leftovers(tmp_path)) == 2
+    assert len(sharded.remove_leftovers(tmp_path)) == 2
     assert is_equal(Durable().load_checkpoint(path), checkpoint())
     assert names(dead) == ["part-1111111111111111-0-of-1.ckpt"]
     assert len(names(path)) == 3
@@ -233,10 +232,10 @@ def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
     """As when the folder cannot be synced: shards that the index names must stay."""
     path = tmp_path / "a.ckpt"
     rest, rows = split_shards(checkpoint(), rows_of(0, 1))
-    late = sharded_write.new_save(path)
+    late = sharded.new_save(path)
     token = late.__enter__()
-    shard = sharded_write.write_shard(path, token, 0, 1, rows)
-    sharded_write.write_index(path, token, [shard.digest], rest, rows)
+    shard = sharded.write_shard(path, token, 0, 1, rows)
+    sharded.write_index(path, token, [shard.digest], rest)
     error = OSError(5, "late")
     assert not late.__exit__(OSError, error, None)
     assert is_equal(Durable().load_checkpoint(path), checkpoint())
@@ -244,7 +243,7 @@ def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
 
 def test_rank_0_must_see_the_shards_of_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="shard of rank 0"):
-        sharded_write.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {}, [])
+        sharded.write_index(tmp_path / "a.ckpt", "0" * 16, ["x"], {})
 
 
 def test_other_files_are_not_touched(tmp_path: Path) -> None:
@@ -332,3 +331,15 @@ def test_unused_optimizer_state_is_not_read(tmp_path: Path) -> None:
     state = stored_weights.checkpoint(tmp_path / "a.ckpt")["optimizer_states"][0]["state"][0]["exp_avg"]
     assert isinstance(state, LazyShardedTensor)
     assert len(state.shards) == NUM_RANKS
+
+
+FULL = torch.arange(10.0).reshape(5, 2)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [[], [FULL[:4]], [FULL, FULL[:1]], [FULL.double()], [FULL[:, :1]], [FULL, torch.ones(())], [FULL, None]],
+)
+def test_missing_or_foreign_rows_are_rejected(shards: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"rows of a tensor of shape .5, 2. are missing or do not fit"):
+        sharded.join(FULL.to("meta"), shards)

@@ -21,6 +21,7 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
+from lightning_eff.checkpoint import sharded, stored_weights
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
@@ -157,6 +158,27 @@ def test_no_checkpoint_has_shards_that_are_not_finite(checkpoints: str, on_host:
     with pytest.raises(CheckpointError, match=r"not finite; the last finite checkpoint is .*step=4\.ckpt"):
         trainer.fit(model, make_loader())
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+
+
+def test_a_folder_needs_no_plugin_and_each_file_is_verified_once(
+    on_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And removing it leaves what else is in it, which TorchCheckpointIO would not."""
+    path, seen = tmp_path / "a.ckpt", list[str]()
+    first = make_trainer(strategy=on_host(checkpoints="sharded"), max_steps=2)
+    first.fit(seeded(Deep), make_loader())
+    first.save_checkpoint(path)
+    verify = sharded.verify
+    monkeypatch.setattr(sharded, "verify", lambda file: (seen.append(Path(file.name).name), verify(file))[1])
+    again = make_trainer(strategy=on_host(checkpoints="sharded"), max_steps=2)
+    again.fit(seeded(Deep), make_loader(), ckpt_path=path)
+    assert sorted(seen) == sorted(file.name for file in path.iterdir())
+    states = [trainer.strategy.lightning_module_state_dict() for trainer in (first, again)]
+    assert is_equal({n: t.full_tensor() for n, t in states[0].items()}, stored_weights.weights(path))
+    assert is_equal(*({n: t.full_tensor() for n, t in state.items()} for state in states))
+    (path / "notes.txt").write_text("mine")
+    again.strategy.remove_checkpoint(path)
+    assert [file.name for file in path.iterdir()] == ["notes.txt"]
 
 
 def test_a_window_of_shards_that_a_hook_ends_is_rejected(on_host: Any) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,7 +56,10 @@ def fsdp2() -> dict[str, int]:
     from lightning_eff.strategy._fsdp2 import shard
 
     net: Any = Net()
-    shard(net, init_device_mesh("cpu", (DEVICES,)), policy=None, reshard_after_forward=True)
+    mesh = {"data_parallel": init_device_mesh("cpu", (DEVICES,))}
+    options = {"blocks": None, "param_dtype": None, "reduce_dtype": None, "reshard_after_forward": True}
+    here = {"cpu_offload": False, "root_device": torch.device("cpu"), "device_mesh": mesh}
+    shard(SimpleNamespace(**options, **here), net)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(2, 16)).sum().backward()
     optimizer.step()

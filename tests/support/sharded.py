@@ -8,15 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_eff.checkpoint import sharded_write
-from lightning_eff.checkpoint.lazy_tensor import split_shards
+from lightning_eff.checkpoint import sharded
 
 
-def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
-    def rows(tensor: Tensor) -> Any:
+def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Tensor | None]:
+    def rows(tensor: Tensor) -> Tensor | None:
         share = -(-len(tensor) // num_ranks) if tensor.ndim else 0
-        first = min(rank * share, len(tensor)) if tensor.ndim else 0
-        return (first, tensor[first : first + share].clone()) if tensor.ndim else tensor
+        return tensor[rank * share : (rank + 1) * share].clone() if tensor.ndim else None
 
     return rows
 
@@ -24,9 +22,9 @@ def rows_of(rank: int, num_ranks: int) -> Callable[[Tensor], Any]:
 def save_sharded(path: Path, content: dict[str, Any], num_ranks: int) -> str:
     """Save as ranks would, one after the other; return the token."""
     digests: list[str] = []
-    with sharded_write.new_save(path) as token:
+    with sharded.new_save(path) as token:
         for rank in range(num_ranks):
-            rest, rows = split_shards(content, rows_of(rank, num_ranks))
-            digests.append(sharded_write.write_shard(path, token, rank, num_ranks, rows).digest)
-        sharded_write.write_index(path, token, digests, rest, rows)
+            rest, rows = sharded.split_shards(content, rows_of(rank, num_ranks))
+            digests.append(sharded.write_shard(path, token, rank, num_ranks, rows).digest)
+        sharded.write_index(path, token, digests, rest)
     return token

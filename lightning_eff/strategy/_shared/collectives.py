@@ -1,4 +1,4 @@
-"""Collectives of both strategies: equal initial values, equal module order, all-or-none steps.
+"""Collectives of both strategies: equal initial values, equal module order.
 
 ZeRO and FSDP2 gather weights and reduce gradients in the order in which modules run, and collectives of
 different ranks are paired by that order alone. If one rank skips a module (a route, a dropped layer), the
@@ -13,19 +13,15 @@ modules is not checked, since the hooks would be compiled too.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_eff.core.compiled_call import is_compiled
-from lightning_eff.core.errors import CheckpointError, Remedy
+from lightning_eff.core.errors import Remedy
 from lightning_eff.core.shards import LEAF, is_sharded
 from lightning_eff.strategy._shared.checks import conflict
 
@@ -126,53 +122,3 @@ def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.P
     yield module, list(module.parameters(recurse=is_leaf))
     for child in () if is_leaf else module.children():
         yield from _gathered_together(child)
-
-
-class Ranks:
-    """The ranks of the default process group; one rank if there is none.
-
-    Messages are JSON, as bytes in a tensor; nothing is unpickled.
-
-    Args:
-        device: Of the process group's backend.
-
-    Example:
-        >>> with Ranks(torch.device("cpu")).all_or_none() as step:
-        ...     step.local["done"] = 1
-        >>> step.gathered
-        [{'done': 1}]
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if is_distributed else 0
-        self.size = dist.get_world_size() if is_distributed else 1
-
-    @contextmanager
-    def all_or_none(self) -> Generator[Any]:
-        """Run a step that fails on all ranks if it fails on one; a collective of all ranks at its end.
-
-        It yields an object: its `local` is what this rank sends at the end of the step, plain JSON values;
-        its `gathered` is what each rank sent, by rank, once the step is over.
-
-        Raises:
-            CheckpointError: Another rank failed; the text names the first one and its error.
-        """
-        step = SimpleNamespace(local={}, gathered=[])
-        try:
-            yield step
-        except BaseException as error:
-            self._all_gather({"failed": str(error) or repr(error)})
-            raise
-        step.gathered = self._all_gather(step.local)
-        for rank, message in enumerate(step.gathered):
-            if "failed" in message:
-                raise CheckpointError(f"rank {rank}: {message['failed']}")
-
-    def _all_gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange one message per rank; a collective of all ranks."""
-        if self.size == 1:
-            return [message]
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
-        return [json.loads(bytes(row.tolist())) for row in gather_all_tensors(data)]

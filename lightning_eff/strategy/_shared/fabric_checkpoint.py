@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_eff.checkpoint import full_state
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
+from lightning_eff.checkpoint.sharded import Ranks
 from lightning_eff.core.errors import CheckpointError
-from lightning_eff.strategy._shared.collectives import Ranks
 
 Keep = Callable[[str, Any], bool]
 """Returns whether an entry of a state, by its name and value, is saved."""

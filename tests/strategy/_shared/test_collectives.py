@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_eff.checkpoint.sharded import Ranks
 from lightning_eff.core.errors import ConflictError
-from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, Ranks
+from lightning_eff.strategy._shared.collectives import RankDivergenceCheck
 from tests.support.models import Deep
 
 
