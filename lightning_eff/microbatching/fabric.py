@@ -21,12 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.microbatching.atomic_update import atomic_update
-from lightning_eff.microbatching.merging import mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
-from lightning_eff.microbatching.oom_retry import OomRetry
-from lightning_eff.microbatching.snapshot import StepSnapshot
-from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
+from lightning_eff.microbatching.oom_retry import MicroBatchSize, OomRetry, kept_names
+from lightning_eff.microbatching.snapshot import StepSnapshot, atomic_update
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter, mean
 from lightning_eff.microbatching.window import Window, weight_of
 
 Step = Callable[[Any], Any]
@@ -99,8 +96,8 @@ class ExactGradient:
         scale_gradients = getattr(strategy, "scale_gradients", None)
         self._discard_gradients = getattr(strategy, "discard_gradients", None)
         self._window = Window(model.parameters, num_ranks=num_ranks, scale_gradients=scale_gradients)
-        self._snapshot = StepSnapshot(original, self._device)
-        self._retry = OomRetry(self.size, self._window, self._snapshot, self._wrapped, self._device)
+        snapshot = StepSnapshot(original, self._device)
+        self._retry = OomRetry(self.size, self._window, snapshot, self._wrapped, self._device)
         self._num_updates = 0
 
     def backward(self, step: Step, *batches: Any) -> Tensor:
@@ -127,7 +124,7 @@ class ExactGradient:
         self._retry.begin()
         last = len(batches) - 1
         runs = [
-            self._retry.run(batch, partial(self._run_part, step, is_last_batch=index == last))
+            self._retry.run(batch, partial(self._run_part, step, is_last_batch=index == last), index)
             for index, batch in enumerate(batches)
         ]
         self._retry.finish()

@@ -49,14 +49,9 @@ from typing_extensions import override
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import TO_DDP, ConfigError, ConflictError, ConflictWarning, Remedy
 from lightning_eff.core.technique import name_of
-from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.mean_check import MeanCheck, check_mean
-from lightning_eff.microbatching.micro_batch_runner import (
-    Arguments,
-    MicroBatchRunner,
-    StepFunctions,
-)
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.micro_batch_runner import Arguments, MicroBatchRunner, StepFunctions
+from lightning_eff.microbatching.oom_retry import MicroBatchSize, average_gradients, without_collectives
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.window import Window, weight_of
 
@@ -148,7 +143,7 @@ class ExactStep(_AutomaticOptimization):
                 if self.is_search_due:
                     self.is_search_due = False
                     self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
-                self._runner.begin()
+                self._runner.retry.begin()
             self._epoch, self._loss = self.trainer.current_epoch, None
             is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
             if is_split or self._num_batches > 1:
@@ -183,7 +178,7 @@ class ExactStep(_AutomaticOptimization):
         self._reject_shards("an epoch that ends on a batch that is not trained on")
         model = self.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            ddp.average_gradients(model)  # as the last backward pass would have done
+            average_gradients(model)  # as the last backward pass would have done
         self._is_complete, self._is_skipped = True, False
         self.num_cut_steps += 1
         self._position += 1
@@ -216,12 +211,13 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        functions = StepFunctions(self._forward, zero_grad, backward, self._check_mean, self._is_complete)
+        functions = StepFunctions(
+            self._forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
+        )
 
         def step() -> ClosureResult:
             # An optimizer may evaluate its closure again: count this batch once.
             self._window.restore(self._state_before_batch)
-            del runner.retry.earlier[self._position - 1 :]
             return runner.run(kwargs, functions)
 
         return Closure(step)
@@ -243,9 +239,14 @@ class ExactStep(_AutomaticOptimization):
         if self._skip_backward or self._position != 1:
             return None
 
+        progress, calls = self.optim_progress.optimizer.zero_grad, itertools.count()
+
         def zero_grad() -> None:
+            counted = progress.state_dict() if next(calls) else None
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(batch_idx, optimizer)
+            if counted is not None:  # a step that is computed again counts once
+                progress.load_state_dict(counted)
 
         return zero_grad
 
@@ -302,7 +303,7 @@ class ExactStep(_AutomaticOptimization):
         if self.mean_check is not None:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
-        count = size.num_samples(batch, by_splitting=True) or 0
+        count = size.num_samples(batch) or 0
         if self.micro_batch_size is None:  # the first dimension may be time, where nothing is to be split
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             count = count if batch_size in (None, count) else 0
@@ -353,12 +354,12 @@ class ExactStep(_AutomaticOptimization):
         is_autocast &= str(trainer.precision).endswith("-mixed") and (is_ddp or self._num_ranks == 1)
         if is_autocast:  # whose rounding hides small differences
             full = patch.object(plugin, "train_step_context", nullcontext)
-            with full, ddp.without_collectives(model) if is_ddp else nullcontext():
+            with full, without_collectives(model) if is_ddp else nullcontext():
                 found = check_mean(batch, run, module, size, max_samples, device, is_low=False)
             if not found.undecided:
                 return found
         is_low = not str(trainer.precision).startswith(("32", "64"))
-        with ddp.without_collectives(model) if is_ddp else nullcontext():
+        with without_collectives(model) if is_ddp else nullcontext():
             return check_mean(batch, run, module, size, max_samples, device, is_low=is_low)
 
     @override
