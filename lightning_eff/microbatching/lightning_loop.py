@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -96,8 +96,8 @@ class ExactStep(_AutomaticOptimization):
         self.counts_by = "samples count equally"
         """How the backward passes of a step count."""
         self.mean_check: str | None = None
-        self._num_flat_checks = 0
         """Why the loss could not be checked to be a mean; empty for a mean, None before the check."""
+        self._num_flat_checks = 0
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
@@ -264,18 +264,20 @@ class ExactStep(_AutomaticOptimization):
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
         output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
-        is_weighted = _has_weight(output)
+        returned = output
         if self.weigh is not None:
             output = self.weigh(output, None if part is None else part.num_samples)
-        if is_weighted or _has_weight(output):
-            self.counts_by = f"weights: {'returned by training_step' if is_weighted else self.weighs_by}"
+        weight = weight_of(output)
+        if weight is not None:
+            self.counts_by = (
+                f"weights: {'returned by training_step' if output is returned else self.weighs_by}"
+            )
         if output is None and self._num_ranks > 1:
             raise RuntimeError(
                 "training_step returned None on one of several ranks, which would leave the others waiting"
             )
         result = self.output_result_cls.from_training_step_output(output)
         self._loss = self._loss if result.loss is None else result.loss
-        weight = weight_of(output)
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
         if part is not None and result.closure_loss is not None:
@@ -285,14 +287,15 @@ class ExactStep(_AutomaticOptimization):
         return result
 
     def _training_step_output(self, arguments: Arguments) -> Any:
-        with register_optimizer_step_pre_hook(self._reject_step):
+        is_guarded = self.may_have_several_passes
+        with register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext():
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Reject an update of the model in `training_step`; inner loops may train copies of it."""
         trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if self.may_have_several_passes and trained & updated:
+        if trained & updated:
             name = type(optimizer).__name__
             raise ConflictError(
                 f"training_step calls {name}.step(), once per micro-batch: leave the step to Lightning"
@@ -365,6 +368,7 @@ class ExactStep(_AutomaticOptimization):
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
         evaluations = itertools.count()
+        retry = self._runner.retry if self._runner is not None else None
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
@@ -377,8 +381,8 @@ class ExactStep(_AutomaticOptimization):
                     remedies=[WITHOUT_ACCUMULATION, "a larger batch, split by MicroBatch"],
                 )
             loss = train_step_and_backward_closure()
-            if self._runner is not None:
-                self._runner.retry.finish()
+            if retry is not None:
+                retry.finish()
             if not self._skip_backward:  # else gradients are those of an earlier step
                 self._window.correct()
             # Without a loss float16's scaler would not step; the window may have one of an earlier batch.
@@ -386,7 +390,7 @@ class ExactStep(_AutomaticOptimization):
 
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
-        with self._runner.update() if self._runner is not None else nullcontext():
+        with retry.update(self.trainer.optimizers[0]) if retry is not None else nullcontext():
             super()._optimizer_step(batch_idx, closure)
         self._is_skipped = scaler is not None and scaler.get_scale() < scale
         if self._is_skipped:
@@ -404,10 +408,6 @@ class ExactStep(_AutomaticOptimization):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
-
-
-def _has_weight(output: Any) -> bool:
-    return isinstance(output, Mapping) and output.get("loss_weight") is not None
 
 
 def install(trainer: pl.Trainer) -> ExactStep:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from torch import Tensor
 from lightning_eff.core.arguments import accepts
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.oom_retry import FIXED_SIZE, MicroBatchSize, OomRetry
-from lightning_eff.microbatching.snapshot import StepSnapshot, atomic_update
+from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart, mean
 from lightning_eff.microbatching.window import Window, weight_of
 
@@ -81,15 +80,13 @@ class MicroBatchRunner:
     """
 
     def __init__(self, trainer: pl.Trainer, micro_batch_size: MicroBatchSize, window: Window) -> None:
-        self._micro_batch_size = micro_batch_size
         self._trainer = trainer
         # Lightning's collection of what `self.log` was called with in this epoch.
         self._results: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         strategy: Any = trainer.strategy
-        self._device = strategy.root_device
-        snapshot = StepSnapshot(trainer.lightning_module, self._device, self._results)
-        self.retry = OomRetry(micro_batch_size, window, snapshot, strategy.model, self._device)
-        self._num_updates = 0
+        device = strategy.root_device
+        snapshot = StepSnapshot(trainer.lightning_module, device, self._results)
+        self.retry = OomRetry(micro_batch_size, window, snapshot, strategy.model, device)
 
     def find_size(self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None]) -> None:
         """Set the size to the largest that fits."""
@@ -154,13 +151,6 @@ class MicroBatchRunner:
         if self.retry.replica is not None:
             reject_step_sync(results)
         return result, before, {} if is_full_batch else logged_values(results)
-
-    def update(self) -> AbstractContextManager[None]:
-        """Make the optimizer update that follows atomic, if the size is `auto`."""
-        self._num_updates += 1
-        if not self._micro_batch_size.is_auto:
-            return nullcontext()
-        return atomic_update(self._trainer.optimizers[0], self._device, is_first=self._num_updates == 1)
 
 
 def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatchPart]) -> dict[str, Any]:

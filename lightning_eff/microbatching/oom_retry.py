@@ -21,7 +21,7 @@ import bisect
 import functools
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,12 @@ from lightning_eff.core.call_state import version
 from lightning_eff.core.errors import ConfigError, Remedy, is_out_of_memory
 from lightning_eff.core.torch_private import real_tensors, torch_private
 from lightning_eff.microbatching import splitting
-from lightning_eff.microbatching.snapshot import OptimizerSnapshot, StepSnapshot, free_memory
+from lightning_eff.microbatching.snapshot import (
+    OptimizerSnapshot,
+    StepSnapshot,
+    atomic_update,
+    free_memory,
+)
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.microbatching.window import Window
 
@@ -187,6 +192,7 @@ class OomRetry:
         is_ddp = isinstance(model, DistributedDataParallel)
         self.replica = model if is_ddp and micro_batch_size.is_auto else None
         """Set if this rank's gradients are averaged at the end of a step, in place of by DDP."""
+        self._num_updates = 0
         self.begin()
 
     def begin(self) -> None:
@@ -279,6 +285,13 @@ class OomRetry:
                 # On any rank: all of them continue with the smallest size.
                 self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))
 
+    def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Make the optimizer's next update atomic, if the size is `auto`."""
+        self._num_updates += 1
+        if not self._size.is_auto:
+            return nullcontext()
+        return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
+
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
         """Find and set the largest size, up to the full batch; on several ranks up to the smallest one.
 
@@ -356,7 +369,7 @@ class OomRetry:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-    def _alone(self) -> Any:
+    def _alone(self) -> AbstractContextManager[None]:
         return nullcontext() if self.replica is None else without_collectives(self.replica)
 
 
