@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from _common import arguments, publish, rows_table
 from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.oom_retry import MicroBatchSize
 
 WARM_UP = 200
 """Steps of each loop that are not counted."""

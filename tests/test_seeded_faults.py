@@ -14,9 +14,9 @@ LOOP, TWO, CUT = (
     "tests/microbatching/test_ddp.py",
     "tests/callbacks/test_micro_batch.py",
 )
-WINDOW, RETRY, RUNNER, SNAPSHOT, LIGHTNING, SEARCH = (
+WINDOW, RETRY, RUNNER, SNAPSHOT, LIGHTNING = (
     f"microbatching/{name}.py"
-    for name in ("window", "oom_retry", "micro_batch_runner", "snapshot", "lightning_loop", "size_search")
+    for name in ("window", "oom_retry", "micro_batch_runner", "snapshot", "lightning_loop")
 )
 STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
 WHOLE = f"{CUT}::test_the_step_is_that_of_the_full_batch"
@@ -86,20 +86,20 @@ FAULTS = {
         TOGETHER,
     ),
     "gradients not averaged": (
-        "microbatching/ddp.py",
+        RETRY,
         "dist.all_reduce(flat.div_(num_ranks), group=model.process_group)",
         "flat.div_(num_ranks)",
         TOGETHER,
     ),
     "buffers not taken over": (
         RETRY,
-        "            ddp.take_buffers(self.replica)\n",
+        "            take_buffers(self.replica)\n",
         "            pass\n",
         f"{TWO}::test_batches_that_fit_train_as_under_plain_ddp",
     ),
     "the others keep their size": (
         RETRY,
-        "self._size.current = int(smallest)",
+        "self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))",
         "pass",
         f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
     ),
@@ -118,9 +118,9 @@ FAULTS = {
     ),
     "weights of a failed try counted": (RETRY, "self._window.restore(self._window_state)", "pass", TRACE),
     "gradients of a failed try kept": (
-        RUNNER,
-        "functions.zero_grad()\n",
-        "self._is_zeroed or functions.zero_grad()\n",
+        LIGHTNING,
+        "            self._optimizer_zero_grad(batch_idx, optimizer)\n",
+        "            counted is not None or self._optimizer_zero_grad(batch_idx, optimizer)\n",
         TRACE,
     ),
     "update not undone": (
@@ -130,19 +130,19 @@ FAULTS = {
         f"{CUT}::test_running_out_in_the_update_leaves_no_trace",
     ),
     "step logged as of the last micro-batch": (
-        "microbatching/merging.py",
+        RUNNER,
         "metric._forward_cache = _reduced(",
         "_reduced(",
-        "tests/microbatching/test_merging.py::test_what_is_logged_is_that_of_the_full_batch",
+        "tests/microbatching/test_micro_batch_runner.py::test_what_is_logged_is_that_of_the_full_batch",
     ),
     "find: a size that failed": (
-        SEARCH,
-        "    return low\n",
-        "    return high\n",
-        "tests/microbatching/test_micro_batch_size.py",
+        RETRY,
+        "    return largest\n",
+        "    return largest + 1\n",
+        "tests/microbatching/test_oom_retry.py",
     ),
     "find: the state stays": (
-        SEARCH,
+        RETRY,
         "            optimizer_snapshot.restore()\n",
         "",
         f"{CUT}::test_find_gives_the_largest_and_leaves_no_trace",

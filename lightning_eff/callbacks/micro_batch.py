@@ -46,7 +46,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.mean_check import check_mean
-from lightning_eff.microbatching.micro_batch_size import FIXED_SIZE, MicroBatchSize, kept_names
+from lightning_eff.microbatching.oom_retry import FIXED_SIZE, MicroBatchSize, kept_names
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS

@@ -3,7 +3,6 @@
 To change accumulation: callbacks/gradient_accumulation.py (number of batches), lightning_loop.py (what
 Lightning calls), window.py (the scale factors), splitting.py (what counts as a sample).
 To change micro-batches: callbacks/micro_batch.py, micro_batch_runner.py (under Lightning) or fabric.py
-(without), oom_retry.py (second attempts), micro_batch_size.py (the size), snapshot.py and atomic_update.py
-(undoing), mean_check.py (which losses are rejected), merging.py (what is returned and logged), ddp.py
-(collectives), size_search.py (`find`).
+(without), oom_retry.py (the size, second attempts, `find`), snapshot.py (undoing), mean_check.py (rejected
+losses).
 """

@@ -21,12 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.microbatching.atomic_update import atomic_update
-from lightning_eff.microbatching.merging import mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, kept_names
-from lightning_eff.microbatching.oom_retry import OomRetry
+from lightning_eff.microbatching.oom_retry import MicroBatchSize, OomRetry, kept_names
 from lightning_eff.microbatching.snapshot import StepSnapshot
-from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter, mean
 from lightning_eff.microbatching.window import Window, weight_of
 
 Step = Callable[[Any], Any]
@@ -72,7 +69,6 @@ class ExactGradient:
             raise ConfigError(key="model", value=type(model).__name__, allowed="a model with parameters")
         self._model = model
         self._fabric = fabric
-        self._device = weight.device
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
@@ -99,9 +95,8 @@ class ExactGradient:
         scale_gradients = getattr(strategy, "scale_gradients", None)
         self._discard_gradients = getattr(strategy, "discard_gradients", None)
         self._window = Window(model.parameters, num_ranks=num_ranks, scale_gradients=scale_gradients)
-        self._snapshot = StepSnapshot(original, self._device)
-        self._retry = OomRetry(self.size, self._window, self._snapshot, self._wrapped, self._device)
-        self._num_updates = 0
+        snapshot = StepSnapshot(original, weight.device)
+        self._retry = OomRetry(self.size, self._window, snapshot, self._wrapped, weight.device)
 
     def backward(self, step: Step, *batches: Any) -> Tensor:
         """Compute the gradient of a step, in place of the one that the parameters have.
@@ -127,7 +122,7 @@ class ExactGradient:
         self._retry.begin()
         last = len(batches) - 1
         runs = [
-            self._retry.run(batch, partial(self._run_part, step, is_last_batch=index == last))
+            self._retry.run(batch, partial(self._run_part, step, is_last_batch=index == last), index)
             for index, batch in enumerate(batches)
         ]
         self._retry.finish()
@@ -168,16 +163,14 @@ class ExactGradient:
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
 
-        For `micro_batch_size="auto"`: it copies parameters, gradients and optimizer state to host memory
+        Only for `micro_batch_size="auto"`: it copies parameters, gradients and optimizer state to host memory
         around the step, on a CPU around each, on other devices around the first.
 
         Args:
             optimizer: As wrapped by Fabric, or not.
         """
-        self._num_updates += 1
         own: Any = optimizer
-        own = own.optimizer if is_wrapped(own) else own
-        return atomic_update(own, self._device, is_first=self._num_updates == 1)
+        return self._retry.update(own.optimizer if is_wrapped(own) else own)
 
 
 def _loss_of(output: Any) -> Tensor:

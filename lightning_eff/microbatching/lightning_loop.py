@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -49,14 +49,9 @@ from typing_extensions import override
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import TO_DDP, ConfigError, ConflictError, ConflictWarning, Remedy
 from lightning_eff.core.technique import name_of
-from lightning_eff.microbatching import ddp
 from lightning_eff.microbatching.mean_check import MeanCheck, check_mean
-from lightning_eff.microbatching.micro_batch_runner import (
-    Arguments,
-    MicroBatchRunner,
-    StepFunctions,
-)
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
+from lightning_eff.microbatching.micro_batch_runner import Arguments, MicroBatchRunner, StepFunctions
+from lightning_eff.microbatching.oom_retry import MicroBatchSize, average_gradients, without_collectives
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.window import Window, weight_of
 
@@ -101,8 +96,8 @@ class ExactStep(_AutomaticOptimization):
         self.counts_by = "samples count equally"
         """How the backward passes of a step count."""
         self.mean_check: str | None = None
-        self._num_flat_checks = 0
         """Why the loss could not be checked to be a mean; empty for a mean, None before the check."""
+        self._num_flat_checks = 0
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
@@ -148,7 +143,7 @@ class ExactStep(_AutomaticOptimization):
                 if self.is_search_due:
                     self.is_search_due = False
                     self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
-                self._runner.begin()
+                self._runner.retry.begin()
             self._epoch, self._loss = self.trainer.current_epoch, None
             is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
             if is_split or self._num_batches > 1:
@@ -183,7 +178,7 @@ class ExactStep(_AutomaticOptimization):
         self._reject_shards("an epoch that ends on a batch that is not trained on")
         model = self.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            ddp.average_gradients(model)  # as the last backward pass would have done
+            average_gradients(model)  # as the last backward pass would have done
         self._is_complete, self._is_skipped = True, False
         self.num_cut_steps += 1
         self._position += 1
@@ -216,12 +211,13 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        functions = StepFunctions(self._forward, zero_grad, backward, self._check_mean, self._is_complete)
+        functions = StepFunctions(
+            self._forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
+        )
 
         def step() -> ClosureResult:
             # An optimizer may evaluate its closure again: count this batch once.
             self._window.restore(self._state_before_batch)
-            del runner.retry.earlier[self._position - 1 :]
             return runner.run(kwargs, functions)
 
         return Closure(step)
@@ -243,9 +239,14 @@ class ExactStep(_AutomaticOptimization):
         if self._skip_backward or self._position != 1:
             return None
 
+        progress, calls = self.optim_progress.optimizer.zero_grad, itertools.count()
+
         def zero_grad() -> None:
+            counted = progress.state_dict() if next(calls) else None
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(batch_idx, optimizer)
+            if counted is not None:  # a step that is computed again counts once
+                progress.load_state_dict(counted)
 
         return zero_grad
 
@@ -263,18 +264,20 @@ class ExactStep(_AutomaticOptimization):
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
         output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
-        is_weighted = _has_weight(output)
+        returned = output
         if self.weigh is not None:
             output = self.weigh(output, None if part is None else part.num_samples)
-        if is_weighted or _has_weight(output):
-            self.counts_by = f"weights: {'returned by training_step' if is_weighted else self.weighs_by}"
+        weight = weight_of(output)
+        if weight is not None:
+            self.counts_by = (
+                f"weights: {'returned by training_step' if output is returned else self.weighs_by}"
+            )
         if output is None and self._num_ranks > 1:
             raise RuntimeError(
                 "training_step returned None on one of several ranks, which would leave the others waiting"
             )
         result = self.output_result_cls.from_training_step_output(output)
         self._loss = self._loss if result.loss is None else result.loss
-        weight = weight_of(output)
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
         if part is not None and result.closure_loss is not None:
@@ -284,14 +287,15 @@ class ExactStep(_AutomaticOptimization):
         return result
 
     def _training_step_output(self, arguments: Arguments) -> Any:
-        with register_optimizer_step_pre_hook(self._reject_step):
+        is_guarded = self.may_have_several_passes
+        with register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext():
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Reject an update of the model in `training_step`; inner loops may train copies of it."""
         trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if self.may_have_several_passes and trained & updated:
+        if trained & updated:
             name = type(optimizer).__name__
             raise ConflictError(
                 f"training_step calls {name}.step(), once per micro-batch: leave the step to Lightning"
@@ -302,7 +306,7 @@ class ExactStep(_AutomaticOptimization):
         if self.mean_check is not None:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
-        count = size.num_samples(batch, by_splitting=True) or 0
+        count = size.num_samples(batch) or 0
         if self.micro_batch_size is None:  # the first dimension may be time, where nothing is to be split
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             count = count if batch_size in (None, count) else 0
@@ -353,17 +357,18 @@ class ExactStep(_AutomaticOptimization):
         is_autocast &= str(trainer.precision).endswith("-mixed") and (is_ddp or self._num_ranks == 1)
         if is_autocast:  # whose rounding hides small differences
             full = patch.object(plugin, "train_step_context", nullcontext)
-            with full, ddp.without_collectives(model) if is_ddp else nullcontext():
+            with full, without_collectives(model) if is_ddp else nullcontext():
                 found = check_mean(batch, run, module, size, max_samples, device, is_low=False)
             if not found.undecided:
                 return found
         is_low = not str(trainer.precision).startswith(("32", "64"))
-        with ddp.without_collectives(model) if is_ddp else nullcontext():
+        with without_collectives(model) if is_ddp else nullcontext():
             return check_mean(batch, run, module, size, max_samples, device, is_low=is_low)
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
         evaluations = itertools.count()
+        retry = self._runner.retry if self._runner is not None else None
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
@@ -376,8 +381,8 @@ class ExactStep(_AutomaticOptimization):
                     remedies=[WITHOUT_ACCUMULATION, "a larger batch, split by MicroBatch"],
                 )
             loss = train_step_and_backward_closure()
-            if self._runner is not None:
-                self._runner.retry.finish()
+            if retry is not None:
+                retry.finish()
             if not self._skip_backward:  # else gradients are those of an earlier step
                 self._window.correct()
             # Without a loss float16's scaler would not step; the window may have one of an earlier batch.
@@ -385,7 +390,7 @@ class ExactStep(_AutomaticOptimization):
 
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
-        with self._runner.update() if self._runner is not None else nullcontext():
+        with retry.update(self.trainer.optimizers[0]) if retry is not None else nullcontext():
             super()._optimizer_step(batch_idx, closure)
         self._is_skipped = scaler is not None and scaler.get_scale() < scale
         if self._is_skipped:
@@ -403,10 +408,6 @@ class ExactStep(_AutomaticOptimization):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self._window.reference = float(state_dict.get("weight_reference", 0.0))
         self.num_skipped_steps = int(state_dict.get("num_skipped_steps", 0))
-
-
-def _has_weight(output: Any) -> bool:
-    return isinstance(output, Mapping) and output.get("loss_weight") is not None
 
 
 def install(trainer: pl.Trainer) -> ExactStep:

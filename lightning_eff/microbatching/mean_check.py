@@ -18,7 +18,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
@@ -27,9 +26,8 @@ from lightning_eff.core.call_state import CallState, version
 from lightning_eff.core.errors import ConflictError, root_cause_line
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.torch_private import batch_norm_class, real_tensors
-from lightning_eff.microbatching.merging import mean
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
-from lightning_eff.microbatching.splitting import MicroBatchPart
+from lightning_eff.microbatching.oom_retry import MicroBatchSize
+from lightning_eff.microbatching.splitting import MicroBatchPart, flatten, mean
 from lightning_eff.microbatching.window import weight_of
 
 MAX_SAMPLES = 16
@@ -201,7 +199,8 @@ class _Untraced:
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
                 buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
                 # The step may change its batch in place.
-                own = apply_to_collection(part.batch, Tensor, Tensor.clone)
+                values, build = flatten(part.batch)
+                own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
                 random_after = random_states.capture(self._device, self._generators)
                 for name, buffer in module.named_buffers():

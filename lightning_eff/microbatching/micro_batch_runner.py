@@ -1,33 +1,41 @@
 """Run a Trainer's batches in micro-batches: what `ExactStep` calls if a batch is to be split.
 
-oom_retry.py splits and retries; this module connects it to Lightning: its strategy, what `self.log` collects,
-what `training_step` returns, and the optimizer. Private names of Lightning (`_results`,
+oom_retry.py splits and retries; this module connects it to Lightning: its strategy, the optimizer, and what
+`training_step` returns and logs, which is merged into what the full batch would have.
+
+Outputs next to the loss are concatenated or averaged. Lightning accumulates what is logged over an epoch by
+the number of samples, which it takes from the current batch: that is set to each micro-batch. What is logged
+by step would be the last micro-batch's: it becomes the mean over the micro-batches, or sum, minimum or
+maximum, as `reduce_fx` says. With weights, means are by weight. Of a torchmetrics metric that is logged by
+step it is the mean of the micro-batches' values too, which equals the full batch's for an accuracy and not
+for an F1 score; over an epoch, every metric is that of all samples.
+
+Private names of Lightning (`_results` and of its metrics `_forward_cache`, `cumulated_batch_size`, `meta`;
 `_block_parallel_sync_behavior`) are those of 2.6.6.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import (
     _block_parallel_sync_behavior,  # pyright: ignore[reportPrivateUsage]
 )
 from torch import Tensor
 
-from lightning_eff.microbatching import merging
-from lightning_eff.microbatching.atomic_update import atomic_update
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize
-from lightning_eff.microbatching.oom_retry import OomRetry
-from lightning_eff.microbatching.size_search import SizeTrials
+from lightning_eff.core.arguments import accepts
+from lightning_eff.core.errors import ConflictError
+from lightning_eff.microbatching.oom_retry import FIXED_SIZE, MicroBatchSize, OomRetry
 from lightning_eff.microbatching.snapshot import StepSnapshot
-from lightning_eff.microbatching.splitting import MicroBatchPart
+from lightning_eff.microbatching.splitting import MicroBatchPart, mean
 from lightning_eff.microbatching.window import Window, weight_of
 
 Arguments = OrderedDict[str, Any]
@@ -43,10 +51,22 @@ class StepFunctions:
     zero_grad: Callable[[], None] | None  # None where gradients are added to
     backward: Callable[[Tensor], None] | None  # None where there is no backward pass
     check_mean: Callable[[Arguments], None]  # called before a batch is split
+    position: int  # of the batch in its step, from 0
     is_last: bool  # whether the optimizer steps after this batch
 
 
-PartResult = tuple[ClosureResult, merging.LoggedValues, merging.LoggedValues]
+@dataclass(frozen=True)
+class LoggedValue:
+    """What one key of `self.log` has collected so far."""
+
+    by_step: Any  # the last value by step
+    total: Any  # the sum over the epoch, of values times samples; None for a metric
+    num_samples: Any  # the samples of that sum
+
+
+LoggedValues = Mapping[str, LoggedValue]
+NOTHING_LOGGED = LoggedValue(None, total=0.0, num_samples=0)
+PartResult = tuple[ClosureResult, LoggedValues, LoggedValues]
 """The output of a micro-batch, and what was logged before and after it."""
 
 
@@ -60,43 +80,29 @@ class MicroBatchRunner:
     """
 
     def __init__(self, trainer: pl.Trainer, micro_batch_size: MicroBatchSize, window: Window) -> None:
-        self._micro_batch_size = micro_batch_size
         self._trainer = trainer
         # Lightning's collection of what `self.log` was called with in this epoch.
         self._results: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         strategy: Any = trainer.strategy
-        self._model = strategy.model
-        self._device = strategy.root_device
-        self._snapshot = StepSnapshot(trainer.lightning_module, self._device, self._results)
-        self.retry = OomRetry(micro_batch_size, window, self._snapshot, self._model, self._device)
-        self._num_updates = 0
+        device = strategy.root_device
+        snapshot = StepSnapshot(trainer.lightning_module, device, self._results)
+        self.retry = OomRetry(micro_batch_size, window, snapshot, strategy.model, device)
 
     def find_size(self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None]) -> None:
         """Set the size to the largest that fits."""
 
-        def run_forward(part: MicroBatchPart) -> Tensor | None:
+        def run_part(part: MicroBatchPart) -> None:
             self._results.batch, self._results.batch_size = part.batch, part.num_samples
-            return forward(OrderedDict(arguments, batch=part.batch))
+            loss = forward(OrderedDict(arguments, batch=part.batch))
+            if loss is not None:
+                self._trainer.lightning_module.backward(loss)
 
-        SizeTrials(
-            arguments["batch"],
-            forward=run_forward,
-            backward=self._trainer.lightning_module.backward,
-            optimizer=self._trainer.optimizers[0],
-            model=self._model,
-            micro_batch_size=self._micro_batch_size,
-            snapshot=self._snapshot,
-        ).find()
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._is_zeroed = False
-        self.retry.begin()
+        self.retry.find(arguments["batch"], run_part, self._trainer.optimizers[0])
 
     def run(self, arguments: Arguments, functions: StepFunctions) -> ClosureResult:
         """Run one batch, and return and log what the full batch would have."""
         batch = arguments["batch"]
-        outputs = self.retry.run(batch, partial(self._run_part, arguments, functions))
+        outputs = self.retry.run(batch, partial(self._run_part, arguments, functions), functions.position)
         self._results.batch, self._results.batch_size = batch, None
         if len(outputs) == 1:
             (_, (result, *_)), *_ = outputs
@@ -112,9 +118,9 @@ class MicroBatchRunner:
         is_weighted = None not in weights
         weights = weights if is_weighted else [part.num_samples for part in parts]
         states = [kept[0][1][1], *(after for _, (*_, after) in kept)]
-        merging.merge_logged(self._results, states, weights, is_weighted=is_weighted)
-        extra = merging.merge_outputs([result.extra for result in results], parts)
-        return ClosureResult(merging.mean([result.loss for result in results], weights), extra=extra)
+        merge_logged(self._results, states, weights, is_weighted=is_weighted)
+        extra = merge_outputs([result.extra for result in results], parts)
+        return ClosureResult(mean([result.loss for result in results], weights), extra=extra)
 
     def _run_part(
         self,
@@ -126,35 +132,141 @@ class MicroBatchRunner:
         is_first: bool,
         is_last: bool,
     ) -> PartResult:
-        results, trainer = self._results, self._trainer
+        results = self._results
         results.batch, results.batch_size = part.batch, part.num_samples
         is_full_batch = is_first and is_last
         if not is_full_batch:
             functions.check_mean(arguments)
-        before = {} if is_full_batch else merging.logged_values(results)
+        before = {} if is_full_batch else logged_values(results)
         # The strategy averages gradients over the ranks in the last backward pass of a step only.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
-        with _block_parallel_sync_behavior(trainer.strategy, block=is_blocked):
+        with _block_parallel_sync_behavior(self._trainer.strategy, block=is_blocked):
             result = functions.forward(OrderedDict(arguments, batch=part.batch), part, batch_samples)
             if is_first and functions.zero_grad is not None:
-                # When a step is computed again, Lightning's progress does not count its `zero_grad`.
-                loop = trainer.fit_loop.epoch_loop.automatic_optimization
-                counts = loop.optim_progress.optimizer.zero_grad.state_dict() if self._is_zeroed else None
                 functions.zero_grad()
-                if counts is not None:
-                    loop.optim_progress.optimizer.zero_grad.load_state_dict(counts)
-                self._is_zeroed = True
             if functions.backward is not None and result.closure_loss is not None:
                 functions.backward(result.closure_loss)
         result.closure_loss = None  # frees the graph
         if self.retry.replica is not None:
-            merging.reject_step_sync(results)
-        return result, before, {} if is_full_batch else merging.logged_values(results)
+            reject_step_sync(results)
+        return result, before, {} if is_full_batch else logged_values(results)
 
-    def update(self) -> AbstractContextManager[None]:
-        """Make the optimizer update that follows atomic, if the size is `auto`."""
-        self._num_updates += 1
-        if not self._micro_batch_size.is_auto:
-            return nullcontext()
-        return atomic_update(self._trainer.optimizers[0], self._device, is_first=self._num_updates == 1)
+
+def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatchPart]) -> dict[str, Any]:
+    """Merge what `training_step` returned next to the loss.
+
+    Tensors and lists with one row per sample are concatenated, other numbers averaged by samples
+    (`loss_weight` is summed); of anything else the last micro-batch's is returned.
+
+    Example:
+        >>> parts = [MicroBatchPart(None, 3), MicroBatchPart(None, 1)]
+        >>> outputs = [{"top": torch.tensor(1.0), "ids": [1, 2, 3]}, {"top": torch.tensor(5.0), "ids": [4]}]
+        >>> merge_outputs(outputs, parts)
+        {'top': tensor(2.), 'ids': [1, 2, 3, 4]}
+    """
+    if len(outputs) == 1:
+        return dict(outputs[0])
+    sizes = [part.num_samples for part in parts]
+    merged: dict[str, Any] = {}
+    for key, last in outputs[-1].items():
+        values: list[Any] = [output.get(key) for output in outputs]
+        kinds: set[Any] = set()  # what values with one row per sample have in common; None for others
+        for value in values:
+            is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+            if is_dense and value.dim():
+                kinds.add((value.shape[1:], value.dtype, value.device))
+            else:
+                kinds.add("list" if isinstance(value, list) else None)
+        if key == "loss_weight" and None not in values:
+            merged[key] = sum(values[1:], start=values[0])
+        elif len(kinds) == 1 and None not in kinds and [len(value) for value in values] == sizes:
+            is_list = isinstance(last, list)
+            merged[key] = list(itertools.chain.from_iterable(values)) if is_list else torch.cat(values)
+        else:
+            scalars = [
+                value.dim() == 0 if isinstance(value, Tensor) else accepts(float, value) for value in values
+            ]
+            merged[key] = mean(values, sizes) if all(scalars) else last
+    return merged
+
+
+def logged_values(results: Any) -> dict[str, LoggedValue]:
+    """Return what was logged so far."""
+    return {
+        key: LoggedValue(
+            metric._forward_cache,  # noqa: SLF001
+            metric.value if metric.is_tensor else None,
+            getattr(metric, "cumulated_batch_size", None),
+        )
+        for key, metric in results.items()
+    }
+
+
+def merge_logged(
+    results: Any,
+    states: Sequence[LoggedValues],
+    weights: Sequence[float | None],
+    *,
+    is_weighted: bool,
+) -> None:
+    """Set what micro-batches have logged to what the full batch would have.
+
+    Args:
+        results: Lightning's collection.
+        states: What was logged before the first micro-batch, and after each.
+        weights: Weight or samples of each micro-batch.
+        is_weighted: Whether these are weights, by which an epoch's mean counts too.
+    """
+    for key in states[-1]:
+        metric = results[key]
+        meta = metric.meta
+        changes: list[tuple[LoggedValue, LoggedValue]] = []
+        counts: list[float | None] = []
+        for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True):
+            old, new = before.get(key, NOTHING_LOGGED), after.get(key)
+            if new is not None and (new.by_step is not old.by_step or new.total is not old.total):
+                changes.append((old, new))
+                counts.append(weight)
+        if len(changes) < 2:
+            continue
+        if not metric.is_tensor:
+            values = [new.by_step for _, new in changes]
+            if all(isinstance(value, Tensor) for value in values):  # None after `metric.update(...)`
+                metric._forward_cache = mean(values, counts)  # noqa: SLF001
+            continue
+        if meta.on_step:
+            metric._forward_cache = _reduced(meta, [new.by_step for _, new in changes], counts)  # noqa: SLF001
+            if not meta.on_epoch:
+                metric.value = metric._forward_cache  # noqa: SLF001 - as Lightning does
+        if is_weighted and meta.on_epoch and meta.is_mean_reduction:
+            # Lightning's epoch sum: total += value_i * samples_i for each micro-batch i. Replaced by
+            # total_before + (sum_i w_i value_i / sum_i w_i) * (samples of all micro-batches).
+            values = [(new.total - old.total) / (new.num_samples - old.num_samples) for old, new in changes]
+            first, _ = changes[0]
+            num_samples = metric.cumulated_batch_size - first.num_samples
+            metric.value = first.total + mean(values, counts) * num_samples
+
+
+def _reduced(meta: Any, values: Sequence[Any], weights: Sequence[float | None]) -> Tensor:
+    if meta.is_mean_reduction:
+        return mean(values, weights)
+    stacked = torch.stack(list(values))
+    if meta.is_sum_reduction:
+        return stacked.sum()
+    return stacked.max() if meta.is_max_reduction else stacked.min()
+
+
+def reject_step_sync(results: Any) -> None:
+    """Reject values that are averaged over the ranks while they are logged by step.
+
+    Raises:
+        ConflictError: There is one: a rank that computes a batch again would wait for the others forever.
+    """
+    for metric in results.values():
+        if metric.meta.on_step and metric.meta.sync.should:
+            raise ConflictError(
+                f"callbacks/micro_batch with self.log({metric.meta.name!r}, on_step=True, sync_dist=True) on "
+                "several ranks: a rank that runs out of memory logs more often than the others\n"
+                f"  try: on_step=False, on_epoch=True\n  try: {FIXED_SIZE}"
+            )

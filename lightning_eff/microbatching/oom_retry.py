@@ -1,33 +1,57 @@
-"""Run the batches of a step in micro-batches, and again in smaller ones when memory runs out.
+"""The micro-batch size of a run: fixed, halved when memory runs out, or found by trying sizes.
 
 When a micro-batch does not fit, everything that the step has changed (random states, buffers, metrics,
 gradients) is restored and the step is computed again from its first sample in half the size. The result
 equals to the bit that of a run with this size from the start. In a step of several batches the earlier ones
 are computed again too, without logging anything twice.
 
-Under DDP nothing is synchronized until a rank has all its gradients: a rank that runs out of memory only
-takes longer, and the others wait for it where the gradients are averaged. Then all agree on the size.
+The search runs a size without a trace: two micro-batches before an update (gradients that are added to), the
+update (which may allocate the optimizer's state), and one more micro-batch next to that state.
+
+Under DDP a rank that runs out of memory in the backward pass would leave the others waiting there, and its
+own reducer in an undefined state. So with `auto` every micro-batch runs without collectives, a rank that
+retries only takes longer, and the gradients are averaged at the end of the step, in buckets like DDP's. Then
+all ranks agree on the size. The result is DDP's: a parameter that no rank has used keeps no gradient, and
+buffers are the first rank's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import bisect
+import functools
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from lightning_eff.core import allocator
 from lightning_eff.core.call_state import version
-from lightning_eff.core.errors import is_out_of_memory
-from lightning_eff.microbatching import ddp
-from lightning_eff.microbatching.micro_batch_size import MicroBatchSize, free_memory
-from lightning_eff.microbatching.snapshot import StepSnapshot
-from lightning_eff.microbatching.splitting import MicroBatchPart, leaves
+from lightning_eff.core.errors import ConfigError, Remedy, is_out_of_memory
+from lightning_eff.core.torch_private import real_tensors, torch_private
+from lightning_eff.microbatching import splitting
+from lightning_eff.microbatching.snapshot import (
+    OptimizerSnapshot,
+    StepSnapshot,
+    atomic_update,
+    free_memory,
+)
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.microbatching.window import Window
 
+FIXED_SIZE = Remedy("callbacks.micro_batch.micro_batch_size=8", "MicroBatch(micro_batch_size=8)")
+AUTO = "micro_batch_size=auto on several ranks"
+BUCKET_BYTES = 25 * 2**20
+"""As in DDP; a larger gradient is a bucket of its own, and is averaged in place."""
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private, as of torch 2.13
+TOO_FEW = "Expected more than 1 value per channel"
+"""The error of a batch norm for a single sample, after which a size, or its remainder, does not fit."""
 RunPart = Callable[..., Any]
 """Runs forward and backward pass of a micro-batch, and returns its output without the graph.
 
@@ -38,12 +62,104 @@ PartOutputs = list[tuple[MicroBatchPart, Any]]
 """The micro-batches of a batch, with what `RunPart` returned for each."""
 
 
+@dataclass(frozen=True)
+class Halving:
+    """One out-of-memory error."""
+
+    before: int  # micro-batch size in samples that did not fit
+    after: int  # the size that was tried next
+    reason: str  # first line of the allocator's message
+
+
+@dataclass
+class MicroBatchSize:
+    """The current size, in samples, how it is chosen, and its history."""
+
+    current: int | None  # None for the full batch until it does not fit
+    is_auto: bool  # halve it when memory runs out; else the error is raised unchanged
+    splitter: Splitter | None = None  # splits batches in place of `splitting.split`'s own rules
+    keep: tuple[str, ...] = ()  # what is not cut, as in `splitting.split`
+    headroom: float = 0.1  # fraction of the device's memory that a size must leave free to be found
+    halvings: list[Halving] = field(default_factory=list[Halving])
+    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # whether a size fits, of the last search
+    num_split: int = 0  # batches that were split
+    largest: int = 0  # samples of the largest batch so far
+
+    def num_samples(self, batch: Any) -> int | None:
+        """Count the samples of a batch, by its splitter if there is one; None if they cannot be counted."""
+        if self.splitter is None:
+            return splitting.num_samples(batch, self.keep)
+        return len(splitting.split(batch, 1, self.splitter))
+
+    def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
+        """Split a batch into micro-batches of a size; None makes one, which still gets new containers."""
+        parts = splitting.split(batch, size, self.splitter, self.keep)
+        self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
+        return parts
+
+    def halve(self, num_samples: int | None, error: Exception) -> None:
+        """Continue with half the size after an out-of-memory error.
+
+        Args:
+            num_samples: Of the batch that did not fit.
+            error: Raised with a note if there is nothing smaller.
+        """
+        tried = min(self.current or num_samples, num_samples) if num_samples else self.current
+        if tried is None:
+            error.add_note("the batch has no countable samples, so it was not halved: pass a splitter")
+            raise error
+        if tried <= 1:
+            error.add_note("a micro-batch of one sample does not fit, and there is nothing smaller")
+            raise error
+        line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        self.current = tried // 2
+        self.halvings.append(Halving(tried, self.current, line))
+
+
+def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None) -> tuple[str, ...]:
+    """Write the names and positions that are not cut as strings.
+
+    Raises:
+        ConfigError: A name is empty, or there is a splitter, which returns whole batches itself.
+    """
+    if keep and splitter is not None:
+        allowed = "None with a splitter, which decides itself what each micro-batch has"
+        raise ConfigError(key="keep", value=keep, allowed=allowed)
+    names = tuple(map(str, [keep] if isinstance(keep, str) else keep or ()))
+    if not all(name.strip(". ") for name in names):
+        raise ConfigError(key="keep", value=keep, allowed="names and positions; one of these is empty")
+    return names
+
+
+def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
+    """Find the largest micro-batch size that fits, by bisection; one that was tried.
+
+    Args:
+        fits: Runs a size, without a trace.
+        max_size: Samples of the batch that is split.
+
+    Raises:
+        MemoryError: Not even one sample fits.
+
+    Example:
+        >>> tried = []
+        >>> find_size(lambda size: tried.append(size) or size <= 21, max_size=64), tried
+        (21, [64, 32, 16, 24, 20, 22, 21])
+    """
+    if fits(max_size):
+        return max_size
+    # Memory grows with the size: where one fits, smaller ones do, so as many sizes fit as the largest says.
+    largest = bisect.bisect_left(range(1, max_size), 1, key=lambda size: not fits(size))
+    if not largest:
+        raise MemoryError("not even a micro-batch of one sample fits")
+    return largest
+
+
 @dataclass
 class _Batch:
     """A batch of the current step, and its outputs so far."""
 
     batch: Any
-    num_samples: int | None
     run_part: RunPart
     versions: list[int]
     outputs: PartOutputs = field(default_factory=PartOutputs)
@@ -55,7 +171,7 @@ class OomRetry:
     Args:
         micro_batch_size: The current size.
         window: Scales the losses of the step.
-        snapshot: Of what a step changes; used if the size is `auto`.
+        snapshot: Of what a step changes besides parameters and gradients; used if the size is `auto`.
         model: The trained model, wrapped by DDP or not.
         device: Where it is.
     """
@@ -76,28 +192,30 @@ class OomRetry:
         is_ddp = isinstance(model, DistributedDataParallel)
         self.replica = model if is_ddp and micro_batch_size.is_auto else None
         """Set if this rank's gradients are averaged at the end of a step, in place of by DDP."""
+        self._num_updates = 0
         self.begin()
 
     def begin(self) -> None:
         """Start a step."""
-        self.earlier: list[_Batch] = []  # the batches of the step that were run
+        self._earlier: list[_Batch] = []  # the batches of the step that were run
         self._is_finished = False
         if not self._size.is_auto:
             return
         if self.replica is not None:
-            ddp.take_buffers(self.replica)
+            take_buffers(self.replica)
         self._snapshot.keep()
         self._window_state = self._window.state()
         self._had_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         self._num_halvings = len(self._size.halvings)
 
-    def run(self, batch: Any, run_part: RunPart) -> PartOutputs:
-        """Run one batch of the step, and return its micro-batches with their outputs.
+    def run(self, batch: Any, run_part: RunPart, position: int) -> PartOutputs:
+        """Run one batch of the step, by its position from 0, and return its micro-batches with their outputs.
 
         The list changes later on, if a later batch of the step does not fit and this one is run again.
         """
         size = self._size
-        current = _Batch(batch, size.num_samples(batch), run_part, _versions(batch))
+        del self._earlier[position:]  # an optimizer may evaluate its closure again
+        current = _Batch(batch, run_part, _versions(batch) if size.is_auto else [])
         # After `finish` an optimizer evaluates its closure again, when its parameters have changed: no retry.
         if self._is_finished or not size.is_auto:
             try:
@@ -107,11 +225,11 @@ class OomRetry:
                     error.add_note("micro_batch_size=auto would halve the micro-batch and retry")
                 raise
         else:
-            if self.earlier:
+            if self._earlier:
                 self._snapshot.keep_visible()
-            with nullcontext() if self.replica is None else ddp.without_collectives(self.replica):
+            with self._alone():
                 current.outputs = self._run_until_it_fits(current)
-            self.earlier.append(current)
+            self._earlier.append(current)
         size.num_split += len(current.outputs) > 1
         return current.outputs
 
@@ -121,14 +239,14 @@ class OomRetry:
         while True:
             try:
                 if is_retry:
-                    for earlier in self.earlier:
+                    for earlier in self._earlier:
                         earlier.outputs[:] = self._run_parts(earlier)
                     self._snapshot.restore_visible()
                 return self._run_parts(current)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._size.halve(self._size.num_samples(current.batch, by_splitting=True), error)
+                self._size.halve(self._size.num_samples(current.batch), error)
             # Only here, outside of the handler, are the error and the frames that it held gone.
             self._undo(current)
             free_memory(self._device)
@@ -138,8 +256,8 @@ class OomRetry:
         parts = self._size.split(current.batch, self._size.current)
         # The sum over the slices, since a splitter may make more or fewer samples than the batch had.
         counts = [part.num_samples for part in parts if part.num_samples is not None]
-        batch_samples = current.num_samples if len(parts) == 1 else 0
-        batch_samples = sum(counts) if len(counts) == len(parts) else batch_samples
+        uncounted = None if len(parts) == 1 else 0
+        batch_samples = sum(counts) if len(counts) == len(parts) else uncounted
         last = len(parts) - 1
         return [
             (part, current.run_part(part, batch_samples, is_first=index == 0, is_last=index == last))
@@ -152,23 +270,166 @@ class OomRetry:
         if not self._had_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = None
-        if any(_versions(each.batch) != each.versions for each in (*self.earlier, current)):
+        if any(_versions(each.batch) != each.versions for each in (*self._earlier, current)):
             raise RuntimeError(
                 "out of memory, and training_step changes its batch in place, so it cannot be run again"
             )
 
     def finish(self) -> None:
         """Average the gradients over the ranks, agree on the size of the next step, and free the batches."""
-        self.earlier = []
+        self._earlier = []
         self._is_finished = True
         if self.replica is not None:
             was_halved = len(self._size.halvings) > self._num_halvings
-            if ddp.average_gradients(self.replica, also=float(was_halved)):
+            if average_gradients(self.replica, also=float(was_halved)):
                 # On any rank: all of them continue with the smallest size.
-                smallest, _ = ddp.extremes(self._size.current or self._size.largest, self.replica)
-                self._size.current = int(smallest)
+                self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))
+
+    def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Make the optimizer's next update atomic, if the size is `auto`."""
+        self._num_updates += 1
+        if not self._size.is_auto:
+            return nullcontext()
+        return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
+
+    def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
+        """Find and set the largest size, up to the full batch; on several ranks up to the smallest one.
+
+        All ranks try the same sizes at the same time, and a size fits if it fits on each of them.
+
+        Args:
+            batch: Is split.
+            run_part: Runs forward and backward pass of a micro-batch.
+            optimizer: Steps once per trial.
+
+        Raises:
+            ConfigError: The batch has no countable samples.
+            MemoryError: Not even one sample fits.
+        """
+        count = self._size.num_samples(batch) or 0
+        if self.replica is not None:
+            count = int(smallest(count, self.replica))
+        if not count:
+            raise ConfigError(key="find", value=True, allowed="false, or a batch with countable samples")
+        self._size.tried.clear()
+        fits = functools.partial(self._fits, batch=batch, run_part=run_part, optimizer=optimizer)
+        self._size.current = find_size(fits, max_size=count)
+
+    def _fits(
+        self, size: int, *, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer
+    ) -> bool:
+        """Run one size; return whether it fits and leaves the headroom, on all ranks."""
+        fits = True
+        with self._without_trace(optimizer):
+            allocator.reset_peak(self._device)
+            try:
+                parts = self._size.split(batch, size)
+                # Two, for gradients that are added to, and the last, which may have another shape.
+                for part in (parts[0], parts[1] if len(parts) > 1 else parts[0], *parts[2:][-1:]):
+                    run_part(part)
+                step: Any = optimizer.step
+                closure = inspect.signature(step).parameters.get("closure")
+                step(*([lambda: torch.zeros(())] if closure is not None else []))
+                run_part(parts[0])
+            except Exception as error:
+                if not (is_out_of_memory(error) or TOO_FEW in str(error)):
+                    raise
+                fits = False
+            peak, used = allocator.peak_bytes(self._device), 1.0 - self._size.headroom
+            if peak is not None and peak > used * allocator.total_bytes(self._device):
+                fits = False
+        free_memory(self._device)
+        if self.replica is not None:
+            fits = smallest(float(fits), self.replica) > 0.0
+        self._size.tried[size] = fits
+        return fits
+
+    @contextmanager
+    def _without_trace(self, optimizer: Optimizer) -> Generator[None]:
+        """Restore everything afterwards; hide the passes from counters, and the update from step hooks."""
+        parameters = list(self._model.parameters())
+        current = [parameter.grad for parameter in parameters]
+        gradients = [None if grad is None else grad.detach().to("cpu", copy=True) for grad in current]
+        optimizer_snapshot = OptimizerSnapshot(optimizer)
+        self._snapshot.keep()
+        for parameter in parameters:
+            parameter.grad = None
+        hooks = [getattr(optimizer, name, {}) for name in STEP_HOOKS]
+        kept = [dict(registered) for registered in hooks]
+        for registered in hooks:
+            registered.clear()
+        try:
+            with real_tensors(), self._alone():
+                yield
+        finally:
+            for registered, before in zip(hooks, kept, strict=True):
+                registered.update(before)
+            optimizer_snapshot.restore()
+            self._snapshot.restore()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.replica is None else without_collectives(self.replica)
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return how often each tensor of a batch was changed in place, as torch counts it."""
-    return [version(leaf) for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    """Note how often each tensor of a batch was changed in place, as torch counts it."""
+    return [version(value) for _, value in splitting.flatten(batch)[0] if isinstance(value, Tensor)]
+
+
+def take_buffers(model: DistributedDataParallel) -> None:
+    """Broadcast the first rank's buffers at the start of a step, when DDP would; every rank must call it."""
+    if not (model.broadcast_buffers and model.training):
+        return
+    for buffer in model.module.buffers():
+        dist.broadcast(buffer, 0, group=model.process_group)
+
+
+@contextmanager
+def without_collectives(model: DistributedDataParallel) -> Generator[None]:
+    """Run forward and backward passes that no other rank takes part in."""
+    with model.no_sync():
+        # Private to DDP, as of torch 2.13: else the forward pass would broadcast the buffers.
+        before, model.require_forward_param_sync = model.require_forward_param_sync, False
+        yield
+        model.require_forward_param_sync = before
+
+
+def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> float:
+    """Replace gradients by their mean over the ranks; every rank must call it.
+
+    Args:
+        model: As DDP wraps it.
+        also: A number that is summed over the ranks in the same collective.
+
+    Returns:
+        The sum of `also`.
+    """
+    parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    num_ranks = dist.get_world_size(model.process_group)
+    has_gradient = [float(parameter.grad is not None) for parameter in parameters]
+    counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
+    dist.all_reduce(counts, group=model.process_group)
+    total, *counts_by_parameter = counts.tolist()
+    used = [parameter for parameter, count in zip(parameters, counts_by_parameter, strict=True) if count]
+    for parameter in used:
+        if parameter.grad is None:  # another rank has one, and all take part in its all-reduce
+            parameter.grad = torch.zeros_like(parameter)
+    take = torch_private("torch._utils:_take_tensors", AUTO)
+    flatten = torch_private("torch._utils:_flatten_dense_tensors", AUTO)
+    unflatten = torch_private("torch._utils:_unflatten_dense_tensors", AUTO)
+    for bucket in take([parameter.grad for parameter in used], BUCKET_BYTES):
+        flat = flatten(bucket)
+        # gradient = sum over ranks of gradient / num_ranks, divided first as DDP does
+        dist.all_reduce(flat.div_(num_ranks), group=model.process_group)
+        for gradient, values in zip(bucket, unflatten(flat, bucket), strict=True):
+            gradient.copy_(values)
+    return total
+
+
+def smallest(value: float, model: DistributedDataParallel) -> float:
+    """Return the smallest of a number on all ranks; every rank must call it."""
+    number = torch.tensor(value, dtype=torch.float64).to(next(model.parameters()).device)
+    dist.all_reduce(number, op=dist.ReduceOp.MIN, group=model.process_group)
+    return float(number)

@@ -1,4 +1,4 @@
-"""Snapshots of what a training step changes, so that a second attempt runs as if it were the first.
+"""Undo a training step, or an optimizer's update, so that a second attempt runs as if it were the first.
 
 `StepSnapshot`: random states (torch on the CPU and on the device, Python, NumPy, and generators that a module
 holds), buffers, torchmetrics' states, what Lightning has logged, and of each module its attributes and the
@@ -6,12 +6,19 @@ items of its lists (`self.count += 1`, `self.losses.append(...)`). Not kept: cha
 and the batch. A frozen parameter that a step changes in place (a momentum encoder) is an error, since it
 would change once per micro-batch.
 
-`OptimizerSnapshot`: parameters, gradients and optimizer state, in host memory.
+`OptimizerSnapshot`: parameters, gradients and optimizer state, in host memory. `atomic_update` takes one
+around an update, where memory may run out when half of the parameters are updated: around each on a CPU, and
+on other devices around the first, which allocates the optimizer's state, since copying everything to the host
+takes longer than a step. An optimizer that evaluates its closure more than once in a step (LBFGS) is not
+retried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import gc
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,8 +27,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
-from lightning_eff.core import random_states
+from lightning_eff.core import allocator, random_states
 from lightning_eff.core.call_state import version
+from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.report.live_bytes import tensors_in
 
 MAX_LIST_ITEMS = 1000
@@ -167,3 +175,82 @@ class OptimizerSnapshot:
 def _copied(value: Any) -> Any:
     """Return a value with new containers, and the same leaves."""
     return tree_map(lambda leaf: leaf, value)
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what a failed attempt has left: reference cycles that hold tensors, and the allocator's cache."""
+    gc.collect()
+    if allocator.has_cache(device):
+        allocator.empty_cache(device)
+
+
+@contextmanager
+def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool) -> Generator[None]:
+    """Make the optimizer's next `step`, whoever calls it, happen completely or not at all.
+
+    Args:
+        optimizer: Its `step` is replaced inside the context.
+        device: Where the parameters are.
+        is_first: Whether this is its first update, which allocates its state.
+    """
+    if not is_first and device.type != "cpu":
+        yield
+        return
+    original: Any = optimizer.step
+
+    @functools.wraps(original)
+    def step(*args: Any, **keywords: Any) -> Any:
+        return _step_atomically(optimizer, original, args, keywords, device)
+
+    is_wrapped = "step" in optimizer.__dict__  # an LR scheduler has replaced it
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        if is_wrapped:
+            optimizer.step = original
+        else:
+            optimizer.__dict__.pop("step", None)
+
+
+def _step_atomically(
+    optimizer: Optimizer,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    device: torch.device,
+) -> Any:
+    """Step, twice if need be: the snapshot is taken after the closure, whose own errors are not retried."""
+    closure: Any = keywords.get("closure", args[0] if args else None)
+    snapshot: OptimizerSnapshot | None = None
+    num_evaluations, loss, is_retry = 0, None, False
+
+    def evaluate() -> Any:
+        nonlocal snapshot, num_evaluations, loss
+        if is_retry:
+            return loss  # the gradients are those of the first evaluation
+        snapshot = None  # memory that runs out in the closure is not the update's
+        num_evaluations += 1
+        loss = closure()
+        snapshot = OptimizerSnapshot(optimizer) if num_evaluations == 1 else None
+        return loss
+
+    if closure is None:
+        snapshot = OptimizerSnapshot(optimizer)
+    elif "closure" in keywords:
+        keywords = keywords | {"closure": evaluate}
+    else:
+        args = (evaluate, *args[1:])
+    while True:
+        try:
+            return step(*args, **keywords)
+        except Exception as error:
+            if not is_out_of_memory(error) or snapshot is None:
+                raise
+            snapshot.restore()
+            if is_retry:
+                error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
+                raise
+        # Outside of the handler the error is gone, and with it the frames that hold temporaries.
+        free_memory(device)
+        is_retry = True

@@ -1,13 +1,13 @@
 """Split a batch into micro-batches along its samples.
 
-A batch is tensors or arrays in dicts and other mappings, lists, tuples, named tuples and dataclasses. The
-samples of a tensor lie along its first dimension, those of a list without tensors (texts, labels) are its
-items, and all of them must have the same number. Numbers, strings and 0-d tensors go to every micro-batch
-unchanged, and so does what `keep` names (class weights, positions), whatever its shape and type.
+A batch is whatever torch's pytree walks through (dicts, lists, tuples, named tuples), and other mappings
+(tokenizers' encodings) and dataclasses, with values in them:
 
-Anything else is rejected, since any split would be a guess: samples of different shapes in a list, objects,
-texts without a tensor beside them. Pass a `splitter`, also to cut packed sequences and nested and sparse
-tensors, whose samples are only counted.
+- Tensors and arrays are cut along their first dimension, lists of texts or numbers by their items. All must
+  have the same number of samples.
+- Numbers, texts, 0-d tensors and what `keep` names (class weights, positions, a graph) go to every
+  micro-batch whole.
+- Anything else is rejected, since any split would be a guess: pass a `splitter`.
 
 Slices are views; containers are new in each micro-batch.
 """
@@ -16,29 +16,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date, timedelta
-from enum import Enum
-from pathlib import PurePath
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_flatten_with_path, tree_iter
 
 from lightning_eff.core.errors import ConfigError, list_remedy
 
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
-SHARED = (
-    *(str, bytes, int, float, complex, bool, type(None), type, Enum, PurePath, date, timedelta, range),
-    *(torch.dtype, torch.device, torch.Size, torch.Generator),
-)
-"""Types of values that belong to no sample."""
-MAX_INSPECTED = 16
-"""Items of a list that are inspected for tensors: a list may hold a million numbers."""
+PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
+"""Types of values that belong to no sample, or are samples as the items of a list."""
+MAX_INSPECTED = 256
+"""Values of a list that are inspected for tensors: a list may hold a million numbers."""
+Values = list[tuple[KeyPath, Any]]
+"""The values in a batch's containers, with their paths."""
+Build = Callable[[Iterator[Any]], Any]
+"""Builds a batch in new containers, of other values in the order of `Values`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +56,43 @@ class AmbiguousBatchError(Exception):
         self.odd = odd
 
 
+def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
+    """Take a batch apart: list its values with their paths; a list of texts or numbers is one value."""
+    keyed, spec = tree_flatten_with_path(batch, is_leaf=_is_value)
+    values: Values = []
+    builders: list[Build] = []
+    for keys, value in keyed:
+        here = (*path, *keys)
+        fields = _fields(value)
+        inner, build = ([(here, value)], next) if fields is None else flatten(fields, here)
+        values += inner
+        builders.append(build if fields is None else functools.partial(_refilled, value, build))
+    return values, lambda new: spec.unflatten([build(new) for build in builders])
+
+
+def _fields(value: Any) -> dict[Any, Any] | None:
+    """Return the items of a container of a batch that torch's pytree takes for a value."""
+    if isinstance(value, MutableMapping):
+        mapping: MutableMapping[Any, Any] = value
+        return dict(mapping)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return {name: getattr(value, name) for name in names}
+
+
+def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
+    result: Any = copy.copy(container)
+    for key, item in build(new).items():
+        if isinstance(result, MutableMapping):
+            result[key] = item
+        else:
+            object.__setattr__(result, key, item)  # the dataclass may be frozen
+    return result
+
+
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
-    """Return the number of samples of a batch; None if its tensors disagree, or it has none.
+    """Count the samples of a batch; None if its tensors disagree, or it has none.
 
     Args:
         batch: Of any kind.
@@ -73,19 +107,19 @@ def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
         >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
     try:
-        return _count(batch, keep)[0]
+        return _count(flatten(batch)[0], keep)[0]
     except AmbiguousBatchError:
         return None
 
 
 def split(
-    batch: Any, micro_batch_size: int, splitter: Splitter | None = None, keep: Sequence[str] = ()
+    batch: Any, micro_batch_size: int | None, splitter: Splitter | None = None, keep: Sequence[str] = ()
 ) -> list[MicroBatchPart]:
     """Split a batch into micro-batches of one size; the last one has the remainder.
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
-        micro_batch_size: Samples of a micro-batch, at least 1.
+        micro_batch_size: Samples of a micro-batch, at least 1; None for one micro-batch, of any batch.
         splitter: Used in place of the built-in rule.
         keep: What every micro-batch gets whole: names at any depth, or paths from the outside, of names and
             positions with dots between them (`1`, `targets.weights`).
@@ -99,209 +133,131 @@ def split(
         >>> [x.tolist() for x in split([torch.arange(3), torch.ones(3)], 2, keep=["1"])[1].batch]
         [[2], [1.0, 1.0, 1.0]]
     """
-    if splitter is not None:
+    if splitter is not None and micro_batch_size is not None:
         batches: Any = splitter(batch, micro_batch_size)
         if not isinstance(batches, Sequence) or not batches:
             allowed = "a function that returns a list of at least one micro-batch"
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     try:
-        total, is_cut = _count(batch, keep)
-        ends = [(first, min(total, first + micro_batch_size)) for first in range(0, total, micro_batch_size)]
-        return [MicroBatchPart(_cut(batch, is_cut, first, last, total), last - first) for first, last in ends]
+        values, build = flatten(batch)
+        total, is_cut = _count(values, keep)
+        if micro_batch_size is None or micro_batch_size >= total:
+            return [MicroBatchPart(build(value for _, value in values), total)]
+        firsts = range(0, total, micro_batch_size)
+        bounds = [(first, min(total, first + micro_batch_size)) for first in firsts]
+        return [MicroBatchPart(build(_slices(values, is_cut, *each)), each[1] - each[0]) for each in bounds]
     except AmbiguousBatchError as error:
+        if micro_batch_size is None:
+            return [MicroBatchPart(batch, None)]
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
         keep_them = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", error.odd)
         remedies = [*([keep_them] if error.odd else []), "MicroBatch(splitter=lambda batch, size: [...])"]
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=remedies) from None
 
 
-class _Keep:
-    """What is not cut, by names and paths as in `split`."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._wanted = {_path_parts(name): name for name in names}
-
-    def name_of(self, path: str) -> tuple[str, ...]:
-        """Return the name by which a value is kept, or a container around it; empty for what is not kept."""
-        parts = _path_parts(path) if self._wanted else ()
-        for end in range(1, len(parts) + 1):
-            # A single name is found at any depth; a position only from the outside.
-            path_so_far, single = parts[:end], parts[end - 1 : end]
-            if path_so_far in self._wanted:
-                return path_so_far
-            if single in self._wanted and not parts[end - 1].isdigit():
-                return single
-        return ()
-
-    def check(self, batch: Any) -> None:
-        """Raise a ConfigError where the batch lacks a name."""
-        paths = [path for path, _ in leaves(batch)] if self._wanted else []
-        found = {self.name_of(path) for path in paths}
-        missing = [name for parts, name in self._wanted.items() if parts not in found]
-        if missing:
-            names = [".".join(_path_parts(path)) for path in paths if path]
-            has = (
-                f"has: {', '.join(names[:24])}" if names else f"is one {type(batch).__name__}, without names"
-            )
-            raise ConfigError(
-                key="keep", value=missing[0], allowed=f"a name or path in the batch, which {has}"
-            )
+def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
+    """Average what micro-batches have by their samples or weights; an unknown one (None) counts 1."""
+    known = [1.0 if weight is None else float(weight) for weight in weights]
+    if len(values) == 1 or not any(known):
+        return values[0]
+    total = sum(known)
+    # A mean over nothing is NaN, and so is NaN times 0: such values are left out.
+    return sum(value * (weight / total) for value, weight in zip(values, known, strict=True) if weight)
 
 
-def _path_parts(path: str) -> tuple[str, ...]:
-    """Return the names and positions in a path, which may be written with dots or brackets."""
-    return tuple(re.findall(r"[^.\[\]]+", path))
-
-
-def leaves(value: Any, path: str = "", keep: _Keep | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the values in a batch's containers with their paths; a list without tensors is one value.
+def _count(values: Values, keep: Sequence[str]) -> tuple[int, Collection[KeyPath]]:
+    """Find the number of samples, and the paths of the values that have them.
 
     Raises:
-        AmbiguousBatchError: `keep` is given, and a list that is not kept has samples with tensors.
-    """
-    items = None if _is_list_of_values(value) else _items(value)
-    if items is None:
-        yield path, value
-        return
-    is_cut = keep is not None and not keep.name_of(path)
-    if is_cut and _has_samples_with_tensors(value, is_outermost=not path):
-        raise AmbiguousBatchError(
-            f"batch{path} is a list of samples with tensors, which only a splitter can cut"
-        )
-    for name, item in items.items():
-        yield from leaves(item, path + name, keep)
-
-
-def _with_leaves(value: Any, new: Iterator[Any]) -> Any:
-    """Return a batch in new containers, with other values in the order of `leaves`."""
-    items = None if _is_list_of_values(value) else _items(value)
-    return (
-        next(new) if items is None else _rebuild(value, [_with_leaves(each, new) for each in items.values()])
-    )
-
-
-def _count(batch: Any, keep: Sequence[str]) -> tuple[int, list[bool]]:
-    """Return the number of samples, and of each leaf whether it has samples.
-
-    Raises:
-        AmbiguousBatchError: The leaves disagree, or one has an unknown type.
+        AmbiguousBatchError: The values disagree, or one has an unknown type.
         ConfigError: The batch lacks a name in `keep`.
     """
-    kept, found, is_cut = _Keep(keep), list[tuple[str, int, bool]](), list[bool]()
-    kept.check(batch)
-    for path, value in leaves(batch, keep=kept):
-        is_list = type(value) in (list, tuple)
-        count = None
-        if kept.name_of(path):
-            pass
-        elif is_list or _is_array(value):
-            count = len(value) if is_list else _num_rows(value)
-        elif not isinstance(value, SHARED) and not inspect.isroutine(value):
-            raise AmbiguousBatchError(
-                f"batch{path} has type {type(value).__name__}, which only a splitter could cut"
-            )
-        is_cut.append(count is not None)
-        if count is not None:
-            found.append((path, count, is_list))
-    counts = {count for _, count, _ in found}
-    # Lists alone are ambiguous: samples or, as DataLoader collates pairs of texts, fields.
-    if len(counts) != 1 or all(is_list for _, _, is_list in found):
-        shown = [f"batch{path} has {count}" for path, count, _ in found]
-        odd = [".".join(_path_parts(path)) for path, count, _ in found if count != found[0][1]]
-        raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list", odd[:3])
-    if counts == {0}:
-        raise AmbiguousBatchError("no sample")
-    return counts.pop(), is_cut
-
-
-def _cut(batch: Any, is_cut: Sequence[bool], first: int, last: int, total: int) -> Any:
-    """Return the samples from `first` up to `last` of `total`, in new containers."""
-    values = [value for _, value in leaves(batch)]
-    for index, value in enumerate(values) if last - first < total else ():
-        if not is_cut[index]:
+    _check_names(keep, values)
+    counts: dict[KeyPath, int] = {}
+    has_array = False
+    for path, value in values:
+        if any(_is_kept(name, _dotted(path)) for name in keep):
             continue
-        if isinstance(value, PackedSequence) or (
-            isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided)
-        ):
+        if _is_in_list_of_samples(path, value):
             raise AmbiguousBatchError(
-                "it has a packed sequence, or a nested or sparse tensor, which only a splitter can cut"
+                f"{_shown(path)} is in a list of samples with tensors, which only a splitter can cut"
             )
-        values[index] = value[first:last]
-    return _with_leaves(batch, iter(values))
+        if _is_array(value):
+            has_array |= value.ndim > 0
+            if value.ndim:
+                counts[path] = int(value.size(0)) if isinstance(value, Tensor) else len(value)
+        elif type(value) in (list, tuple):
+            counts[path] = len(value)
+        elif not isinstance(value, PLAIN):
+            kind = type(value).__name__
+            raise AmbiguousBatchError(f"{_shown(path)} has type {kind}, which only a splitter can cut")
+    # Lists alone are ambiguous: samples or, as DataLoader collates pairs of texts, fields.
+    if not has_array or len({*counts.values()}) != 1:
+        shown = [f"{_shown(path)} has {count}" for path, count in counts.items()]
+        odd = [_dotted(path) for path, count in counts.items() if count != next(iter(counts.values()))]
+        raise AmbiguousBatchError(", ".join(shown[:6]) or "no tensor and no list", odd[:3])
+    total = next(iter(counts.values()))
+    if not total:
+        raise AmbiguousBatchError("no sample")
+    return total, counts
 
 
-def _num_rows(value: Any) -> int | None:
-    """Return the length of an array's first dimension; None for a scalar."""
-    if isinstance(value, PackedSequence):
-        return int(value.batch_sizes[0])
-    return (int(value.size(0)) if isinstance(value, Tensor) else len(value)) if value.ndim else None
+def _slices(values: Values, is_cut: Collection[KeyPath], first: int, last: int) -> Iterator[Any]:
+    for path, value in values:
+        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+            raise AmbiguousBatchError(
+                f"{_shown(path)} is a nested or sparse tensor, which only a splitter can cut"
+            )
+        yield value[first:last] if path in is_cut else value
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value may have samples: a tensor, an array, a TensorDict, a packed sequence."""
-    return isinstance(value, PackedSequence) or (hasattr(value, "ndim") and hasattr(value, "__getitem__"))
+    """Whether a value may have samples: a tensor, a NumPy array, a TensorDict."""
+    return isinstance(value, Tensor) or (hasattr(value, "ndim") and hasattr(value, "__getitem__"))
 
 
-def _is_list_of_values(value: Any) -> bool:
-    """Return whether a value is a list without tensors, such as texts."""
-    return type(value) in (list, tuple) and len(value) > 0 and not _has_arrays(value)
+def _is_value(node: Any) -> bool:
+    """Whether torch's pytree is to stop here: at a list of texts or numbers, and what is no container."""
+    if type(node) in (list, tuple) and node:
+        return all(isinstance(value, PLAIN) for value in itertools.islice(tree_iter(node), MAX_INSPECTED))
+    # A packed sequence is a named tuple, of which no field has a row per sample.
+    return isinstance(node, (torch.Size, PackedSequence))
 
 
-def _has_arrays(value: Any) -> bool:
-    """Return whether an array is among the first values of a container."""
-    items = _items(value, MAX_INSPECTED)
-    return _is_array(value) if items is None else any(map(_has_arrays, items.values()))
+def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
+    """Whether a list on the path holds samples, whose first dimensions are not the batch's.
 
-
-def _has_samples_with_tensors(value: Any, *, is_outermost: bool) -> bool:
-    """Return whether a list holds samples with tensors in them, whose dimensions are not the batch's.
-
-    They show by a number or a text beside a tensor (an image and its label), or as dicts inside the batch
-    (the targets of each image); an outermost list of dicts may be the batches of several loaders.
+    Its first item shows it: a dict (the targets of an image; outermost, dicts may be the batches of several
+    loaders), or a number or text beside tensors (an image and its label).
     """
-    first = value[0] if isinstance(value, (list, tuple)) and value else None
-    inner = _items(first)
-    if inner is None:
-        return False
-    has_scalar = any(
-        isinstance(x, (int, float, str)) or (_is_array(x) and _num_rows(x) is None) for x in inner.values()
+    is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
+    return any(
+        outer == SequenceKey(0)
+        and ((depth > 0 and isinstance(inner, MappingKey)) or (is_scalar and depth == len(path) - 2))
+        for depth, (outer, inner) in enumerate(itertools.pairwise(path))
     )
-    return (isinstance(first, Mapping) and not is_outermost) or (isinstance(value, list) and has_scalar)
 
 
-def _items(value: Any, max_items: int | None = None) -> dict[str, Any] | None:
-    """Return the items of a container by how they are written behind its name; None for any other value."""
-    if isinstance(value, SHARED) or _is_array(value):
-        return None
-    if isinstance(value, Mapping):
-        mapping: Mapping[Any, Any] = value
-        return {f".{key}": item for key, item in mapping.items()}
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return {f".{name}": getattr(value, name) for name in names}
-    if not isinstance(value, (list, tuple)):
-        return None
-    items: Sequence[Any] = value[:max_items]
-    fields: Sequence[str] | None = getattr(value, "_fields", None)
-    names = [f".{name}" for name in fields] if fields else [f"[{index}]" for index in range(len(items))]
-    return dict(zip(names, items, strict=False))
+def _is_kept(name: str, path: str) -> bool:
+    """Whether a name is in a path, or a path leads to it; a position does so only from the outside."""
+    return f"{path}.".startswith(f"{name}.") or (not name.isdigit() and name in path.split("."))
 
 
-def _rebuild(value: Any, items: Sequence[Any]) -> Any:
-    """Return a copy of a container with other items."""
-    if isinstance(value, tuple):
-        named: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
-        return named._make(items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return list(items)
-    if isinstance(value, Mapping):
-        mapping: Mapping[Any, Any] = value
-        result: Any = copy.copy(mapping) if hasattr(mapping, "__setitem__") else {}
-        for key, item in zip(mapping, items, strict=True):
-            result[key] = item
-        return result
-    result = copy.copy(value)
-    for name, item in zip(_items(value) or (), items, strict=True):
-        object.__setattr__(result, name[1:], item)  # the dataclass may be frozen
-    return result
+def _check_names(keep: Sequence[str], values: Values) -> None:
+    paths = [_dotted(path) for path, _ in values] if keep else []
+    missing = next((name for name in keep if not any(_is_kept(name, path) for path in paths)), None)
+    if missing is not None:
+        names = ", ".join(filter(None, paths[:24]))
+        has = f"has: {names}" if names else "is one value, without names"
+        raise ConfigError(key="keep", value=missing, allowed=f"a name or path in the batch, which {has}")
+
+
+def _dotted(path: KeyPath) -> str:
+    """Write a path as `keep` has it: torch's object for each step holds a key, a position or a name."""
+    steps: Any = path
+    return ".".join(str(getattr(step, dataclasses.fields(step)[0].name)) for step in steps)
+
+
+def _shown(path: KeyPath) -> str:
+    return f"batch.{_dotted(path)}" if path else "batch"

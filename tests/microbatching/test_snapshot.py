@@ -11,8 +11,12 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_eff.microbatching.atomic_update import atomic_update
-from lightning_eff.microbatching.snapshot import MAX_LIST_ITEMS, OptimizerSnapshot, StepSnapshot
+from lightning_eff.microbatching.snapshot import (
+    MAX_LIST_ITEMS,
+    OptimizerSnapshot,
+    StepSnapshot,
+    atomic_update,
+)
 from tests.support.ranks import is_equal
 
 CPU = torch.device("cpu")

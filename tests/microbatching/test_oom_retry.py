@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_eff.core.errors import is_out_of_memory
-from lightning_eff.microbatching.size_search import find_size
+from lightning_eff.microbatching.oom_retry import find_size
 
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",

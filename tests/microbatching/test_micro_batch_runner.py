@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAc
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.microbatching.merging import merge_outputs
+from lightning_eff.microbatching.micro_batch_runner import merge_outputs
 from lightning_eff.microbatching.splitting import MicroBatchPart
 from tests.support.faults import BATCH, Fault, data
 from tests.support.models import make_trainer
