@@ -227,7 +227,8 @@ class TritonGemm(Managed):
         self._follow_rank_0(trainer)
         ours = self._choices.ours() if self._choices is not None else []
         for layer in self._swapped.values() if self._step is None else ():  # nothing is added
-            if not any({layer.out_features, layer.in_features} <= sizes for sizes in ours):
+            is_ours = any({layer.out_features, layer.in_features} <= sizes for sizes in ours)
+            if layer.backend == "auto" and not is_ours:
                 unswap(layer)
                 self._num_left += 1
 

@@ -49,10 +49,12 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
         ValueError: An unknown backend.
         RuntimeError: `triton` where the kernels cannot run.
     """
+    if backend == "auto":
+        return device.type == "cuda" and dtype != torch.float64 and _can_run(device)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-    if backend != "triton":
-        return backend == "auto" and device.type == "cuda" and dtype != torch.float64 and _can_run(device)
+    if backend == "torch":
+        return False
     reason = devices.why_no_kernels(device)
     if reason:
         raise RuntimeError(f"backend=triton on {device}: {reason}; use backend=torch here")

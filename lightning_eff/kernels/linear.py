@@ -142,7 +142,8 @@ def linear(
         and weight.requires_grad
         and torch.is_grad_enabled()
     )
-    if not (is_ours or accumulates) or not _is_dense(x):
+    is_dense = x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
+    if not (is_ours or accumulates) or not is_dense:
         return F.linear(x, weight, bias)
     if matmul.is_traced() or matmul.in_forward_mode():
         if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
@@ -162,10 +163,6 @@ def linear(
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _Linear.apply(rows, weight, bias, copy, backend if is_ours else "torch", accumulation)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
 
 
 _low_copies: Any = WeakTensorKeyDictionary()
@@ -241,10 +238,10 @@ def weight_gradient(
     may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
     if may_add and accumulation is not None and accumulation.takes(weight, node):
         # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
-        product(grad.T, x, backend, total=weight.grad)
+        product(grad.t(), x, backend, total=weight.grad)
         accumulation.num_added += 1
         return None
-    made = product(grad.T, x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
+    made = product(grad.t(), x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
     return made if made.dtype == weight.dtype else made.to(weight.dtype)
 
 
