@@ -134,7 +134,8 @@ def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) ->
     if choices.asked[shape]:
         return None
     try:
-        choice = measure.measure(operands, out, writes, configs[:NUM_CANDIDATES])
+        with torch.cuda.device_of(operands.a):  # whose stream is timed
+            choice = measure.measure(operands, out, writes, configs[:NUM_CANDIDATES])
     except torch.OutOfMemoryError:
         choices.asked[shape] = "out of memory"
         return Choice(LIBRARY, 0.0)  # not tried again: an allocation that fails takes time
