@@ -9,9 +9,10 @@ Layers that gain nothing are converted back after the first batch.
 
 Saves: a copy of each large weight gradient when a step has several backward passes; with `fuse_mlps` half
     of an MLP's wide activations.
-Costs: on a GPU in the first step of the first run 0.1 s per shape, memory for two more of its results, and
-    seconds to compile each new kernel. Some microseconds of Python per layer where our kernels compute, or
-    gradients are added in place. With `fuse_mlps`, activations a second time in the backward pass.
+Costs: on a GPU in the first step of the first run some 0.1 s per shape (predicted), 256 MiB and memory for
+    two more of its results, and seconds to compile each new kernel. Some microseconds of Python per layer
+    where our kernels compute, or gradients are added in place. With `fuse_mlps`, activations a second time
+    in the backward pass.
 When not: one backward pass a step and no CUDA GPU; compiled blocks.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
     `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
