@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.callbacks.tiled_mlp import TiledMLP
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
+from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.matmul import gemm
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
@@ -110,7 +113,7 @@ TECHNIQUES: dict[str, Callable[[], Any]] = {
     "micro_batch": lambda: MicroBatch(micro_batch_size=2),
     "tiled_loss": lambda: TiledLoss(tile_budget_mib=0.1),
     "tiled_mlp": lambda: TiledMLP(min_tokens=1, tile_budget_mib=0.1),
-    "triton_gemm": lambda: TritonGemm(min_features=16, backend="triton"),
+    "triton_gemm": lambda: TritonGemm(min_features=16, fuse_mlps=True),
     "torch_compile": TorchCompile,
     "data_preload": lambda: DataPreload(num_workers=1),
     "accumulation": lambda: GradientAccumulation(global_batch_size=SAMPLES),
@@ -123,6 +126,18 @@ def test_a_technique_trains_on_a_gpu_as_nothing_does_on_a_cpu(name: str, tmp_pat
     found = losses(Net(), tmp_path / "gpu", TECHNIQUES[name]())
     assert len(found) == STEPS
     assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_product_is_chosen_for_by_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dispatch.forget()
+    a, b = (torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for backend in ("auto", "triton"):
+        torch.testing.assert_close(gemm(a, b, backend=backend), a @ b, rtol=2e-2, atol=1.0)
+    choices = dispatch.choices_of(a.device)
+    (row,) = choices.rows()
+    assert row["ratio"] > 0.3
+    assert list(json.loads(choices.path.read_text())["choices"]) == [row["shape"]]
 
 
 @pytest.mark.parametrize("technique", [ChannelsLast, lambda: TiledConv(min_pixels=1, tile_budget_mib=0.1)])

@@ -85,7 +85,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (TorchCompile, {"mode": "fast"}, "one of default, reduce-overhead"),
     (TorchCompile, {"mode": "default", "backend": "eager"}, "the backend eager has no modes"),
     (TiledLoss, {"tile_budget_mib": 0}, "tile_budget_mib=0: expected a finite number above 0, or None"),
-    (TritonGemm, {"backend": "cublas"}, "backend"),
+    (TritonGemm, {"min_features": 0}, "min_features"),
     (Progress, {"every_n_seconds": 0.0}, r"every_n_seconds=0\.0"),
     (QuantizedBase, {"quant_type": "bf16", "compute_dtype": "fp32"}, "'fp32': expected bf16 or auto"),
     (IN_BACKWARD, {"max_parameter_norm": 0.0}, "max_parameter_norm=0"),
@@ -174,7 +174,7 @@ CHANGES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (tile_loss, {"tile_budget_mib": "big"}, "tile_budget_mib='big'"),
     (tile_mlps, {"min_tokens": 0}, "min_tokens=0"),
     (tile_convs, {"min_pixels": 0}, "min_pixels=0"),
-    (swap, {"backend": "cublas"}, "backend='cublas'"),
+    (swap, {"min_features": 0}, "min_features=0"),
 ]
 
 

@@ -77,7 +77,7 @@ def num_unexpected(cases: Cases) -> list[float]:
     return [float(len(unexpected))] if cases else []
 
 
-OURS = "triton, added in place"
+OURS = "by choice, added in place"
 GOALS = (
     Goal("predicted / measured peak", "planner", at("*", "ratio"), least=0.98, most=1.02),
     Goal("wrong or rejected results of all configs", "correctness", num_faults, most=0),

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 
 from _suite import EXIT_FAULTS
-from gemm import TOP_CONFIGS, cases_by_worth
+from gemm import cases_by_worth
 from kernels import CANNOT_LAUNCH, ODD_SIZES, TINY_SIZES, checked_cases, jobs_of
-from lightning_eff.kernels import devices
+from lightning_eff.kernels import devices, dispatch
 from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support.assembly import gpu, read_code
 from tests.support.gemm_problem import Case, Problem, run_config
@@ -56,7 +56,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     info = devices.DEVICES[device]
     jobs = jobs_of(checked_cases(TINY_SIZES if options.smoke else ODD_SIZES), info)
-    jobs += jobs_of(cases_by_worth(torch.bfloat16), info, top=TOP_CONFIGS)
+    jobs += jobs_of(cases_by_worth(torch.bfloat16), info, top=dispatch.NUM_CANDIDATES)
     numbered = [(case, CONFIGS.index(config)) for case, config in dict.fromkeys(jobs)]
     if options.smoke:
         numbered = list({case.kind: (case, number) for case, number in numbered}.values())[:3]

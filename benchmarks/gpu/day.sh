@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.." || exit 1
 
 budget=${1:?usage: day.sh SECONDS [PART...]}
 shift
-wanted=" ${*:-tests correctness planner attention ceilings gemm loss host layers dw speed trainer offload float8 conv lora long} "
+wanted=" ${*:-tests correctness planner attention ceilings gemm choices loss host layers dw speed trainer offload float8 conv lora long} "
 OUT=${OUT:-outputs/gpu}
 PYTHON=${PYTHON:-python3}
 started=$SECONDS
@@ -24,6 +24,7 @@ OUT=$(cd "$OUT" && pwd)
 log=$OUT/log.txt
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export XDG_CACHE_HOME=$OUT # choices are measured today
 
 say() { echo "[$((SECONDS - started)) s] $*" | tee -a "$log"; }
 
@@ -73,6 +74,7 @@ wait
 # What is timed has it alone.
 measure models 40 attention
 measure gemm 130 ceilings gemm
+measure gemm 60 choices
 measure layers 70 loss
 measure layers 60 host layers
 measure layers 30 dw

@@ -1,12 +1,15 @@
 """Measure the kernels of the GEMM against torch's library, next to what the machine can reach.
 
-    python benchmarks/gpu/gemm.py ceilings gemm --out results
+    python benchmarks/gpu/gemm.py ceilings gemm choices --out results
 
 Candidates are torch's library and the configs that the cost model ranks first, each launched directly. What
 is not correct against float64 is not timed. Fair timing: normal data, because zeros draw less power and run
 faster; candidates in turns A B A B, because clocks drift; each timed in two ways, single calls after an
 emptied L2 cache, and a CUDA graph of calls over buffers that the cache does not hold, which has no host time.
 A ratio has to hold in both: the smaller one counts.
+
+`choices` asks for these products as a layer does, which measures them its own way and keeps what it chose in
+the user's cache folder (XDG_CACHE_HOME). That file, in kernels/measured, ships with the package.
 """
 
 from __future__ import annotations
@@ -25,9 +28,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from _suite import CLOCKS, Measurement, Setting, in_turns, main, nvidia_smi, one_case, require, sync
+from _suite import (
+    CLOCKS,
+    Measurement,
+    Setting,
+    SkippedError,
+    in_turns,
+    main,
+    nvidia_smi,
+    one_case,
+    require,
+    sync,
+)
 from kernels import COMPILE_S, check, compile_ahead, jobs_of
-from lightning_eff.kernels import devices, launch, tiles
+from lightning_eff.kernels import devices, dispatch, launch, tiles
 from tests.support.gemm_problem import Case, Problem, Run, cases_of, mlp_cases, run_config, run_library
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -43,8 +57,6 @@ ACTIVATED_MLPS = ((8192, 16384, 4096), (8192, 6400, 1600))
 """GPT-J 6B and GPT-2 XL."""
 WIDE_BANDS = 16
 """Rows of tiles in a band, in place of 8: by arithmetic 21 % fewer misses of the L2 cache."""
-TOP_CONFIGS = 3
-"""Configs that are measured: those that the cost model ranks first."""
 LIBRARY, METHODS = "library", ("flushed", "graph")
 ROUNDS, ROUND_MS = 5, 20
 GRAPH_REPLAYS = 10
@@ -89,7 +101,7 @@ def gemm(setting: Setting) -> dict[str, Measurement]:
         cases = list(dict.fromkeys(replace(case, M=24, N=40, K=72) for case in cases))
     if not setting.is_cuda:
         return {str(case): partial(check_library, case, setting.device) for case in cases}
-    jobs = jobs_of(cases, devices.of(setting.device), top=TOP_CONFIGS)
+    jobs = jobs_of(cases, devices.of(setting.device), top=dispatch.NUM_CANDIDATES)
     compile_ahead(jobs, setting.device, limit_s=COMPILE_S)
     return {str(case): partial(compare, case, setting.device) for case in cases}
 
@@ -108,6 +120,23 @@ def cases_by_worth(dtype: torch.dtype) -> list[Case]:
     return list(dict.fromkeys([*first, *rest]))
 
 
+def choices(setting: Setting) -> dict[str, Measurement]:
+    """Return the same products, to be chosen for."""
+    require("triton")
+    if not setting.is_cuda:
+        raise SkippedError("choices are measured on a GPU")
+    return {str(case): partial(choose, case, setting.device) for case in cases_by_worth(torch.bfloat16)}
+
+
+def choose(case: Case, device: torch.device) -> dict[str, Any]:
+    """Choose for a case as its first call would, and return the row of the report."""
+    problem = Problem.draw(case, device)
+    given, shape = problem.operands, problem.shape()
+    dispatch.choose(shape, given, problem.d if given.c is problem.d else None, len(problem.stored_besides))
+    rows = {row["shape"]: row for row in dispatch.choices_of(device).rows()}
+    return rows.get(str(dispatch.rounded(shape)), {"by": "torch's library: too small to be measured"})
+
+
 def check_library(case: Case, device: torch.device) -> dict[str, Any]:
     """Check the library's result against float64 where there is no GPU to time anything on."""
     return {LIBRARY: check(run_library, Problem.draw(case, device), rounds_twice=True)}
@@ -116,7 +145,7 @@ def check_library(case: Case, device: torch.device) -> dict[str, Any]:
 def compare(case: Case, device: torch.device) -> dict[str, Any]:
     """Check every candidate of a case, then time those that are correct, in turns."""
     problem = Problem.draw(case, device)
-    ranked = tiles.rank_configs(problem.shape(), devices.of(device))[:TOP_CONFIGS]
+    ranked = tiles.rank_configs(problem.shape(), devices.of(device))[: dispatch.NUM_CANDIDATES]
     runs: dict[str, Run] = {LIBRARY: run_library}
     runs |= {str(cost.config): run_config(cost.config) for cost in ranked}
     if (case.M, case.N, case.K) == CUBE and ranked:
@@ -170,4 +199,4 @@ def seconds_per_call(run: Run, problems: Sequence[Problem], method: str) -> floa
 
 
 if __name__ == "__main__":
-    main(__doc__, {"ceilings": one_case("8192^3 and 4 GiB", ceilings), "gemm": gemm})
+    main(__doc__, {"ceilings": one_case("8192^3 and 4 GiB", ceilings), "gemm": gemm, "choices": choices})

@@ -34,7 +34,8 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def kinds(setting: Setting) -> dict[str, tuple[str, bool]]:
     """Return the kinds of layers: backend, and whether gradients are added in place."""
-    found = {"nn.Linear": ("", False), "library, added in place": ("auto", True)}
+    found = {"nn.Linear": ("", False), "library, added in place": ("torch", True)}
+    found |= {"by choice": ("auto", False), "by choice, added in place": ("auto", True)}
     if setting.is_cuda or INTERPRETED:
         found |= {"triton": ("triton", False), "triton, added in place": ("triton", True)}
     return found

@@ -13,7 +13,7 @@ with symbols (torch.fx), with linear layers as single operations. An MLP is one 
     down(act(up(x)))               GPT
     down(act(gate(x)) * up(x))     Llama: SwiGLU, GeGLU
 
-with plain linear layers that are its own children, one of `ACTIVATIONS`, and dropout only with p = 0. A
+with plain linear layers that are its own children, one of `MLP_ACTIVATIONS`, and dropout only with p = 0. A
 module whose forward does anything else, draws random numbers, keeps what it computes, or cannot be traced, is
 left as it is. A copy is traced, which shares the parameters alone.
 """
@@ -24,9 +24,7 @@ import copy
 import math
 import operator
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,24 +38,17 @@ from lightning_eff.core.model_surgery import MODULE_HOOKS, BlockSelector
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.kernels import dispatch, matmul
+from lightning_eff.kernels.library import activated, input_gradients
 from lightning_eff.kernels.linear import Accumulation, bias_gradient, low_copy, product, weight_gradient
 from lightning_eff.kernels.operands import ACTIVATIONS as IN_EPILOGUES
 from lightning_eff.kernels.operands import DTYPES, Operands
 
-aten: Any = torch.ops.aten
-ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "relu": (F.relu, partial(aten.threshold_backward, threshold=0)),
-    "silu": (F.silu, aten.silu_backward),
-    "gelu": (F.gelu, partial(aten.gelu_backward, approximate="none")),
-    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
-}
-"""Functions, and from the gradient of a result and the input the gradient of the input."""
 SIMPLE = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The linear layers of an MLP, and its activation, one of `ACTIVATIONS`."""
+    """The linear layers of an MLP, and its activation, one of `MLP_ACTIVATIONS`."""
 
     up: nn.Linear
     down: nn.Linear
@@ -76,14 +67,14 @@ class FusedMLP:
     Args:
         module: The MLP, in the state in which it was recognized; in any other its own forward computes.
         layers: Its layers.
-        backend: As in `kernels.matmul.gemm`.
         accumulation: Allows the weights' gradients to be added in place.
     """
 
-    def __init__(
-        self, module: nn.Module, layers: Layers, *, backend: str, accumulation: Accumulation | None
-    ) -> None:
-        self.module, self.layers, self.backend, self.accumulation = module, layers, backend, accumulation
+    backend: str = "auto"
+    """As in `kernels.matmul.gemm`."""
+
+    def __init__(self, module: nn.Module, layers: Layers, accumulation: Accumulation | None) -> None:
+        self.module, self.layers, self.accumulation = module, layers, accumulation
         self.num_fused = 0
         self._state = state_of(module, layers)
 
@@ -183,7 +174,7 @@ class _MLP(torch.autograd.Function):
                 grad, used2, h, gate, ctx.activation, ctx.backend, stores_a=needs_weight2
             )  # fmt: skip
         if needs_weight2:  # of which A [T, F] is computed again
-            a = _activated(h, gate, ctx.activation) if fused is None else fused[2]
+            a = activated(h, gate, ctx.activation) if fused is None else fused[2]
             grad_weight2 = weight_gradient(grad, a, weight2, node2, *how)
             del a
         if needs_bias2:
@@ -191,7 +182,7 @@ class _MLP(torch.autograd.Function):
         if ctx.needs_hidden:
             if fused is None:
                 grad_a = product(grad, used2, ctx.backend)
-                grad_h, grad_gate = _input_gradients(grad_a, h, gate, ctx.activation)
+                grad_h, grad_gate = input_gradients(grad_a, h, gate, ctx.activation)
             else:
                 grad_h, grad_gate, _ = fused
             if needs_weight1:
@@ -219,7 +210,7 @@ def _up(
         if found is not None and found[1] is not None:
             return found[1], found[0]
     h = _linear(x, weight, bias, backend)
-    return h, _activated(h, gate, activation)
+    return h, activated(h, gate, activation)
 
 
 def _fused_gradients(
@@ -244,23 +235,6 @@ def _fused_gradients(
     return (d if d2 is None else d2), (d if is_gated else None), (a if a is not None else d)
 
 
-def _activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
-    """Return A [T, F]."""
-    activate = ACTIVATIONS[activation][0]
-    return activate(h) if gate is None else activate(gate) * h  # a checkpoint may keep the factor
-
-
-def _input_gradients(
-    grad_a: Tensor, h: Tensor, gate: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of H and of the gate from that of A, all [T, F]; `grad_a` may be overwritten."""
-    activate, differentiate = ACTIVATIONS[activation]
-    if gate is None:
-        return differentiate(grad_a, h), None
-    grad_gate = differentiate(grad_a * h, gate)
-    return grad_a.mul_(activate(gate)), grad_gate
-
-
 _ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
 _PRODUCTS = (operator.mul, torch.mul)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -274,7 +248,7 @@ class _Tracer(fx.Tracer):
 
 def fuse_mlps(
     model: nn.Module, *, min_features: int = 256, blocks: BlockSelector = None,
-    backend: str = "auto", accumulation: Accumulation | None = None,
+    accumulation: Accumulation | None = None,
 ) -> dict[str, FusedMLP]:  # fmt: skip
     """Compute the trained MLPs of a model each as one function; arguments are those of `swap`.
 
@@ -289,9 +263,7 @@ def fuse_mlps(
             if layers is None or min(layers.up.weight.shape) < min_features:
                 continue
             if any(layer.weight.requires_grad for layer in layers.all):
-                module.forward = fused[name] = FusedMLP(
-                    module, layers, backend=backend, accumulation=accumulation
-                )  # fmt: skip
+                module.forward = fused[name] = FusedMLP(module, layers, accumulation)
     return fused
 
 

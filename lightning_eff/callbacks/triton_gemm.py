@@ -1,16 +1,18 @@
 """Compute linear layers by our tiled GEMM, and add weight gradients in place while a step is accumulated.
 
 Every `nn.Linear` that is large enough and is trained gets another class: parameters, names and checkpoints
-stay the same. With `backend=triton` our kernels compute its three GEMMs on a CUDA GPU; with `auto` torch's
-library does, because ours have not been measured against it there. Where GradientAccumulation or MicroBatch
-runs several backward passes per step, the GEMM adds the gradient of a weight to `weight.grad` directly, with
-either backend, and no second gradient of its size is allocated. With `auto`, layers that gain nothing are
-converted back after the first batch.
+stay the same. On a CUDA GPU the first call of a shape measures torch's library and the most promising configs
+of our kernels, which compute where they are more than 3 % faster; the next start knows (kernels/dispatch.py).
+Where GradientAccumulation or MicroBatch runs several backward passes per step, the GEMM adds the gradient of
+a weight to `weight.grad` directly, whoever computes it, and no second gradient of its size is allocated.
+Layers that gain nothing are converted back after the first batch.
 
 Saves: a copy of each large weight gradient when a step has several backward passes; with `fuse_mlps` half
     of an MLP's wide activations.
-Costs: some microseconds of Python per layer where our kernels compute, or gradients are added in place. With
-    `fuse_mlps`, activations a second time in the backward pass.
+Costs: on a GPU in the first step of the first run some 0.1 s per shape (predicted), 256 MiB and memory for
+    two more of its results, and seconds to compile each new kernel. Some microseconds of Python per layer
+    where our kernels compute, or gradients are added in place. With `fuse_mlps`, activations a second time
+    in the backward pass.
 When not: one backward pass a step and no CUDA GPU; compiled blocks.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
     `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
@@ -20,9 +22,8 @@ Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,16 +34,13 @@ from typing_extensions import override
 from lightning_eff.callbacks._fused_mlp import FusedMLP, fuse_mlps
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, check_arguments
-from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
-from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try, Verdict, name_of
 from lightning_eff.kernels import dispatch
-from lightning_eff.kernels.gemm_kernels import INTERPRETED
+from lightning_eff.kernels.choices import LIBRARY, Choices
 from lightning_eff.kernels.linear import Accumulation, TritonLinear, forget_copies
-from lightning_eff.kernels.tile_configs import Shape
 from lightning_eff.microbatching import lightning_loop
 
 
@@ -52,7 +50,6 @@ def swap(
     *,
     min_features: Count = 256,
     blocks: BlockSelector = None,
-    backend: Literal["auto", "torch", "triton"] = "auto",
     accumulation: Accumulation | None = None,
 ) -> dict[str, TritonLinear]:
     """Convert linear layers of a model to `kernels.linear.TritonLinear`; for Fabric, or a loop of your own.
@@ -61,7 +58,6 @@ def swap(
         model: Any module; layers that are converted already stay as they are.
         min_features: Layers with fewer input or output features stay `nn.Linear`.
         blocks: Blocks of the model whose layers are converted; None for all.
-        backend: As in `kernels.matmul.gemm`.
         accumulation: Allows weight gradients to be added in place while it is open.
 
     Returns:
@@ -86,7 +82,7 @@ def swap(
             if is_large and each.weight.requires_grad:
                 each.__class__ = TritonLinear
                 layer: TritonLinear = each  # pyright: ignore[reportAssignmentType]
-                layer.backend, layer.accumulation = backend, accumulation
+                layer.accumulation = accumulation
                 swapped[name] = layer
     if not swapped and not any(isinstance(module, TritonLinear) for module in model.modules()):
         text = f"no linear layer that is trained has {min_features} or more input and output features"
@@ -96,7 +92,7 @@ def swap(
 
 def unswap(layer: TritonLinear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing."""
-    for name in ("backend", "accumulation", "num_rows"):
+    for name in ("backend", "accumulation"):
         layer.__dict__.pop(name, None)
     if type(layer) is TritonLinear:  # a class derived from it since stays: torch's parametrizations make one
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,20 +107,18 @@ class TritonGemm(Managed):
         accumulate: Add weight gradients in place where a step has several backward passes.
         fuse_mlps: Compute MLPs of GPT- and Llama-like blocks each as one function, which keeps half as much
             for the backward pass and computes the activation there again.
-        backend: `auto`, `torch` or `triton`.
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` matches nothing.
-        ConflictError: `triton` without a GPU.
 
     Warns:
         NoEffectWarning: No layer was converted.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TritonGemm(min_features=64)], logger=False, accelerator="cpu")
-        >>> TritonGemm(backend="cublas")
+        >>> TritonGemm(min_features=0)
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: backend='cublas': expected one of auto, torch, triton...
+        lightning_eff.core.errors.ConfigError: min_features=0: expected ...
     """
 
     exact = True
@@ -139,25 +133,21 @@ class TritonGemm(Managed):
         blocks: BlockSelector = None,
         accumulate: bool = True,
         fuse_mlps: bool = False,
-        backend: Literal["auto", "torch", "triton"] = "auto",
     ) -> None:
         self.min_features = min_features
         self.blocks = blocks
         self.accumulate = accumulate
         self.fuse_mlps = fuse_mlps
-        self.backend = backend
         self._accumulation = Accumulation()
         self._swapped: dict[str, TritonLinear] = {}
         self._fused: dict[str, FusedMLP] = {}
-        self._rows: dict[str, int] = {}  # rows of each layer's first input, by name
+        self._choices: Choices | None = None  # of this GPU; None where our kernels cannot run
         self._num_left = 0  # layers that were converted back, since they gain nothing
         self._is_settled = False
         self._step: lightning_loop.ExactStep | None = None
-        self._device = torch.device("cpu")
-        self._dtype = torch.float32
 
     def facts(self) -> Facts:
-        """State that the compiler computes compiled layers, and that the kernels need a GPU."""
+        """State that the compiler computes compiled layers, and that one callback replaces an MLP."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the layers of what it compiles",
@@ -167,38 +157,25 @@ class TritonGemm(Managed):
             ),
             verdict=Verdict.WARNED,
         )
-        no_gpu = Rule(
-            name="run/cpu",
-            reason="backend=triton requires a CUDA GPU",
-            remedies=(Remedy("callbacks.triton_gemm.backend=auto", 'TritonGemm(backend="auto")'),),
-        )
         either = (
             Remedy("callbacks.triton_gemm.fuse_mlps=false", "TritonGemm(fuse_mlps=False)"),
             Remedy("~callbacks.tiled_mlp", "remove TiledMLP"),
         )
         tiled = Rule(name="callbacks/tiled_mlp", reason="both replace the forward of an MLP", remedies=either)
-        excludes = [compiled, *([tiled] if self.fuse_mlps else [])]
-        excludes += [no_gpu] if self.backend == "triton" and not INTERPRETED else []
-        return Facts(provides=(TRANSFORM,), excludes=tuple(excludes))
+        return Facts(provides=(TRANSFORM,), excludes=(compiled, tiled) if self.fuse_mlps else (compiled,))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._swapped, self._rows, self._accumulation.num_added = {}, {}, 0
-            self._fused, self._num_left, self._is_settled = {}, 0, False
+            self._swapped, self._fused, self._accumulation.num_added = {}, {}, 0
+            self._num_left, self._is_settled = 0, False
+            dispatch.forget()
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(self._restore)
             self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
 
-    def _record(self) -> None:
-        """Note how many rows each layer has seen that has run."""
-        for name, layer in self._swapped.items():
-            if getattr(layer, "num_rows", 0):
-                self._rows[name] = layer.num_rows
-
     def _restore(self) -> None:
-        self._record()
         for layer in self._swapped.values():
             unswap(layer)
         for mlp in self._fused.values():
@@ -206,7 +183,7 @@ class TritonGemm(Managed):
 
     def _apply(self, model: nn.Module) -> int:
         how: dict[str, Any] = {
-            "min_features": self.min_features, "blocks": self.blocks, "backend": self.backend,
+            "min_features": self.min_features, "blocks": self.blocks,
             "accumulation": self._accumulation if self.accumulate else None,
         }  # fmt: skip
         try:
@@ -223,9 +200,10 @@ class TritonGemm(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add weight gradients in place."""
-        self._device = trainer.strategy.root_device
-        self._dtype = matmul_dtype(str(trainer.precision_plugin.precision), self._device.type)
+        """Add weight gradients in place, and learn what was measured on this GPU before."""
+        device = trainer.strategy.root_device
+        can_choose = dispatch.may_use_triton("auto", device, torch.float32)
+        self._choices = dispatch.choices_of(device) if can_choose else None
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         self._step = step if self.accumulate and isinstance(step, lightning_loop.ExactStep) else None
         if self._step is not None:
@@ -247,21 +225,22 @@ class TritonGemm(Managed):
         if self._is_settled:
             return
         self._is_settled = True
-        self._record()
-        if self._step is None and self.backend == "auto":  # torch's library computes, and nothing is added
-            for name in self._rows:
-                unswap(self._swapped[name])
-            self._num_left = len(self._rows)
+        self._follow_rank_0(trainer)
+        ours = self._choices.ours() if self._choices is not None else []
+        for layer in self._swapped.values() if self._step is None else ():  # nothing is added
+            is_ours = any({layer.out_features, layer.in_features} <= sizes for sizes in ours)
+            if layer.backend == "auto" and not is_ours:
+                unswap(layer)
+                self._num_left += 1
 
-    def _shapes(self, name: str) -> dict[str, Shape]:
-        """Return the products of a layer that has run, by name."""
-        weight = self._swapped[name].weight
-        # In full precision the run casts nothing, and the layer computes in the dtype of its weight.
-        dtype = weight.dtype if self._dtype == torch.float32 else self._dtype
-        outputs, inputs = full_shape(weight)
-        shapes = dispatch.layer_shapes(max(self._rows[name], 1), outputs, inputs, dtype, weight.dtype)
-        del shapes["weight gradient" if self._accumulation.num_added else "weight gradient, added"]
-        return shapes
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._follow_rank_0(trainer)
+
+    def _follow_rank_0(self, trainer: pl.Trainer) -> None:
+        """Choose as rank 0 does, which alone measures: what others do not know is the library's."""
+        if self._choices is not None and trainer.world_size > 1:
+            self._choices.adopt(trainer.strategy.broadcast(self._choices.text()))
 
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """Allow gradients to be added in one backward pass.
@@ -277,26 +256,22 @@ class TritonGemm(Managed):
         return self._accumulation if may_add else nullcontext()
 
     def outcome(self) -> Outcome:
-        """Report how many layers were converted, who computes them, and what was added."""
-        backends: dict[str, dict[str, str]] = {}
-        self._record()
-        for name in self._rows:
-            backends[name] = {}
-            for product, shape in self._shapes(name).items():
-                backends[name][product] = dispatch.describe_backend(shape, self._device, self.backend)
-        all_backends = [backend for products in backends.values() for backend in products.values()]
+        """Report how many layers were converted, who computes each shape, and what was added."""
+        rows = self._choices.rows() if self._choices is not None else []
         added, num_layers = self._accumulation.num_added, len(self._swapped)
+        ratios = [row["ratio"] for row in rows if row["by"] != LIBRARY]
         num_mlps = sum(mlp.num_fused > 0 for mlp in self._fused.values())
         did = f"{num_mlps} MLP{'s' * (num_mlps != 1)} as one function each; " if self.fuse_mlps else ""
         did += f"{num_layers} linear layer{'s' * (num_layers != 1)} converted"
-        did += " and, since nothing was gained, converted back" if 0 < self._num_left == num_layers else ""
+        which = "all" if self._num_left == num_layers else self._num_left
+        did += f", {which} of them converted back, since nothing was gained" if self._num_left else ""
         did += "" if num_layers else f" (without frozen ones and those below {self.min_features} features)"
-        by = [f"{count} products by {backend}" for backend, count in Counter(all_backends).most_common()]
-        did += f": {'; '.join(by)}" if by else ""
+        who = f"our kernels compute {len(ratios)} of {len(rows)} shapes" if rows else f"{LIBRARY} computes"
+        did += f": {who}"
+        did += f", up to {max(ratios):.2f} times as fast as {LIBRARY}" if ratios else ""
         did += f"; {added} weight gradient{'s' * (added != 1)} added in place" if self.accumulate else ""
-        ours = any(not backend.startswith("torch's") for backend in all_backends)
         numbers: dict[str, Any] = {
-            "layers": backends, "added_in_place": added, "left": self._num_left,
+            "shapes": rows, "added_in_place": added, "left": self._num_left,
             "mlps": [name for name, mlp in self._fused.items() if mlp.num_fused],
         }  # fmt: skip
-        return Outcome(did=did, effective=bool(ours or added or num_mlps), numbers=numbers)
+        return Outcome(did=did, effective=bool(ratios or added or num_mlps), numbers=numbers)

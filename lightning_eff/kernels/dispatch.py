@@ -1,8 +1,14 @@
 """Decide who computes a GEMM, torch's library or our kernels, and with which config. Start reading here.
 
-`backend="triton"` runs our kernels, with the config that the cost model (tiles.py) ranks first. `torch` is
-torch's library, and so is `auto`: which of the two is faster depends on the GPU and the shape, and a choice
-that was not measured there could be the slower one.
+`backend="triton"` runs our kernels, with the config that the cost model (tiles.py) ranks first; `torch` is
+torch's library. `auto` is whichever is faster on this GPU: in the first call of a shape the library and the
+configs that the cost model ranks first are measured (measure.py), and ours compute where they are more than
+3 % faster. Choices are kept for the next start (choices.py). `auto` is the library on any other device, for
+small products, and for what a compiler or autograd records.
+
+Rows, the tokens of a layer, vary: a choice holds up to the next power of two. Nothing is measured while a
+CUDA graph is captured; under deterministic algorithms, since another run could choose another order of sums;
+and on other ranks than 0, so that all compute alike. What is not known there is the library's for now.
 
 `find` is asked once per GEMM. The answer for a kind of operands (sizes, strides, dtypes, alignment of
 addresses) is kept, so that a later call is one look-up.
@@ -10,19 +16,26 @@ addresses) is kept, so that a later call is one look-up.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_eff.kernels import devices, tiles
+from lightning_eff.kernels import devices, measure, tiles
+from lightning_eff.kernels.choices import LIBRARY, Choice, Choices
 from lightning_eff.kernels.gemm_kernels import INTERPRETED
 from lightning_eff.kernels.launch import Launch
 from lightning_eff.kernels.operands import Operands, float32_precision, in_place, is_aligned
 from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape, TileConfig
 
 BACKENDS = ("auto", "torch", "triton")
+NUM_CANDIDATES = 4
+"""Configs that are measured: those that the cost model ranks first."""
+MIN_FLOP = 2e10
+"""Of a product that may be ours with `auto`: 30 us of an H100, below which launching takes what is gained."""
 MAX_FOUND = 4096
 """Answers that are kept: of more kinds of operands, as lengths that vary make them, all are forgotten."""
 _found: dict[tuple[Any, ...], Launch | None] = {}
@@ -30,15 +43,17 @@ _dropped: set[TileConfig] = set()  # those that could not be compiled
 
 
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernels compute, whatever the shape.
+    """Return whether our kernels may compute: whatever the shape, or with `auto` where they are faster.
 
     Raises:
         ValueError: An unknown backend.
         RuntimeError: `triton` where the kernels cannot run.
     """
+    if backend == "auto":
+        return device.type == "cuda" and dtype != torch.float64 and _can_run(device)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-    if backend != "triton":
+    if backend == "torch":
         return False
     reason = devices.why_no_kernels(device)
     if reason:
@@ -48,12 +63,20 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
     return True
 
 
-def find(operands: Operands, out: Tensor | None = None, *, writes: int = 0) -> Launch | None:
-    """Return what computes a GEMM into `out` or a new, contiguous tensor; None if no config can be compiled.
+@functools.cache
+def _can_run(device: torch.device) -> bool:
+    return not devices.why_no_kernels(device)
+
+
+def find(
+    operands: Operands, out: Tensor | None = None, *, backend: str = "triton", writes: int = 0
+) -> Launch | None:
+    """Return what computes a GEMM into `out` or a new, contiguous tensor; None for torch's library.
 
     Args:
         operands: Checked, with values; `may_use_triton` is true for them.
         out: Receives the result.
+        backend: `auto` or `triton`.
         writes: As in `Operands.shape`; for `Launch` these matrices are new, too.
     """
     a, b, c, bias = operands.tensors
@@ -62,7 +85,7 @@ def find(operands: Operands, out: Tensor | None = None, *, writes: int = 0) -> L
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])
     adds = c is not None and out is not None and _may_add(operands, c, out)
     key = (
-        a.device, a.dtype, operands.out_dtype, operands.activation, offsets, adds,
+        a.device, a.dtype, operands.out_dtype, operands.activation, offsets, adds, backend,
         a.shape, a.stride(), b.shape, b.stride(), None if out is None else out.stride(),
         None if c is None else (c.dtype, c.stride(), c.data_ptr() % TMA_BYTES),
         None if bias is None else (bias.dtype, bias.data_ptr() % TMA_BYTES),
@@ -72,7 +95,13 @@ def find(operands: Operands, out: Tensor | None = None, *, writes: int = 0) -> L
         shape = operands.shape(adds=adds, writes=writes)
         if any(offsets) or (out is not None and not is_aligned(out)):
             shape = replace(shape, aligned=False)
-        config = choose(shape, a.device)
+        if backend == "triton":
+            config = next(iter(candidates(shape, a.device)), None)
+        else:
+            choice = choose(shape, operands, out, writes)
+            if choice is None:
+                return None  # it may be measured in a later call
+            config = choice.config
         if len(_found) >= MAX_FOUND:
             _found.clear()
         _found[key] = Launch(config) if config is not None else None
@@ -86,64 +115,67 @@ def _may_add(operands: Operands, c: Tensor, out: Tensor) -> bool:
     return is_sum and in_place(c, out)
 
 
-def choose(shape: Shape, device: torch.device) -> TileConfig | None:
-    """Return the config that the cost model ranks first for a shape; None if no config can be compiled."""
+def candidates(shape: Shape, device: torch.device) -> list[TileConfig]:
+    """Return the configs that fit a shape, the one first that the cost model ranks first."""
     ranked = (cost.config for cost in tiles.rank_configs(shape, devices.of(device)))
-    return next((config for config in ranked if config not in _dropped), None)
+    return [config for config in ranked if config not in _dropped]
 
 
-def layer_shapes(
-    rows: int, outputs: int, inputs: int, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> dict[str, Shape]:
-    """Return the products of a linear layer, by name.
+def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) -> Choice | None:
+    """Return who computes a shape with `auto`, measured now if it has to be; None if it may not be yet."""
+    if 2.0 * shape.batch * shape.M * shape.N * shape.K < MIN_FLOP:
+        return Choice(LIBRARY, 0.0)
+    choices, shape = choices_of(operands.a.device), rounded(shape)
+    configs, choice = candidates(shape, operands.a.device), choices.known.get(str(shape))
+    choices.asked[shape] = ""
+    if choice is not None and choice.config in (None, *configs):
+        return choice
+    choices.asked[shape] = why_not_measured()
+    if choices.asked[shape]:
+        return None
+    try:
+        with torch.cuda.device_of(operands.a):  # whose stream is timed
+            choice = measure.measure(operands, out, writes, configs[:NUM_CANDIDATES])
+    except torch.OutOfMemoryError:
+        choices.asked[shape] = "out of memory"
+        return Choice(LIBRARY, 0.0)  # not tried again: an allocation that fails takes time
+    if choice is not None:
+        choices.add(shape, choice)
+    else:
+        choices.asked[shape] = "the results were 0 or not finite"
+    return choice
 
-    Args:
-        rows: Of its input, T in linear.py.
-        outputs: Output features, N.
-        inputs: Input features, K.
-        dtype: In which it is multiplied.
-        weight_dtype: Of the weight, and so of its gradient.
-    """
-    forward = Shape.packed(rows, outputs, inputs, dtype)
-    gradient = replace(forward, M=outputs, N=inputs, K=rows, layout="tn", out_dtype=weight_dtype)
-    size = weight_dtype.itemsize
-    return {
-        "forward": forward,
-        "input gradient": replace(forward, N=inputs, K=outputs, layout="nn"),
-        "weight gradient": gradient,
-        "weight gradient, added": replace(gradient, c_itemsize=size, adds=weight_dtype == torch.float32),
-    }
+
+@functools.cache
+def choices_of(device: torch.device) -> Choices:
+    """Return the choices of a GPU of this machine, as far as they are known."""
+    return Choices(device)
+
+
+def rounded(shape: Shape) -> Shape:
+    """Return a shape with its rows rounded up to a power of two: K of a weight's gradient, else M."""
+    if shape.layout[0] == "t":
+        return replace(shape, K=1 << (shape.K - 1).bit_length())
+    return replace(shape, M=1 << (shape.M - 1).bit_length())
+
+
+def why_not_measured() -> str:
+    """Return why nothing may be measured now; empty where it may."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms"
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        return "rank 0 measures"
+    return "a CUDA graph is captured" if torch.cuda.is_current_stream_capturing() else ""
 
 
 def drop(config: TileConfig) -> None:
     """Use a config no more in this process, since it cannot be compiled."""
     _dropped.add(config)
-    forget()
-
-
-def forget() -> None:
-    """Choose again, by what is known now."""
     _found.clear()
 
 
-def describe_backend(shape: Shape, device: torch.device, backend: str = "auto") -> str:
-    """Return one line for a report: who computes a shape, and why.
-
-    Args:
-        shape: What is computed.
-        device: Where.
-        backend: As in `matmul.gemm`.
-
-    Example:
-        >>> describe_backend(Shape(M=64, N=64, K=64), torch.device("cpu"))
-        "torch's library: the only one on cpu"
-    """
-    if device.type != "cuda":
-        return f"torch's library: the only one on {device.type}"
-    if backend == "torch":
-        return "torch's library: as requested"
-    reason = devices.why_no_kernels(device)
-    if not reason and backend == "triton":
-        config = choose(shape, device)
-        return f"{config}: as requested" if config else "torch's library: no config can be compiled"
-    return f"torch's library: {reason or 'not measured against our kernels, which backend=triton runs'}"
+def forget() -> None:
+    """Begin a run: choose again, by what the files have, and list its shapes alone."""
+    _found.clear()
+    for cached in (_can_run, choices_of):
+        cached.cache_clear()

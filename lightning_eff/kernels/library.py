@@ -1,13 +1,26 @@
-"""Compute the GEMM by torch's own functions, the alternative to our kernels."""
+"""Compute the GEMM, and the epilogues of MLPs, by torch's own functions: the alternative to our kernels."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_eff.kernels.operands import ACTIVATIONS, Operands
+
+aten: Any = torch.ops.aten
+MLP_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "relu": (F.relu, partial(aten.threshold_backward, threshold=0)),
+    "silu": (F.silu, aten.silu_backward),
+    "gelu": (F.gelu, partial(aten.gelu_backward, approximate="none")),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
+}
+"""Functions, and from the gradient of a result and the input the gradient of the input."""
 
 
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
@@ -58,3 +71,32 @@ def _written_to(operands: Operands, out: Tensor | None) -> Tensor | None:
         return out.view(-1, operands.M, operands.N)
     except RuntimeError:
         return None
+
+
+def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
+    """Compute a GEMM with the epilogue of an MLP: `d`, and `pre` and `d2` if there are such (epilogue.py)."""
+    gate, up, activation = cast("Any", operands.gate), operands.up, operands.activation or ""
+    x = by_library(replace(operands, activation=None, gate=None, up=None, gradient=False))
+    if not operands.gradient:
+        return [activated(x, gate, activation), *([x] if stores_pre else [])]
+    h, gate = (gate, None) if up is None else (up, gate)
+    pre = [activated(h, gate, activation)] if stores_pre else []
+    grad_h, grad_gate = input_gradients(x, h, gate, activation)
+    return [grad_h, *pre] if grad_gate is None else [grad_gate, *pre, grad_h]
+
+
+def activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """Compute A [T, F] of an MLP: act(H), or act(G) * H."""
+    activate = MLP_ACTIVATIONS[activation][0]
+    return activate(h) if gate is None else activate(gate) * h  # a checkpoint may keep the factor
+
+
+def input_gradients(
+    grad_a: Tensor, h: Tensor, gate: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of H and of the gate from that of A, all [T, F]; `grad_a` may be overwritten."""
+    activate, differentiate = MLP_ACTIVATIONS[activation]
+    if gate is None:
+        return differentiate(grad_a, h), None
+    grad_gate = differentiate(grad_a * h, gate)
+    return grad_a.mul_(activate(gate)), grad_gate

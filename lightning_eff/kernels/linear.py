@@ -16,8 +16,8 @@ Only whoever runs the backward passes can open one: this gradient bypasses autog
 parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer therefore adds only where none of
 them is present.
 
-The layer is `F.linear` wherever that is as fast or knows more: where torch's library computes all three
-without accumulation, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
+The layer is `F.linear` wherever that is as fast or knows more: without accumulation on a CPU and for small
+products, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
 """
 
 from __future__ import annotations
@@ -104,14 +104,10 @@ class TritonLinear(nn.Linear):
     backend: str = "auto"
     """As in `matmul.gemm`."""
     accumulation: Accumulation | None = None
-    num_rows: int = 0
-    """Of the first input; 0 before it. No hook counts them: hooks change what others do with a layer."""
 
     @override
     def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """Compute the layer."""
-        if not torch.compiler.is_compiling() and not self.num_rows:
-            self.num_rows = input.numel() // max(input.shape[-1], 1)
         return linear(input, self.weight, self.bias, backend=self.backend, accumulation=self.accumulation)
 
 
@@ -146,12 +142,17 @@ def linear(
         and weight.requires_grad
         and torch.is_grad_enabled()
     )
-    if not (is_ours or accumulates) or not _is_dense(x):
+    is_dense = x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
+    if not (is_ours or accumulates) or not is_dense:
         return F.linear(x, weight, bias)
     if matmul.is_traced() or matmul.in_forward_mode():
-        if is_ours and not matmul.in_forward_mode():  # the operator, which the compiler keeps
+        if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
             return matmul.gemm(x, weight.T, bias=bias, backend=backend)
         return F.linear(x, weight, bias)
+    if is_ours and backend == "auto" and 2.0 * x.numel() * weight.shape[0] < dispatch.MIN_FLOP:
+        is_ours = False
+        if not accumulates:
+            return F.linear(x, weight, bias)
     dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype)
     if dtype is None:
         if x.dtype != weight.dtype:
@@ -162,10 +163,6 @@ def linear(
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _Linear.apply(rows, weight, bias, copy, backend if is_ours else "torch", accumulation)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
 
 
 _low_copies: Any = WeakTensorKeyDictionary()
@@ -241,10 +238,10 @@ def weight_gradient(
     may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
     if may_add and accumulation is not None and accumulation.takes(weight, node):
         # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
-        product(grad.T, x, backend, total=weight.grad)
+        product(grad.t(), x, backend, total=weight.grad)
         accumulation.num_added += 1
         return None
-    made = product(grad.T, x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
+    made = product(grad.t(), x, backend, out_dtype=weight.dtype if is_ours else x.dtype)
     return made if made.dtype == weight.dtype else made.to(weight.dtype)
 
 

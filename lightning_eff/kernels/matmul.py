@@ -77,7 +77,8 @@ def gemm(
         out_dtype: Of the result; None for that of `a`.
         out: Receives the result, which is then `out`; it may be `c`. Without gradients, as everywhere in
             torch. If it overlaps another operand, the result is computed in new memory and copied.
-        backend: `triton`: our kernels; `torch` and `auto`: torch's library.
+        backend: `triton`: our kernels; `torch`: torch's library; `auto`: whichever is faster, as measured in
+            the first call of a shape on a CUDA GPU (dispatch.py); the library where gradients are recorded.
 
     Raises:
         ValueError: Shapes, devices or names that do not fit; only one of `beta` and `c`.
@@ -142,7 +143,9 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
         return by_library(operands, out)
     is_real = not is_traced() and are_plain(operands, out)
     if is_real and not operands.needs_gradient and not _has_mode():
-        return _run(operands, out)
+        return _run(operands, out, backend)
+    if backend == "auto":  # an operator of ours would take more than a kernel gains
+        return by_library(operands, out)
     product = operands if operands.activation is None else replace(operands, activation=None)
     arguments = (*operands.tensors, operands.alpha, operands.beta, operands.out_dtype)
     if out is None or product is not operands:
@@ -166,7 +169,7 @@ def compute_fused(
         return None
     if in_forward_mode() or _has_mode() or not are_plain(operands, *tensors) or 0 in operands.size:
         return None
-    launch = dispatch.find(operands, writes=stores_pre + stores_d2)
+    launch = dispatch.find(operands, backend=backend, writes=stores_pre + stores_d2)
     if launch is None or not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return None
     pre, d2 = (_allocate(operands) if stored else None for stored in (stores_pre, stores_d2))
@@ -198,10 +201,10 @@ def _has_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-def _run(operands: Operands, out: Tensor | None) -> Tensor:
-    """Launch the kernels, or call the library where they cannot be compiled."""
+def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Tensor:
+    """Launch the kernels, or call the library where it is faster or they cannot be compiled."""
     is_empty = 0 in operands.size
-    launch = dispatch.find(operands, out) if not is_empty else None
+    launch = dispatch.find(operands, out, backend=backend) if not is_empty else None
     if launch is None:
         return by_library(operands, out)
     d = _launched(launch, operands, _allocate(operands) if out is None else out)

@@ -98,7 +98,8 @@ class Operands:
             aligned=aligned and self.N * self.out_dtype.itemsize % TMA_BYTES == 0,
             c_itemsize=self.c.element_size() if self.c is not None else 0, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
-            fused=self.activation is not None,  # a bias costs neither backend a pass of its own
+            # Not the bias, which costs neither backend a pass of its own
+            epilogue=f"{self.activation or ''}{' gradient' if self.gradient else ''}",
             epilogue_reads=(self.gate is not None) + (self.up is not None), epilogue_writes=writes,
             tf32=float32_precision(self.a) == "tf32",
         )  # fmt: skip

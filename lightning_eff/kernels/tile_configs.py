@@ -84,6 +84,8 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig("pointers", 16, 64, 64, 4, 3, split_k=8, efficiency=0.15),
 )
 """Everything that may be launched."""
+BY_NAME = {str(config): config for config in CONFIGS}
+"""As files and reports name them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ class Shape:
         epilogue_writes: The same that it writes besides the result: `pre`, `d2`.
         adds: The result may be added to what is in memory.
         layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows, or transposed.
-        fused: The epilogue has an activation, which torch computes in a pass of its own.
+        epilogue: The activation, which torch computes in a pass of its own, or its gradient; empty without.
         tf32: float32 is multiplied as TF32.
     """
 
@@ -120,7 +122,7 @@ class Shape:
     epilogue_writes: int = 0
     adds: bool = False
     layout: str = "nt"
-    fused: bool = False
+    epilogue: str = ""
     tf32: bool = False
 
     @classmethod
@@ -133,6 +135,20 @@ class Shape:
         """
         aligned = not (N * dtype.itemsize % TMA_BYTES or K * dtype.itemsize % TMA_BYTES)
         return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
+
+    def __str__(self) -> str:
+        """Name the shape in files and reports; shapes that differ have different names."""
+        dtypes = [str(each).removeprefix("torch.") for each in (self.dtype, self.out_dtype or self.dtype)]
+        marks = {
+            f"{self.batch} products": self.batch > 1, "unaligned": not self.aligned, "tf32": self.tf32,
+            self.epilogue: bool(self.epilogue), f"C of {self.c_itemsize} bytes": self.c_itemsize > 0,
+            "added in place": self.adds, f"{self.epilogue_reads} read": self.epilogue_reads > 0,
+            f"{self.epilogue_writes} written": self.epilogue_writes > 0,
+        }  # fmt: skip
+        sizes = f"{self.M} x {self.N} x {self.K} {self.layout}"
+        return ", ".join(
+            [sizes, " to ".join(dict.fromkeys(dtypes)), *(mark for mark, holds in marks.items() if holds)]
+        )
 
     @property
     def out_itemsize(self) -> int:

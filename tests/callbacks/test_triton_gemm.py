@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm, swap, unswap
-from lightning_eff.core.errors import ConflictError
-from lightning_eff.kernels import linear
+from lightning_eff.kernels import dispatch, linear, measure
+from lightning_eff.kernels.choices import LIBRARY
+from lightning_eff.kernels.tile_configs import BY_NAME
 from lightning_eff.models.gpt import GPT
+from tests.support import fake_gpu
 from tests.support.language import LanguageModel, assert_same_training, language_model, token_rows
 from tests.support.models import Net, fit, seeded
 from tests.support.prediction import GPT_OF, choice, loader_for, trainer_of
@@ -49,8 +56,9 @@ def test_layers_are_chosen_by_size_name_and_type() -> None:
 def test_a_swap_is_taken_back() -> None:
     model = layers()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    for layer in swap(model, backend="torch", accumulation=linear.Accumulation()).values():
+    for layer in swap(model, accumulation=linear.Accumulation()).values():
         assert type(layer) is linear.TritonLinear
+        layer.backend = "torch"
         unswap(layer)
         unswap(layer)
         assert type(layer) is nn.Linear
@@ -96,7 +104,7 @@ def test_accumulation_can_be_left_out() -> None:
     outcome = technique.outcome()
     assert not outcome.effective
     assert (outcome.numbers["added_in_place"], outcome.numbers["left"]) == (0, 1)
-    assert list(outcome.numbers["layers"]) == ["out"]
+    assert outcome.numbers["shapes"] == [], "nothing is measured on a CPU"
 
 
 def test_mlps_as_one_function_train_the_same_model() -> None:
@@ -117,11 +125,73 @@ def test_mlps_as_one_function_train_the_same_model() -> None:
         assert outcome.numbers["mlps"] == ["blocks.0.mlp", "blocks.1.mlp"]
         assert outcome.did.startswith("2 MLPs as one function each; ")
         assert outcome.effective
-        assert "blocks.0.mlp.up" not in outcome.numbers["layers"]
         assert "forward" not in vars(ours.blocks[0].mlp)
         assert outcome.numbers["added_in_place"] == (5 * (2 * 4 + 1) if parts else 0)
 
 
-def test_a_backend_that_cannot_run_stops_the_run() -> None:
-    with pytest.raises(ConflictError, match="backend=triton requires a CUDA GPU"):
-        fit(Net(), TritonGemm(min_features=1, backend="triton"))
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_gpu.FakeGPU]:
+    yield fake_gpu.install(monkeypatch, tmp_path)
+    dispatch.forget()
+
+
+def test_the_report_has_a_row_for_each_shape_and_layers_that_gain_nothing_are_converted_back(
+    gpu: fake_gpu.FakeGPU,
+) -> None:
+    """A fake clock finds ours faster for the product of the first layer alone."""
+    model, technique = Net(), TritonGemm(min_features=1)
+    first, *others = (each for each in model.modules() if type(each) is nn.Linear)
+    milliseconds = gpu.milliseconds
+
+    def measured(run: Any) -> float:
+        sizes = {run.args[0].K, run.args[0].N} if isinstance(run, functools.partial) else {}
+        is_first = sizes == {first.in_features, first.out_features}
+        return milliseconds(run) / (4 if is_first else 1)
+
+    kept: list[type] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            kept[:] = [type(each) for each in (first, *others)]
+
+    with mock.patch.object(measure, "milliseconds", measured):
+        fit(model, technique, Looks(), max_steps=3)
+    assert kept == [linear.TritonLinear, *[nn.Linear] * len(others)]
+    outcome = technique.outcome()
+    rows = outcome.numbers["shapes"]
+    assert [row["ratio"] for row in rows if row["by"] != LIBRARY] == [2.0]
+    assert {row["ratio"] for row in rows if row["by"] == LIBRARY} == {0.5}
+    assert f": our kernels compute 1 of {len(rows)} shapes, up to 2.00 times as fast" in outcome.did
+    assert outcome.effective
+    assert outcome.numbers["left"] == len(others)
+
+
+def test_other_ranks_take_the_choices_of_rank_0(
+    gpu: fake_gpu.FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rank 1 of two, which does not measure, with what rank 0 sends after the first batch."""
+    gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
+    fit(Net(), TritonGemm(min_features=1), max_steps=1)
+    of_rank_0, found = dispatch.choices_of(fake_gpu.CPU).text(), gpu.rows
+    gpu.file.unlink()
+    gpu.restart()
+    sent: list[str] = []
+
+    def broadcast(_: Any, text: str, src: int = 0) -> str:
+        sent.append(text)
+        return of_rank_0 if isinstance(text, str) and '"choices"' in text else text
+
+    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", broadcast)
+    monkeypatch.setattr(dispatch, "why_not_measured", lambda: "rank 0 measures")
+    technique, batches = TritonGemm(min_features=1), list[int]()
+
+    class AsRank1(pl.Callback):
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            batches.append(len(gpu.launched))
+
+    with mock.patch.object(pl.Trainer, "world_size", 2):
+        fit(Net(), technique, AsRank1(), max_steps=2)
+    assert gpu.timed == []
+    assert batches[0] == 0 < batches[1], "the first batch by the library, the second one as rank 0 says"
+    assert technique.outcome().numbers["shapes"] == found
+    assert sum('"choices"' in text for text in sent if isinstance(text, str)) == 2, "and after the epoch"

@@ -32,6 +32,7 @@ MLP = [
     Variant(epilogue=("gate", "up", "pre", "d2", "gradient"), activation="silu", layout="nn"),
     Variant(epilogue=("gate", "up", "d2", "gradient"), activation="gelu_tanh", layout="nn"),
     Variant(epilogue=("gate", "pre", "gradient"), activation="gelu_tanh", layout="nn"),
+    *(KEPT := [Variant(epilogue=names, activation="gelu_tanh") for names in (("pre",), ("bias", "pre"))]),
 ]
 SUMS = [Variant(layout=layout, out_dtype=FLOAT32) for layout in ("nt", "nn", "tn")]
 
@@ -95,6 +96,16 @@ def test_a_config_compiles_for_hopper_without_spills(tile: TileConfig) -> None:
     for variant in SUMS if tile.adds or tile.split_k > 1 else (GELU, WITH_C, MLP[1]):
         if fits(tile, variant):
             assert_good(tile, ragged(tile, variant))
+
+
+def test_a_whole_tile_that_is_stored_twice_is_not_offered() -> None:
+    """With the activation's input kept, the GELU takes 255 registers and more; in halves it does not."""
+    whole, halved = CONFIGS[0], TileConfig("tma", 128, 256, 128, 8, 3, subtiles=2)
+    (code,) = assemble(whole, KEPT[0])
+    assert code.instructions["local_memory"] > 0
+    assert not any(fits(whole, variant) for variant in KEPT)
+    assert fits(halved, KEPT[0])
+    assert_good(halved, ragged(halved, KEPT[0]))
 
 
 def test_sizes_that_16_does_not_divide_cost_nothing() -> None:

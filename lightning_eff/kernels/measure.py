@@ -1,0 +1,115 @@
+"""Measure who computes a GEMM fastest, on the operands of its first call and with results of its own.
+
+Every candidate is first compared with torch's library, into memory that is filled with NaN. Those that are
+right take turns, A B A B, since clocks drift, 20 ms each in all. Triton's `do_bench` puts CUDA events around
+each call, and empties the L2 cache before it: in a step it holds other things too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lightning_eff.kernels.choices import LIBRARY, Choice
+from lightning_eff.kernels.launch import CannotCompileError, Launch
+from lightning_eff.kernels.library import by_library, mlp_by_library
+from lightning_eff.kernels.operands import Operands, in_place
+from lightning_eff.kernels.tile_configs import TileConfig
+
+MIN_RATIO = 1.03
+"""How many times as fast as the library a config has to be: less is within the noise of 20 ms."""
+TURNS, TURN_MS = 4, 5
+MAX_ROWS = 256
+"""Rows that are compared: a fault of a tile affects each of its rows."""
+
+
+def measure(
+    operands: Operands, out: Tensor | None, writes: int, configs: Sequence[TileConfig]
+) -> Choice | None:
+    """Return the fastest of the library and some configs; None for results that would hide a fault.
+
+    Args:
+        operands: Of the first call; they are only read.
+        out: Where it computes into, or None for a new tensor.
+        writes: As in `Operands.shape`.
+        configs: Those that the cost model ranks first.
+
+    Raises:
+        OutOfMemoryError: There is no room for another result.
+
+    Warns:
+        UserWarning: A config computes something else than the library.
+    """
+    adds = out is not None and operands.c is not None and in_place(operands.c, out)
+    d = torch.empty(operands.size, dtype=operands.out_dtype, device=operands.a.device)
+    d = d if out is None else torch.empty_like(out)
+    d2 = torch.empty_like(d) if operands.up is not None else None
+    pre = torch.empty_like(d) if writes > (d2 is not None) else None
+    results = [result for result in (d, pre, d2) if result is not None]
+    given = replace(operands, c=d) if adds else operands
+
+    def reset() -> None:
+        for result in results:
+            result.fill_(math.nan)
+        if adds and out is not None:
+            d.copy_(out)
+
+    def library() -> list[Tensor]:
+        if pre is not None or given.gate is not None:
+            return mlp_by_library(given, stores_pre=pre is not None)
+        return [by_library(given, None if out is None else d)]
+
+    reset()
+    expected = [_some_rows(result) for result in library()]
+    if not all(bool(rows.isfinite().all() & rows.any()) for rows in expected):
+        return None  # as the first gradients in float16 may be
+    runs: dict[str, Callable[[], object]] = {LIBRARY: library}
+    for config in configs:
+        reset()
+        run = partial(Launch(config), given, d, pre, d2)
+        with suppress(CannotCompileError):
+            run()
+            if all(map(is_right, map(_some_rows, results), expected)):
+                runs[str(config)] = run
+            else:
+                what = f"{config} computes {operands.M} x {operands.N} x {operands.K} wrongly here"
+                warnings.warn(f"{what}: it is not used", UserWarning, stacklevel=2)
+    turns = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(TURNS)]
+    times = {name: median(turn[name] for turn in turns) for name in runs}
+    library_ms = times.pop(LIBRARY)
+    fastest = min(times, key=lambda name: times[name], default=LIBRARY)
+    ratio = library_ms / times[fastest] if times else 0.0
+    return Choice(fastest if ratio > MIN_RATIO else LIBRARY, round(ratio, 3))
+
+
+def _some_rows(result: Tensor) -> Tensor:
+    """Return some rows of a result, the first and the last among them."""
+    matrix = result.flatten(0, -2)
+    last = len(matrix) - 1
+    return matrix[torch.linspace(0, last, min(last + 1, MAX_ROWS), device=result.device).round().long()]
+
+
+def is_right(found: Tensor, expected: Tensor) -> bool:
+    """Return whether results differ by less than a few roundings of the largest element of a row.
+
+    That lets sums in another order pass, and rounding of what goes into an activation. A step of K that is
+    missing is seen: it changes an element by the square root of its part of K, 1/8 with 4,096 columns.
+    """
+    found, largest = found.float(), expected.float().abs().amax(1, keepdim=True)
+    allowed = 4 * max(torch.finfo(expected.dtype).eps, 2.0**-10) * largest
+    return bool(((found - expected.float()).abs() <= allowed).all())
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Return the milliseconds of a call on the GPU."""
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=1, rep=TURN_MS, return_mode="median"))  # pyright: ignore[reportArgumentType]
