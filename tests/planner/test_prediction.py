@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
@@ -47,6 +48,13 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         lambda: {"callbacks": [TritonGemm(min_features=1, fuse_mlps=True)], "precision": "bf16-mixed"},
     ),
     "micro-batches by need": (GPT_OF, lambda: {"callbacks": [MicroBatch()]}),
+    # Of a long step three batches are predicted, but all where a technique holds them until the step.
+    "a step of five batches": (GPT_OF, lambda: {"callbacks": [GradientAccumulation(num_batches=5)]}),
+    "lightning's five batches": (GPT_OF, lambda: {"accumulate_grad_batches": 5}),
+    "five batches that may be run again": (
+        GPT_OF,
+        lambda: {"callbacks": [GradientAccumulation(num_batches=5), MicroBatch()]},
+    ),
     "16-mixed": (
         GPT_OF,
         lambda: {"plugins": [AutoPrecision(precision="16-mixed")], "gradient_clip_val": 1.0},
