@@ -40,8 +40,8 @@ OBSERVERS = (
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
-LONGEST_WINDOW = 3
-"""Batches of a step that are run: without gradients, with them, and with them before the optimizer steps."""
+LONGEST_WINDOW = 2
+"""Batches of a step that are run: one without gradients, and one with them, after which the optimizer steps."""
 MONITORS = "lightning_eff.monitors."
 """Package of our callbacks that observe."""
 

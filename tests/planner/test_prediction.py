@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         lambda: {"callbacks": [TritonGemm(min_features=1, fuse_mlps=True)], "precision": "bf16-mixed"},
     ),
     "micro-batches by need": (GPT_OF, lambda: {"callbacks": [MicroBatch()]}),
-    # Of a long step three batches are predicted, but all where a technique holds them until the step.
+    # Of a long step two batches are predicted, but all where a technique holds them until the step.
     "a step of five batches": (GPT_OF, lambda: {"callbacks": [GradientAccumulation(num_batches=5)]}),
     "lightning's five batches": (GPT_OF, lambda: {"accumulate_grad_batches": 5}),
     "five batches that may be run again": (
