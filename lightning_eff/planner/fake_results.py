@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_eff.core.torch_private import torch_private
@@ -44,14 +45,15 @@ class FakeResults:
 
     def call(self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor]) -> Any:
         """Return the result of an operation; `operands` is filled with the fake tensors in its arguments."""
-        key: list[Any] | None = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not (_describe(args, key, operands) and _describe(kwargs.items(), key, operands)):
             return func(*args, **kwargs)
         found = tuple(key)
         recipe = self._recipes.get(found)
         if recipe is None:
-            storages = [each.untyped_storage()._cdata for each in operands]  # noqa: SLF001
+            storages = [_storage(each) for each in operands]
             out = func(*args, **kwargs)
+            # A factory has no operand, and depends on the default device.
             is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
             self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
             return out
@@ -65,13 +67,12 @@ class FakeResults:
         kind, index, device, dtype, shape, stride, offset = output
         if kind == OPERAND:
             return operands[index]
-        guard = self._without_modes()
-        if kind == NEW:
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            meta = torch.empty(0, dtype=dtype, device="meta")
-            meta.set_(operands[index].untyped_storage(), offset, shape, stride)
-        del guard
+        with self._without_modes():
+            if kind == NEW:
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                meta = torch.empty(0, dtype=dtype, device="meta")
+                meta.set_(operands[index].untyped_storage(), offset, shape, stride)
         return FakeTensor(self._mode, meta, device)
 
 
@@ -112,16 +113,20 @@ def _recipe_of(out: Any, operands: list[FakeTensor], storages: list[int]) -> Any
             return False
         if each.is_meta or each.requires_grad or each.dtype.is_complex:
             return False
-        storage = each.untyped_storage()
+        storage = _storage(each)
         looks: Any = each.fake_device, each.dtype, each.shape, each.stride(), each.storage_offset()
-        if storage._cdata in storages:  # noqa: SLF001
-            outputs.append((VIEW, storages.index(storage._cdata), *looks))  # noqa: SLF001
+        if storage in storages:
+            outputs.append((VIEW, storages.index(storage), *looks))
             continue
-        with torch.no_grad():
-            num_elements = 1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
+        num_elements = 1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
         num_bytes = num_elements * each.itemsize if each.numel() else 0
-        if storage._cdata in taken or each.storage_offset() or storage.nbytes() != num_bytes:  # noqa: SLF001
+        # `empty_strided` would make another storage: a larger one, or one that two outputs share.
+        if storage in taken or each.storage_offset() or each.untyped_storage().nbytes() != num_bytes:
             return False
-        taken.add(storage._cdata)  # noqa: SLF001
+        taken.add(storage)
         outputs.append((NEW, None, *looks))
     return kind, outputs
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

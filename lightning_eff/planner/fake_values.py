@@ -156,17 +156,23 @@ class FakeValues(InfraMode):
             path = Path(frame.f_code.co_filename)
             parts = path.parts
             is_library = not {"lightning", "torchmetrics"}.isdisjoint(parts) or {"torch", "optim"} <= {*parts}
-            if is_library:
-                break  # torch's optimizers and Lightning's metrics
+            if is_library:  # torch's optimizers and Lightning's metrics
+                if isinstance(value, bool) and "optim" in parts:
+                    name = type(frame.f_locals.get("self")).__name__
+                    self._assume(f"a condition in {name}'s step is {value}: the real step may need much more")
+                break
             if "torch" not in parts and path.parent not in OWN:
                 kind = "condition" if isinstance(value, bool) else "number"
                 reader = f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
                 assumption = f"a {kind} is {value}: {reader}"
-                is_own = PACKAGE in path.parents
-                self.assumed += [assumption] if assumption not in self.assumed and not is_own else []
+                if PACKAGE not in path.parents:
+                    self._assume(assumption)
                 break
             frame = frame.f_back
         return value
+
+    def _assume(self, assumption: str) -> None:
+        self.assumed += [assumption] if assumption not in self.assumed else []
 
 
 def _name(func: Any) -> str:

@@ -41,7 +41,7 @@ OBSERVERS = (
 )  # fmt: skip
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
 LONGEST_WINDOW = 2
-"""Batches of a step that are run: one without gradients, and one with them, after which the optimizer steps."""
+"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps."""
 MONITORS = "lightning_eff.monitors."
 """Package of our callbacks that observe."""
 
