@@ -51,6 +51,9 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
 
+PREDICTED_PARTS = 8
+"""Micro-batches of a batch that a prediction runs."""
+
 
 class MicroBatch(Managed):
     """Train on each batch in micro-batches.
@@ -114,8 +117,22 @@ class MicroBatch(Managed):
         self.is_auto = micro_batch_size == "auto"  # the size changes when memory runs out
         self._initial_size: int | None = None
         self._size: MicroBatchSize | None = None
+        self._max_parts: int | None = None
         self._loop: lightning_loop.ExactStep | None = None
         self._counts_by = ""
+
+    def join_prediction(self, gpu: object) -> bool:
+        """Leave out micro-batches in the middle of a batch, which need what the others need."""
+        del gpu
+        self._max_parts = PREDICTED_PARTS
+        return True
+
+    def assumptions(self) -> list[str]:
+        """Return what a prediction does not count."""
+        size = self._size
+        is_cut = size is not None and (size.current or size.largest) * PREDICTED_PARTS < size.largest
+        text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: what the others return is not counted"
+        return [text] if is_cut else []
 
     @property
     def current_size(self) -> int | None:
@@ -201,6 +218,7 @@ class MicroBatch(Managed):
             splitter=self.splitter,
             keep=self._keep,
             headroom=self.headroom,
+            max_parts=self._max_parts,
         )
         self._loop = lightning_loop.install(trainer)
         self._loop.micro_batch_size = self._size

@@ -84,6 +84,7 @@ class MicroBatchSize:
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # whether a size fits, of the last search
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
+    max_parts: int | None = None  # run the first and the last of more micro-batches, as a prediction does
 
     def num_samples(self, batch: Any) -> int | None:
         """Count the samples of a batch, by its splitter if there is one; None if they cannot be counted."""
@@ -95,7 +96,9 @@ class MicroBatchSize:
         """Split a batch into micro-batches of a size; None makes one, which still gets new containers."""
         parts = splitting.split(batch, size, self.splitter, self.keep)
         self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
-        return parts
+        if self.max_parts is None or len(parts) <= self.max_parts:
+            return parts
+        return [*parts[: self.max_parts - 1], parts[-1]]
 
     def halve(self, num_samples: int | None, error: Exception) -> None:
         """Continue with half the size after an out-of-memory error.

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_eff.core.torch_private import real_tensors
+from lightning_eff.planner.fake_results import FakeResults
 from lightning_eff.report.live_bytes import InfraMode
 
 aten: Any = torch.ops.aten
@@ -51,8 +53,9 @@ NORM_WEIGHT_INDEX = {
 class FakeValues(InfraMode):
     """Answer reads of values (`item`, `bool`, ...), in front of torch's `FakeTensorMode`, which has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
+        self._results = FakeResults(mode)
         self.assumed: list[str] = []
         """Values that were assumed, with the code that read them."""
         self.known: Any = WeakTensorKeyDictionary()
@@ -64,7 +67,8 @@ class FakeValues(InfraMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # prim.device, the most frequent call of all
-            return func(*args, **kwargs)
+            device = getattr(args[0], "fake_device", None)
+            return func(*args, **kwargs) if device is None else device
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._item(args[0])
         if func is aten.index.Tensor:
@@ -78,25 +82,25 @@ class FakeValues(InfraMode):
                 else:
                     indices.append(index)
             args = (args[0], indices)
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
         # An output shape that depends on values needs them first. Else the fake comes first, since two known
         # rows of tokens may give a mask of 16 GiB.
         by_value = torch.Tag.dynamic_output_shape in func.tags
-        known = self._compute(func, name, args, kwargs) if by_value else None
+        known = self._compute(func, args, kwargs) if by_value else None
         if known is not None:
             out = tree_map(lambda real: torch.empty_like(real, device="cpu"), known)
         else:
-            out = func(*args, **kwargs)
-            known = self._compute(func, name, args, kwargs) if not by_value and _is_small(out) else None
+            operands: list[FakeTensor] = []
+            out = self._results.call(func, args, kwargs, operands)
+            # The frequent case first: an unknown tensor among the arguments.
+            is_unknown = any(each not in self.known for each in operands)
+            if not (by_value or is_unknown) and _is_small(out):
+                known = self._compute(func, args, kwargs)
             out = _with_statistics_of_weight(func, args, out)
-        self._update(func, name, args, out, known)
+        self._update(func, args, out, known)
         return out
 
-    def _compute(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the real result of an operation whose inputs are all known, else None."""
-        # The frequent case first: an unknown tensor among the arguments.
-        if any(isinstance(value, Tensor) and self._value(value) is None for value in args):
-            return None
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # noqa: SLF001
             return None
         leaves, spec = tree_flatten((args, kwargs))
@@ -107,7 +111,7 @@ class FakeValues(InfraMode):
             # A constant of this size, or a range to this end.
             size = args[0] if args else 0
             numel = math.prod(size) if isinstance(size, (list, tuple)) else size
-            if name not in CONSTANTS or (math.isfinite(numel) and numel > SMALL):
+            if _name(func) not in CONSTANTS or (math.isfinite(numel) and numel > SMALL):
                 return None
         reals = [self._value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         real_args, real_kwargs = tree_unflatten(reals, spec)
@@ -120,12 +124,12 @@ class FakeValues(InfraMode):
             return tensor
         return self.known.get(tensor)
 
-    def _update(self, func: Any, name: str, args: Any, out: Any, known: Any) -> None:
+    def _update(self, func: Any, args: Any, out: Any, known: Any) -> None:
         """Keep the real result, or what to assume if the result is read; forget what is overwritten."""
         if func._schema.is_mutable:  # noqa: SLF001
             for tensor in filter(torch.is_tensor, tree_leaves(args)):
                 self.known.pop(tensor, None)
-            if name.startswith("_amp_foreach_non_finite_check"):
+            if _name(func).startswith("_amp_foreach_non_finite_check"):
                 self._assumption[args[1]] = 0.0  # GradScaler's found_inf
         if known is not None:
             for tensor, real in zip(tree_leaves(out), tree_leaves(known), strict=True):
@@ -133,6 +137,7 @@ class FakeValues(InfraMode):
                     self.known[tensor] = real
         elif isinstance(out, Tensor) and out.dtype == torch.bool:
             before = next((self._assumption.get(value) for value in args if isinstance(value, Tensor)), None)
+            name = _name(func)
             is_negated = name.endswith("_not") and before is not None
             self._assumption[out] = not before if is_negated else name not in FALSE
 
@@ -151,17 +156,27 @@ class FakeValues(InfraMode):
             path = Path(frame.f_code.co_filename)
             parts = path.parts
             is_library = not {"lightning", "torchmetrics"}.isdisjoint(parts) or {"torch", "optim"} <= {*parts}
-            if is_library:
-                break  # torch's optimizers and Lightning's metrics
+            if is_library:  # torch's optimizers and Lightning's metrics
+                if isinstance(value, bool) and "optim" in parts:
+                    name = type(frame.f_locals.get("self")).__name__
+                    self._assume(f"a condition in {name}'s step is {value}: the real step may need much more")
+                break
             if "torch" not in parts and path.parent not in OWN:
                 kind = "condition" if isinstance(value, bool) else "number"
                 reader = f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
                 assumption = f"a {kind} is {value}: {reader}"
-                is_own = PACKAGE in path.parents
-                self.assumed += [assumption] if assumption not in self.assumed and not is_own else []
+                if PACKAGE not in path.parents:
+                    self._assume(assumption)
                 break
             frame = frame.f_back
         return value
+
+    def _assume(self, assumption: str) -> None:
+        self.assumed += [assumption] if assumption not in self.assumed else []
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func)).partition(".")[0]
 
 
 def _is_small(out: Any) -> bool:

@@ -31,6 +31,7 @@ from lightning_eff.core import host_memory
 from lightning_eff.core.errors import UsageError
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.devices import AMPERE, Device
+from lightning_eff.launch.job import num_ranks
 from lightning_eff.planner.prediction import Prediction, predict, reason_of
 from lightning_eff.planner.sharding import ShardingTable, sharding_table
 from lightning_eff.report.peak import Peak
@@ -254,10 +255,22 @@ def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
     check_parts(values, trainer, model, data)
 
 
+def _for_one_rank(callbacks: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return callbacks whose steps have the samples of one rank, so that one device accumulates as many."""
+    accumulation = dict(callbacks.get("gradient_accumulation") or {})
+    size, schedule = accumulation.get("global_batch_size"), accumulation.get("schedule")
+    if size is not None:
+        accumulation["global_batch_size"] = max(1, size // ranks)
+    if schedule is not None:
+        accumulation["schedule"] = {start: max(1, each // ranks) for start, each in schedule.items()}
+    return {**callbacks, **({"gradient_accumulation": accumulation} if accumulation else {})}
+
+
 def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) -> Prediction:
     """Predict on one CPU, without monitors, loggers and pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
+    changed["callbacks"] = _for_one_rank(values.get("callbacks") or {}, num_ranks(values["trainer"]))
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     trainer = build_trainer(changed | {"trainer": values["trainer"] | one_cpu})
 

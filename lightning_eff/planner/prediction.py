@@ -40,6 +40,8 @@ OBSERVERS = (
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
+LONGEST_WINDOW = 2
+"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps."""
 MONITORS = "lightning_eff.monitors."
 """Package of our callbacks that observe."""
 
@@ -248,18 +250,22 @@ class _StopPrediction(Exception):  # noqa: N818 - not an error
 
 @dataclass(eq=False)
 class _Record(pl.Callback):
-    """Record until the probe is done, then end the run.
+    """Record until the probe is done, then end the run; a step is at most `LONGEST_WINDOW` batches.
 
     Why not `LambdaCallback`: its hooks are attributes of the instance, which `OptimizerChoice` takes for a
     user's, and keeps gradients for them.
     """
 
     probe: Probe
+    keeps_batches: bool
+    """Whether a technique holds the batches of a step until its end, so that each one adds to the peak."""
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self.keeps_batches:
+            trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, LONGEST_WINDOW)
         self.probe.begin(batch, pl_module, trainer.optimizers)
 
     @override
@@ -279,7 +285,8 @@ class _Record(pl.Callback):
 
 def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) -> None:
     """Run `fit` without observers, until two steps are counted."""
-    trainer.callbacks.append(_Record(probe))
+    sizes = (getattr(each, "micro_batch_size", None) for each in trainer.callbacks)
+    trainer.callbacks.append(_Record(probe, keeps_batches="auto" in sizes))
     trainer.loggers = []
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None

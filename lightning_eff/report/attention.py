@@ -11,6 +11,7 @@ its neighbours.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -126,19 +127,18 @@ class AttentionWatch:
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the call if an operation, as `__torch_dispatch__` got it, is attention."""
         self._is_done = self._is_done or in_backward()
+        backend = "" if self._is_done else _backend_of(func)
+        if not backend:
+            return
         # Under DDP the calls that the compiler makes while it traces come here too.
         tracing = torch_private("torch._guards:TracingContext", "the report of attention")
-        if self._is_done or tracing.try_get() is not None:
+        is_nested = getattr(args[0] if args else None, "is_nested", False)  # without a shape
+        if is_nested or tracing.try_get() is not None:
             return
-        if getattr(args[0] if args else None, "is_nested", False):  # a nested tensor has no shape
-            return
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
-        if fused := FUSED.fullmatch(name):
-            self._add_fused(fused[fused.lastindex or 0], func, args, kwargs)
-        elif name == "_safe_softmax":
-            self._add_scores("math", out)
-        elif name == "_softmax" and out.dim() > 2 and out.shape[-2] == out.shape[-1] > 1:
-            self._add_scores("softmax", out)
+        if backend not in ("math", "softmax"):
+            self._add_fused(backend, func, args, kwargs)
+        elif backend == "math" or (out.dim() > 2 and out.shape[-2] == out.shape[-1] > 1):
+            self._add_scores(backend, out)
 
     def _add_scores(self, backend: str, scores: Tensor) -> None:
         self._add(AttentionRow(backend, tuple(scores.shape), scores.shape[-1], _name(scores)), scores.dtype)
@@ -164,6 +164,15 @@ class AttentionWatch:
         num_scores = math.prod(row.shape[:-1]) * row.num_keys if torch.is_grad_enabled() else 0
         modules = tuple(filter(None, [self._path()]))
         self._calls.append(replace(row, score_bytes=num_scores * dtype.itemsize, modules=modules))
+
+
+@functools.cache
+def _backend_of(func: Any) -> str:
+    """Return the backend of attention that an operation is, or a softmax that may be; else nothing."""
+    name = getattr(func, "__name__", str(func)).partition(".")[0]
+    if fused := FUSED.fullmatch(name):
+        return fused[fused.lastindex or 0]
+    return {"_safe_softmax": "math", "_softmax": "softmax"}.get(name, "")
 
 
 def _name(tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ graph that is measured.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -63,11 +64,17 @@ class FlopCount(InfraMode):
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a call that `__torch_dispatch__` got, with its result; 0 without a formula."""
+    formula = _formula_of(func)
+    if formula is None:
+        return 0
+    args = _ungrouped(args) if "scaled_dot_product" in str(func) else args
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+@functools.cache
+def _formula_of(func: Any) -> Callable[..., int] | None:
     packet = getattr(func, "overloadpacket", func)
-    formula = flop_registry.get(packet) or _MORE.get(packet)
-    if formula is not None and "scaled_dot_product" in str(packet):
-        args = _ungrouped(args)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    return flop_registry.get(packet) or _MORE.get(packet)
 
 
 def _ungrouped(args: Any) -> list[Any]:

@@ -58,11 +58,13 @@ class LiveBytes(InfraMode):
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):
                 self.add(tensors_in(tensor))  # a wrapper subclass: its own storage has a size and no memory
-            elif isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 # It returns the same Python object while the storage lives, so id() identifies it.
                 key, num_bytes = id(storage), storage.nbytes()
                 if key not in self._alive:
+                    if tensor.is_meta:  # asked last: a fake tensor looks for its device each time
+                        continue
                     # The weak reference does not keep the storage alive: it ends with the last tensor.
                     reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))
                     self._alive[key] = (reference, 0)

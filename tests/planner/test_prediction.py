@@ -11,13 +11,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_eff.callbacks import micro_batch
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from lightning_eff.planner.prediction import predict
+from lightning_eff.planner.prediction import Prediction, predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.prediction import (
@@ -47,6 +49,13 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
         lambda: {"callbacks": [TritonGemm(min_features=1, fuse_mlps=True)], "precision": "bf16-mixed"},
     ),
     "micro-batches by need": (GPT_OF, lambda: {"callbacks": [MicroBatch()]}),
+    # Of a long step two batches are predicted, but all where a technique holds them until the step.
+    "a step of five batches": (GPT_OF, lambda: {"callbacks": [GradientAccumulation(num_batches=5)]}),
+    "lightning's five batches": (GPT_OF, lambda: {"accumulate_grad_batches": 5}),
+    "five batches that may be run again": (
+        GPT_OF,
+        lambda: {"callbacks": [GradientAccumulation(num_batches=5), MicroBatch()]},
+    ),
     "16-mixed": (
         GPT_OF,
         lambda: {"plugins": [AutoPrecision(precision="16-mixed")], "gradient_clip_val": 1.0},
@@ -158,3 +167,28 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
     kept = [sum(each.by_phase["forward"].values()) for each in (full, offload)]
     assert kept[0] - kept[1] >= 2 * batch[0].numel() * 32 * 4
     assert HostOffload.observers == []
+
+
+def test_an_optimizer_that_decides_by_values_is_named() -> None:
+    sgd = trainer_of({"callbacks": [choice(torch.optim.SGD)]})
+    lbfgs = trainer_of({"callbacks": [choice(torch.optim.LBFGS)]})
+    batch = next(iter(loader_for(GPT_OF)))
+    assert not any("SGD" in each for each in predict(GPT_OF, batch, trainer=sgd).assumed)
+    assert any("LBFGS" in each for each in predict(GPT_OF, batch, trainer=lbfgs).assumed)
+
+
+def test_of_many_micro_batches_eight_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [torch.cat([each] * 5) for each in next(iter(loader_for(GPT_OF)))]
+
+    def found() -> Prediction:
+        return predict(GPT_OF, batch, trainer=trainer_of({"callbacks": [MicroBatch(micro_batch_size=1)]}))
+
+    eight = found()
+    monkeypatch.setattr(micro_batch, "PREDICTED_PARTS", 20)
+    every = found()
+    assert eight.peak is not None
+    assert every.peak is not None
+    assert len(eight.assumed) == len(every.assumed) + 1
+    assert 8 * every.flops == 20 * eight.flops
+    # What the other twelve return is a scalar each.
+    assert every.peak.num_bytes == pytest.approx(eight.peak.num_bytes, rel=1e-3)

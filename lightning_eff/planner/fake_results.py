@@ -1,0 +1,132 @@
+"""Make the result of an operation on fake tensors again without asking torch, which takes four times as long.
+
+A step repeats few operations very often: each block of a model has those of the one before. What torch's
+`FakeTensorMode` returned for operands of some sizes, strides and dtypes is kept as a recipe: which operand is
+returned, which storage is viewed, which sizes a new tensor has. Its own cache does the same for any caller,
+with symbolic shapes, and spends most of an operation on the key.
+
+Not kept: operations whose result depends on values, changes the sizes of an operand, or shares a storage in
+another way than as a view of one operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_eff.core.torch_private import torch_private
+
+FEATURE = "a prediction"
+PLAIN = {
+    *(int, float, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+}
+"""Types of arguments that are part of a key as they are."""
+BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+"""Tags of operations whose result is not kept."""
+OPERAND, VIEW, NEW = range(3)
+"""Kinds of outputs: an operand itself, a view of one, a tensor with a new storage."""
+
+
+class FakeResults:
+    """Results of operations that have run, by what their arguments look like.
+
+    Args:
+        mode: Of the fake tensors.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._recipes: dict[Any, Any] = {}
+        self._without_modes = torch_private("torch._C:_DisableTorchDispatch", FEATURE)
+
+    def call(self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor]) -> Any:
+        """Return the result of an operation; `operands` is filled with the fake tensors in its arguments."""
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if not (_describe(args, key, operands) and _describe(kwargs.items(), key, operands)):
+            return func(*args, **kwargs)
+        found = tuple(key)
+        recipe = self._recipes.get(found)
+        if recipe is None:
+            storages = [_storage(each) for each in operands]
+            out = func(*args, **kwargs)
+            # A factory has no operand, and depends on the default device.
+            is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
+            self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
+            return out
+        if recipe is False:
+            return func(*args, **kwargs)
+        kind, outputs = recipe
+        made = [None if output is None else self._make(output, operands) for output in outputs]
+        return made[0] if kind is None else kind(made)
+
+    def _make(self, output: Any, operands: list[FakeTensor]) -> FakeTensor:
+        kind, index, device, dtype, shape, stride, offset = output
+        if kind == OPERAND:
+            return operands[index]
+        with self._without_modes():
+            if kind == NEW:
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                meta = torch.empty(0, dtype=dtype, device="meta")
+                meta.set_(operands[index].untyped_storage(), offset, shape, stride)
+        return FakeTensor(self._mode, meta, device)
+
+
+def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
+    """Extend a key by arguments and the operands by its tensors; return False for what has no key."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout != torch.strided or value.dtype.is_complex:
+                return False
+            key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+            operands.append(value)
+        elif kind in PLAIN:
+            key += (kind, value)  # 1, 1.0 and True are equal, and give other dtypes
+        elif kind in (list, tuple):
+            key.append((kind, len(value)))
+            if not _describe(value, key, operands):
+                return False
+        else:
+            return False
+    return True
+
+
+def _recipe_of(out: Any, operands: list[FakeTensor], storages: list[int]) -> Any:
+    """Return how to make the outputs again: their container and each output; False if that is not known."""
+    kind = type(out) if isinstance(out, (list, tuple)) else None
+    outputs: list[Any] = []
+    taken: set[int] = set()
+    for each in (out,) if kind is None else out:
+        if each is None:
+            outputs.append(None)
+            continue
+        index = next((index for index, operand in enumerate(operands) if operand is each), None)
+        if index is not None:
+            outputs.append((OPERAND, index, *[None] * 5))
+            continue
+        if type(each) is not FakeTensor or each.constant is not None or each.layout != torch.strided:
+            return False
+        if each.is_meta or each.requires_grad or each.dtype.is_complex:
+            return False
+        storage = _storage(each)
+        looks: Any = each.fake_device, each.dtype, each.shape, each.stride(), each.storage_offset()
+        if storage in storages:
+            outputs.append((VIEW, storages.index(storage), *looks))
+            continue
+        num_elements = 1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
+        num_bytes = num_elements * each.itemsize if each.numel() else 0
+        # `empty_strided` would make another storage: a larger one, or one that two outputs share.
+        if storage in taken or each.storage_offset() or each.untyped_storage().nbytes() != num_bytes:
+            return False
+        taken.add(storage)
+        outputs.append((NEW, None, *looks))
+    return kind, outputs
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
