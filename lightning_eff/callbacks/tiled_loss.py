@@ -199,9 +199,11 @@ class TiledLoss(Tiling):
         loss = rest.get("loss")
         node = node_of(loss) if isinstance(loss, Tensor) else None
         targets = next((count for each, count in means if each is node), None)
+        if rest.get("loss_weight") is not None:
+            return output
         if targets is not None:
             return {"loss_weight": targets, **rest}
-        if means and num_samples and rest.get("loss_weight") is None:
+        if means and num_samples:
             self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
