@@ -150,6 +150,7 @@ class EfficiencyReport(pl.Callback):
             num_warmup_batches=self.num_warmup_batches,
             is_counted=self.count_first_batches,
             is_compiled=is_compiled(pl_module),
+            strategy=trainer.strategy,
         )
         self._began_s = time.perf_counter()
         self._logged = LoggedFigures(trainer, self.meter)
@@ -194,13 +195,14 @@ class EfficiencyReport(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.meter is not None:
             self._validation.begin(trainer.callback_metrics)
+            self.meter.pause(is_paused=True)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.meter is None:
             return
         self._validation.end(trainer.global_step, trainer.callback_metrics)
-        self.meter.throughput.restart()
+        self.meter.pause(is_paused=False)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -262,6 +264,8 @@ class EfficiencyReport(pl.Callback):
             "series": series,
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
+            # An error of the device would be raised again by asking it for the time.
+            "time": {} if status == "failed" or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
@@ -279,6 +283,7 @@ class EfficiencyReport(pl.Callback):
                 num_samples=meter.samples_of_first_batch,
                 num_tokens=meter.tokens_of_first_batch,
                 attention=meter.probe.attention,
+                time=findings["time"],
             )
             self.report["advice"] = advise(run, self.report["ledger"])
             files.write_report(self._folder, self.report)
