@@ -10,6 +10,7 @@ from typing import Any, Self
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
@@ -87,7 +88,7 @@ class Event:
 def train(
     clock: Clock, module: nn.Module, *, num_batches: int, device: torch.device = CPU, **keywords: Any
 ) -> Meter:
-    """Train with two batches a step: 2 s for a batch, 1 s to its device, two forward passes, 4 s for callbacks."""
+    """Train with two batches a step: 2 s to load one, 1 s to move it, two passes, 4 s of callbacks."""
     strategy, profiler = Strategy(clock, module, device), PassThroughProfiler()
     settings: dict[str, Any] = {"num_warmup_batches": 0, "is_counted": True} | keywords
     meter = Meter(device, profiler, strategy=strategy, **settings)
@@ -128,7 +129,7 @@ def test_parts_are_exact_fractions_of_whole_steps(
     Event.clock, Event.num_waits = clock, 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr("lightning_eff.report.meter.allocator", SimpleNamespace(reset_peak=lambda _: None))
-    # Two batches of a step: 6 s for the data, 12 s forward, 32 s backward, 5 s for the step, 8 s for the rest.
+    # Two batches of a step: 6 s for data, 12 s forward, 32 s backward, 5 s for the step, 8 s for the rest.
     meter = train(clock, nn.Identity(), num_batches=40, device=device, is_counted=False)
     assert Event.num_waits == 0, "nothing waits for the device while it trains"
     found = times_of(meter)
@@ -185,8 +186,8 @@ def test_operations_are_timed_by_kind(clock: Clock, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_time, "OperationTimes", Slow)
     layer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
     found = times_of(train(clock, layer, num_batches=40))
-    # Of each of two passes: a product forward and two backward; ones, relu and sum; ones, the gradient of relu
-    # and the sum of the weight's gradients.
+    # Of each of two passes: a product forward and two backward; ones, relu and sum forward; ones, relu's
+    # gradient and the sum of the weight's gradients backward.
     # A batch without operations takes 31.5 s on average.
     assert found["operations"] == {"matrix products": 1.0, "pointwise operations": 12 / 31.5}
     assert found["num_operations"] == 2 * (3 + 6)
@@ -228,7 +229,11 @@ def test_each_loop_has_all_parts(loop: str, tmp_path: Any) -> None:
     keywords, batches_per_step, forwards = LOOPS[loop]
     settings = keywords()
     callbacks = [settings.pop("callbacks")] if "callbacks" in settings else []
-    found = fit(Net(dropout=0.0), tmp_path, *callbacks, **settings)
+    try:
+        found = fit(Net(dropout=0.0), tmp_path, *callbacks, **settings)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     assert found["num_batches"] / found["num_steps"] == batches_per_step
     assert found["forwards_per_batch"] == forwards
     assert min(found["parts"].values()) > 0
