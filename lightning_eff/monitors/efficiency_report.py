@@ -4,7 +4,8 @@ Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `
 other files. A run that fails writes them too, with the reason, and again when its last checkpoint is saved.
 All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
 where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
-compiled model is timed and not counted: its operations are not dispatched one by one. In a notebook the
+compiled model is timed and not counted: its operations are not dispatched one by one. Parts of a step,
+modules and kinds of operations are timed in eleven later batches (report/step_time.py). In a notebook the
 monitor itself shows the page. Out of memory on CUDA leaves `memory_snapshot.pickle`, every block of the
 allocator; `record_memory_history` adds who allocated it, which slows down every allocation of the run.
 
@@ -13,8 +14,9 @@ The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learn
 (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
 Saves: nothing: it measures.
-Costs: a few Python calls a batch; the first batches run slower while they are counted; with a logger, one
-    pass over the gradients in each step that is logged.
+Costs: a few Python calls a batch; the first batches, which are counted, and three more, whose modules and
+    operations are timed, run slower and are not in the throughput; with a logger, one pass over the
+    gradients in each step that is logged.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead

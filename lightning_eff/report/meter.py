@@ -339,8 +339,12 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         >>> samples_and_tokens(torch.zeros(3, 2))
         (3, 0)
     """
-    tensors = list(tensors_in(batch))
-    num_samples = next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1)
+    parts = list(batch.values()) if type(batch) is dict else batch
+    is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
+    tensors: Any = (
+        parts if is_flat else list(tensors_in(batch))
+    )  # most batches are, and the other way is slow
+    num_samples = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), 1)
     integers = (t for t in tensors if t.dim() == 2 and t.dtype in {torch.int64, torch.int32})
     return num_samples, next((tensor.numel() for tensor in integers), 0)
 
