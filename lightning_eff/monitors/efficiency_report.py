@@ -246,7 +246,8 @@ class EfficiencyReport(pl.Callback):
             allocator.record_history(meter.device, is_on=False)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
-        measured = meter.summary(dtype=dtype, world_size=trainer.world_size)
+        has_failed = status == "failed"
+        measured = meter.summary(dtype=dtype, world_size=trainer.world_size, has_failed=has_failed)
         findings = {
             "title": files.run_title(self._folder, self.recipe, trainer.lightning_module),
             "status": status,
@@ -267,7 +268,7 @@ class EfficiencyReport(pl.Callback):
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
             # An error of the device would be raised again by asking it for the time.
-            "time": {} if status == "failed" or meter.times is None else meter.times.summary(),
+            "time": {} if has_failed or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
@@ -285,7 +286,7 @@ class EfficiencyReport(pl.Callback):
                 num_samples=meter.samples_of_first_batch,
                 num_tokens=meter.tokens_of_first_batch,
                 attention=meter.probe.attention,
-                time=findings["time"],
+                time=self.report["time"],
             )
             self.report["advice"] = advise(run, self.report["ledger"])
             files.write_report(self._folder, self.report)

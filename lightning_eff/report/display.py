@@ -171,7 +171,7 @@ def _time_lines(found: Report) -> list[str]:
         f"{row['path']} ({row['class']}) {row['share']:.0%}".replace(" ()", "")
         for row in found.get("modules", ())[:MAX_MODULE_WORDS]
     )
-    shown = {f"of a step ({_duration(found.get('step_s', 0.0))})": parts, "of its forward pass": modules}
+    shown = {f"of a step ({1e3 * found.get('step_s', 0.0):.1f} ms)": parts, "of its forward pass": modules}
     return [f" {name}: {text}" for name, text in shown.items() if text]
 
 
@@ -179,10 +179,6 @@ def _parts(found: Report) -> list[tuple[str, float]]:
     """Return the parts of a step that take at least `LEAST_SHARE` of it."""
     shares: Mapping[str, float] = found.get("parts", {})
     return [(PART_NAMES[name], share) for name, share in shares.items() if share >= LEAST_SHARE]
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def report_page(report: Report, config: str = "") -> str:
@@ -201,7 +197,7 @@ def report_page(report: Report, config: str = "") -> str:
         "figures": [(label, value, theirs.get(label, "")) for label, value in key_figures(report)],
         "charts": _charts(report),
         "tables": _tables(report),
-        "notes": _time_notes(report.get("time") or {}),
+        "notes": " ".join((report.get("time") or {}).get("notes", ())),
         "environment": report["environment"],
         "command": report["command"],
         "config": config,
@@ -290,34 +286,21 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
 
 def _time_tables(found: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
     """Return the parts of a step, and the modules of its forward pass, with bars."""
-    step_s = found.get("step_s", 0.0)
-    parts = [(share, f"{share:.1%}", _duration(share * step_s), name) for name, share in _parts(found)]
+    parts = [
+        (share, f"{share:.1%}", f"{1e3 * share * found['step_s']:.1f}", name) for name, share in _parts(found)
+    ]
     modules = [
-        (row["share"], _duration(row["batch_s"]), f"{row['calls']:.3g}", row["path"], row["class"])
+        (row["share"], f"{1e3 * row['batch_s']:.2f}", f"{row['calls']:.3g}", row["path"], row["class"])
         for row in found.get("modules", ())
     ]
     return [
-        ("Time of a step", ("of the step", "share", "time", "spent on"), parts),
-        ("Modules of the forward pass", ("own time", "a batch", "calls", "module", "class"), modules),
+        ("Time of a step", ("of the step", "share", "ms", "spent on"), parts),
+        (
+            "Modules of the forward pass",
+            ("own time", "ms a batch", "calls a batch", "module", "class"),
+            modules,
+        ),
     ]
-
-
-def _time_notes(found: Report) -> str:
-    """Return in which batches the time was measured, and what that cost."""
-    if not found:
-        return ""
-    notes = [
-        f"Time of a step: means of {found['num_batches']} batches after those that warm up.",
-        *found["notes"],
-    ]
-    if (overhead := found.get("module_overhead")) is not None:
-        notes.append(
-            f"Modules: the two batches after these, left out of the throughput; hooks took {overhead:.1%} of "
-            "the time of modules, without what they call."
-        )
-    for kind, share in found.get("operations", {}).items():
-        notes.append(f"{kind.capitalize()} took {share:.0%} of the time of a batch.")
-    return " ".join(notes)
 
 
 def _holder_rows(held: Report) -> list[tuple[Any, ...]]:

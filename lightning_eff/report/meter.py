@@ -9,7 +9,9 @@ in batches that are typical (step_time.py).
 
 from __future__ import annotations
 
+import functools
 import time
+import timeit
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -297,12 +299,13 @@ class Meter:
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
 
-    def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    def summary(self, *, dtype: torch.dtype, world_size: int, has_failed: bool = False) -> dict[str, Any]:
         """Return the figures as plain values, None for what was not measured.
 
         Args:
             dtype: Operand dtype of matrix products, for the device's peak rate.
             world_size: Number of devices. Samples/s and tokens/s are of all devices, the rest of one.
+            has_failed: Compute nothing on the device: it may be out of memory, or unusable.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -315,7 +318,9 @@ class Meter:
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         device = devices.of(self.device)
         tf32 = devices.float32_precision() == "tf32"
-        ceiling = None if device.is_estimate else device.peak(dtype, tf32=tf32)
+        ceiling = device.peak(dtype, tf32=tf32)
+        if device.is_estimate:
+            ceiling = measured_peak(self.device, dtype) if flops_per_s and not has_failed else None
         has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {
             "world_size": world_size,
@@ -323,11 +328,25 @@ class Meter:
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
-            # MFU = FLOP/s achieved per device / FLOP/s of its datasheet.
+            # MFU = FLOP/s achieved per device / FLOP/s of its datasheet or, if that is unknown, of a product.
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
+            "peak_flops_per_s": ceiling,
+            "peak_flops": "measured" if device.is_estimate else "published",
             "peak_bytes": self.peak_bytes(),
             "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
         }
+
+
+@functools.cache
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large matrix product, for a device whose data sheet is not known."""
+    size = 512 if device.type == "cpu" else 4096
+    x = torch.ones(size, size, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        (x @ x)[0, 0].item()  # which waits for the device
+
+    return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=5))
 
 
 def samples_and_tokens(batch: object) -> tuple[int, int]:
@@ -339,7 +358,7 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         >>> samples_and_tokens(torch.zeros(3, 2))
         (3, 0)
     """
-    parts = list(batch.values()) if type(batch) is dict else batch
+    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch  # pyright: ignore[reportUnknownVariableType]
     is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
     tensors: Any = (
         parts if is_flat else list(tensors_in(batch))

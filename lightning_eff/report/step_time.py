@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import time
 import timeit
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
@@ -70,7 +70,7 @@ class Timeline:
     def __init__(self, device: torch.device) -> None:
         self.entered: Counter[Key] = Counter()
         """How often each key was entered."""
-        self.num_batches = self.num_steps = self.num_forwards = 0
+        self.num_batches = self.num_steps = 0
         """At the end of the last complete step."""
         self._is_cuda = device.type == "cuda"
         self._open: list[Key] = [(OTHER, "")]
@@ -108,14 +108,13 @@ class Timeline:
     def end_step(self, num_batches: int = 1) -> None:
         """Include what was measured so far, at the end of a step."""
         self._mark(self._open[-1])
-        self._end, self.num_forwards = len(self._marks), self.entered[FORWARD, ""]
-        self.num_batches, self.num_steps = num_batches, self.num_steps + 1
+        self._end, self.num_batches, self.num_steps = len(self._marks), num_batches, self.num_steps + 1
 
     def seconds(self) -> dict[Key, float]:
         """Return the seconds of each key in complete steps; the first call waits for the device."""
         if self._is_cuda and self._end:
             self._marks[-1][0].synchronize()
-        totals: Counter[Key] = Counter()
+        totals: defaultdict[Key, float] = defaultdict(float)
         for (begin, key), (end, _) in pairwise(self._marks[: self._end]):
             totals[key] += begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin
         return {key: value for key, value in totals.items() if key != _PAUSED}
@@ -255,28 +254,32 @@ class StepTimes:
         total_s = sum(seconds.values())
         if parts is None or not total_s:
             return {}
-        batch_s = total_s / parts.num_batches
+        notes = [f"Time of a step: {parts.num_batches} batches in {parts.num_steps} steps after the warm-up."]
+        if any(isinstance(each, FreesGradients) for each in self._strategy.optimizers):
+            notes.append("The optimizer steps inside the backward pass, and is part of it.")
+        if not self._has_modules:
+            notes.append("Modules are not timed: the model is compiled, or counting is off.")
         found: dict[str, Any] = {
             "step_s": total_s / parts.num_steps,
             "num_steps": parts.num_steps,
             "num_batches": parts.num_batches,
-            "forwards_per_batch": parts.num_forwards / parts.num_batches,
             "parts": {part: seconds.get((part, ""), 0.0) / total_s for part in PARTS},
-            "notes": [],
         }
-        if any(isinstance(each, FreesGradients) for each in self._strategy.optimizers):
-            found["notes"].append("The optimizer steps inside the backward pass, and is part of it.")
-        if not self._has_modules:
-            found["notes"].append("Modules are not timed: the model is compiled, or counting is off.")
         if self._modules is not None:
             found |= self._module_figures(self._modules)
+            notes.append(
+                f"Modules: {NUM_MODULE_BATCHES} batches after these, left out of the throughput; hooks took "
+                f"{found['module_overhead']:.1%} of the time of their forward pass."
+            )
         if self._operations is not None:
-            found |= _operation_figures(self._operations, batch_s)
-        return found
+            found |= _operation_figures(self._operations, total_s / parts.num_batches)
+            shares = found["operations"].items()
+            notes.append(f"Of one batch, {' and '.join(f'{kind} {share:.0%}' for kind, share in shares)}.")
+        return found | {"notes": notes}
 
     def _module_figures(self, timeline: Timeline) -> dict[str, Any]:
         """Return the modules that take the most time themselves, and the part of the time that hooks cost."""
-        own_s: Counter[Key] = Counter()
+        own_s: defaultdict[Key, float] = defaultdict(float)
         calls: Counter[Key] = Counter()
         for (part, name), seconds in timeline.seconds().items():
             if part == FORWARD:
@@ -292,7 +295,7 @@ class StepTimes:
                 "batch_s": seconds / num_batches,
                 "calls": calls[path, class_name] / num_batches,
             }
-            for (path, class_name), seconds in own_s.most_common(MAX_MODULES)
+            for (path, class_name), seconds in sorted(own_s.items(), key=lambda item: -item[1])[:MAX_MODULES]
             if seconds
         ]
         return {"modules": rows, "module_overhead": self._hook_s * calls.total() / forward_s}
@@ -305,7 +308,7 @@ def _call_s() -> float:
 
 def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:
     """Return the fraction of a batch's time by kind of operation, their number, and their mean time."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for (_, kind), value in timeline.seconds().items():
         seconds[kind] += value if kind else 0.0
     num_operations = sum(count for (_, kind), count in timeline.entered.items() if kind)
