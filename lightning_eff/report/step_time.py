@@ -4,7 +4,8 @@ After the batches that warm up, one after the other:
 
 1. the next `NUM_BATCHES` batches, in whole optimizer steps: forward, backward, optimizer, data, and the rest
    (callbacks, logging, Lightning), by the clock at the strategy's methods. These batches are typical;
-2. two batches with hooks around every module; `module_overhead` is how much longer that makes the forward;
+2. two batches with hooks around every module; `module_overhead` is the fraction of their forward that hooks
+   take;
 3. one batch in which each operation is timed: matrix products, or pointwise operations and reductions.
 
 The clock is the process's on a CPU. On CUDA it is the device's: an event in the stream, which is read after
@@ -141,7 +142,9 @@ class OperationTimes(InfraMode):
 
 @cache
 def kind_of(func: Any) -> str:
-    """Return the kind of an operation that `__torch_dispatch__` got; empty for a view or a recurrent layer.
+    """Return the kind of an operation that `__torch_dispatch__` got.
+
+    Empty for views, recurrent layers, collectives and whatever else is not PyTorch's own.
 
     Example:
         >>> aten = torch.ops.aten
@@ -150,9 +153,12 @@ def kind_of(func: Any) -> str:
     """
     name = str(func)
     # Attention on the CPU and products that are added in place have no entry (report/flops.py).
-    if func.overloadpacket in flop_registry or re.search("scaled_dot_product|addmm|baddbmm", name):
+    if getattr(func, "overloadpacket", func) in flop_registry or re.search(
+        "scaled_dot_product|addmm|baddbmm", name
+    ):
         return PRODUCTS
-    return "" if func.is_view or re.search("empty|_unsafe_view|rnn|lstm", name) else POINTWISE
+    is_idle = getattr(func, "is_view", False) or re.search("empty|_unsafe_view|rnn|lstm", name)
+    return "" if is_idle or not name.startswith("aten.") else POINTWISE
 
 
 class StepTimes:
