@@ -104,9 +104,11 @@ def deep() -> Callable[..., Deep]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return the meter's clock, which stands still until `now` is set."""
+    """Return the report's clock, which stands still until `now` is set."""
     watch = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("lightning_eff.report.meter.time", SimpleNamespace(perf_counter=lambda: watch.now))
+    for module in ("meter", "step_time"):
+        stopped = SimpleNamespace(perf_counter=lambda: watch.now)
+        monkeypatch.setattr(f"lightning_eff.report.{module}.time", stopped)
     return watch
 
 

@@ -34,13 +34,14 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_eff.core import dataloaders
+from lightning_eff.core import dataloaders, rules
 from lightning_eff.core.arguments import Count, CountOrZero, check_arguments
 from lightning_eff.core.batch_size import PREFIX, batches_per_step
 from lightning_eff.core.errors import TO_ONE_BATCH_A_STEP, ConfigError, ConflictWarning, Remedy
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 from lightning_eff.microbatching import lightning_loop
+from lightning_eff.report.advice import Observed, Suggestion
 
 
 class GradientAccumulation(Managed):
@@ -82,6 +83,20 @@ class GradientAccumulation(Managed):
             excludes=("run/batch_norm",),
         ),
     )
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest larger batches in the same step, where it is on and operations are small."""
+        callbacks = rules.callbacks_of(run.trainer)
+        own = next((each for each in callbacks if isinstance(each, GradientAccumulation)), None)
+        count = run.trainer.accumulate_grad_batches
+        if own is None or own.schedule or count % 2 or not run.small_operations:
+            return None
+        size, fewer = 2 * run.num_samples, f"num_batches={count // 2}"
+        override = f"data.batch_size={size}" + (f" {PREFIX}.{fewer}" if own.num_batches else "")
+        python = f"batch_size={size} and GradientAccumulation({fewer})"
+        why = f"{run.small_operations}; more memory is needed"
+        return Suggestion(change=str(Remedy(override, python)), why=why)
 
     @check_arguments
     def __init__(

@@ -171,9 +171,20 @@ class MicroBatch(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest half a batch, if the loss is a mean over samples by the check that a run makes first."""
+        """Suggest half a batch, if the loss is a mean over samples by the check that a run makes first.
+
+        Where it is on and operations are small, twice its samples.
+        """
         trainer, module, half = run.trainer, run.module, run.num_samples // 2
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        own = next((each for each in callbacks if isinstance(each, MicroBatch)), None)
+        if own is not None:
+            size = own.micro_batch_size
+            if not isinstance(size, int) or size >= run.num_samples or not run.small_operations:
+                return None
+            words = f"micro_batch_size={min(2 * size, run.num_samples)}"
+            change = Remedy(f"callbacks.micro_batch.{words}", f"MicroBatch({words})")
+            return Suggestion(change=str(change), why=f"{run.small_operations}; more memory is needed")
         is_tiled = any(name_of(each).startswith("callbacks/tiled_") for each in callbacks)
         is_simple = module.automatic_optimization and trainer.world_size == 1
         if run.sample is None or not half or is_tiled or not is_simple:

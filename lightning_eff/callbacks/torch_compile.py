@@ -55,6 +55,8 @@ from lightning_eff.core.technique import (
 )
 from lightning_eff.core.text import human_bytes
 from lightning_eff.core.torch_private import torch_private
+from lightning_eff.report.advice import MIN_TIME, Observed, Suggestion
+from lightning_eff.report.step_time import POINTWISE
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 RECOMPILATIONS_PER_PART = 8
@@ -160,6 +162,15 @@ class TorchCompile(Managed):
     exact = True
     lowers = ("time",)
     try_as = (Try(),)
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it where operations that the compiler fuses take the time of a model with blocks."""
+        share = run.time_share(POINTWISE)
+        if share < MIN_TIME or not model_surgery.repeated_blocks(run.module):
+            return None
+        why = f"pointwise operations and reductions take {share:.0%} of the time; the compiler fuses them"
+        return Suggestion(technique=TorchCompile(), why=why)
 
     @check_arguments
     def __init__(

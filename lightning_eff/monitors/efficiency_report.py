@@ -4,7 +4,8 @@ Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `
 other files. A run that fails writes them too, with the reason, and again when its last checkpoint is saved.
 All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
 where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
-compiled model is timed and not counted: its operations are not dispatched one by one. In a notebook the
+compiled model is timed and not counted: its operations are not dispatched one by one. Parts of a step,
+modules and kinds of operations are timed in eleven later batches (report/step_time.py). In a notebook the
 monitor itself shows the page. Out of memory on CUDA leaves `memory_snapshot.pickle`, every block of the
 allocator; `record_memory_history` adds who allocated it, which slows down every allocation of the run.
 
@@ -13,8 +14,9 @@ The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learn
 (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
 Saves: nothing: it measures.
-Costs: a few Python calls a batch; the first batches run slower while they are counted; with a logger, one
-    pass over the gradients in each step that is logged.
+Costs: a few Python calls a batch; the first batches, which are counted, and three more, whose modules and
+    operations are timed, run slower and are not in the throughput; with a logger, one pass over the
+    gradients in each step that is logged.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
@@ -150,6 +152,7 @@ class EfficiencyReport(pl.Callback):
             num_warmup_batches=self.num_warmup_batches,
             is_counted=self.count_first_batches,
             is_compiled=is_compiled(pl_module),
+            strategy=trainer.strategy,
         )
         self._began_s = time.perf_counter()
         self._logged = LoggedFigures(trainer, self.meter)
@@ -194,13 +197,14 @@ class EfficiencyReport(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.meter is not None:
             self._validation.begin(trainer.callback_metrics)
+            self.meter.pause(is_paused=True)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.meter is None:
             return
         self._validation.end(trainer.global_step, trainer.callback_metrics)
-        self.meter.throughput.restart()
+        self.meter.pause(is_paused=False)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -242,7 +246,8 @@ class EfficiencyReport(pl.Callback):
             allocator.record_history(meter.device, is_on=False)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
-        measured = meter.summary(dtype=dtype, world_size=trainer.world_size)
+        has_failed = status == "failed"
+        measured = meter.summary(dtype=dtype, world_size=trainer.world_size, has_failed=has_failed)
         findings = {
             "title": files.run_title(self._folder, self.recipe, trainer.lightning_module),
             "status": status,
@@ -262,6 +267,8 @@ class EfficiencyReport(pl.Callback):
             "series": series,
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
+            # An error of the device would be raised again by asking it for the time.
+            "time": {} if has_failed or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
@@ -279,6 +286,7 @@ class EfficiencyReport(pl.Callback):
                 num_samples=meter.samples_of_first_batch,
                 num_tokens=meter.tokens_of_first_batch,
                 attention=meter.probe.attention,
+                time=self.report["time"],
             )
             self.report["advice"] = advise(run, self.report["ledger"])
             files.write_report(self._folder, self.report)

@@ -50,6 +50,8 @@ from lightning_eff.core.errors import (
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try, Verdict
 from lightning_eff.core.text import human_bytes, human_count
 from lightning_eff.kernels.devices import AMPERE, Device
+from lightning_eff.report.advice import MIN_TIME, Observed, Suggestion
+from lightning_eff.report.step_time import PRODUCTS
 
 Format = Literal["bf16-mixed", "16-mixed", "bf16-true", "32-true"]
 COMPUTE_DTYPES: dict[str, torch.dtype] = {
@@ -128,6 +130,16 @@ class AutoPrecision(Precision):
         Try(option="precision/bf16_mixed", changes="computes in 16 bits"),
         Try(option="precision/bf16_true", changes="keeps weights in 16 bits"),
     )
+
+    @staticmethod
+    def suggest(run: Observed) -> Suggestion | None:
+        """Suggest it where products in float32 take the time of a device that computes bfloat16."""
+        share, precision = run.time_share(PRODUCTS), str(run.trainer.precision)
+        faster, reason = auto_precision(run.module.device.type)
+        if share < MIN_TIME or run.small_operations or precision != "32-true" or faster == precision:
+            return None
+        why = f"matrix products in float32 take {share:.0%} of the time; {reason}, with 8 bits of precision"
+        return Suggestion(technique=AutoPrecision(), why=why)
 
     __repr__ = rules.plugin_repr
     _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"

@@ -1,20 +1,22 @@
-"""Advise what would lower the peak memory of a run, or its wait for data, and by how much.
+"""Advise what would lower the peak memory of a run, and by how much, or its time, and why.
 
 A technique may have a static method `suggest`: it looks at what the first steps of a run allocated
 (`Observed`), and returns a `Suggestion`, or None where it would not help. The saving comes from a replay of
 the recorded allocations without those that the technique would not keep. What the rules reject in this run is
-not suggested, nor what it used already, with or without an effect.
+not suggested, nor what it used already, with or without an effect. For time there is no prediction: it is
+named where what it acts on takes a large part of the step (`Observed.time_share`, report/step_time.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import AdamW
 
@@ -27,6 +29,10 @@ from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation,
 
 MIN_SAVING = 0.05
 """Fraction of the peak that must be saved to be worth a line."""
+MIN_TIME = 0.3
+"""Fraction of a step that something must take for what makes it faster to be worth a line."""
+SMALL_OPERATION_S = 20e-6
+"""Mean time of operations below which launching them takes as long as computing them."""
 MAX_SUGGESTIONS = 5
 
 
@@ -59,7 +65,9 @@ class Suggestion:
         options = non_default_config(self.technique)
         words = [added, *(f"{path}.{key}={value}" for key, value in options.items())]
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        return str(Remedy(" ".join(words), f"{type(self.technique).__name__}({arguments})"))
+        python = f"{type(self.technique).__name__}({arguments})"
+        python = f"plugins=[{python}]" if isinstance(self.technique, Precision) else python
+        return str(Remedy(" ".join(words), python))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,7 @@ class Observed:
         num_samples: Of the first batch.
         num_tokens: Of the first batch; 0 if it has none.
         attention: Which attention ran in the first batch.
+        time: Where the time of a step goes, as `StepTimes.summary` returns it.
     """
 
     trainer: pl.Trainer
@@ -83,6 +92,18 @@ class Observed:
     num_samples: int = 0
     num_tokens: int = 0
     attention: Sequence[AttentionRow] = ()
+    time: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def time_share(self, kind: str) -> float:
+        """Return the fraction of a step that operations of a kind take; 0 if it was not measured."""
+        return self.time.get("operations", {}).get(kind, 0.0)
+
+    @property
+    def small_operations(self) -> str:
+        """Why larger micro-batches would be faster; empty if operations are large, or were not timed."""
+        mean_s = self.time.get("operation_s") or SMALL_OPERATION_S
+        text = f"{self.time.get('num_operations')} operations a batch take {1e6 * mean_s:.0f} us on average"
+        return f"{text}: launching them takes as long" if mean_s < SMALL_OPERATION_S else ""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -210,13 +231,19 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             continue
         # A changed line of the user's code has no rules.
         added = () if each.technique is None else (each.technique,)
-        findings = rules.check_rules([*components, *added], facts)
+        # A run has one precision, which another one would replace.
+        replaced = [
+            one for one in components if isinstance(one, Precision) and isinstance(each.technique, Precision)
+        ]
+        findings = rules.check_rules([*(one for one in components if one not in replaced), *added], facts)
         new = [finding for finding in findings if str(finding) not in before]
         is_rejected = any(finding.rule.verdict == Verdict.REJECTED for finding in new)
-        if is_rejected or any(name_of(one) in used for one in added):
+        if is_rejected or any(name_of(one) in used for one in added if not replaced):
             continue
         notes = [f"{finding.found}: {finding.rule.reason}" for finding in new]
         saved_bytes = None if each.peak_bytes is None else run.peak_bytes - each.peak_bytes
         row = {"try": each.remedy, "saved_bytes": saved_bytes, "why": "; ".join([each.why, *notes])}
         found.append((saved_bytes or 0, row))
-    return [row for _, row in sorted(found, key=lambda pair: -pair[0])][:MAX_SUGGESTIONS]
+    rows = [row for _, row in sorted(found, key=lambda pair: -pair[0])]
+    for_time = [row for row in rows if row["saved_bytes"] is None]
+    return [row for row in rows if row not in for_time][: MAX_SUGGESTIONS - len(for_time)] + for_time

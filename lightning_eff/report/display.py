@@ -19,8 +19,9 @@ from lightning_eff.core.text import UNITS, human_bytes, human_count, text_table
 from lightning_eff.report import charts
 from lightning_eff.report.charts import BASELINE_COLOR, Chart, Series
 from lightning_eff.report.history import Point, thinned
-from lightning_eff.report.module_tracker import PHASES
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, PHASES
 from lightning_eff.report.recording import CATEGORIES
+from lightning_eff.report.step_time import DATA, OPTIMIZER, OTHER
 
 Report = Mapping[str, Any]
 FIGURES = {
@@ -43,6 +44,14 @@ MAX_METRICS = 6
 SLOW = 3.0
 """Batches that take longer than so many medians are in the last column."""
 LEAST_WAIT_MS = 1.0
+LEAST_SHARE = 0.005
+"""Parts of a step that take less are not shown."""
+MAX_MODULE_WORDS = 3
+"""Modules in the text; the page and the ledger have `step_time.MAX_MODULES`."""
+PART_NAMES = {
+    FORWARD: "the forward pass", BACKWARD: "the backward pass", OPTIMIZER: "the optimizer",
+    DATA: "waiting for data", OTHER: "the rest (callbacks, logging)",
+}  # fmt: skip
 LARGEST = 1e20
 """Values from here on are not drawn: a loss that has diverged would leave a flat line of all others."""
 LINE_COLORS = [color for color in range(7) if color != BASELINE_COLOR]
@@ -115,7 +124,10 @@ def verdict(report: Report) -> str:
     if compared := baseline_verdict(report):
         return compared
     parts: list[str] = []
-    if (waiting := measured.get("data_wait_share")) is not None:
+    if shares := (report.get("time") or {}).get("parts"):
+        name, share = max(shares.items(), key=lambda item: item[1])
+        parts.append(f"{PART_NAMES[name]} takes {share:.0%} of the time")
+    elif (waiting := measured.get("data_wait_share")) is not None:
         subject, share = ("waiting for data", waiting) if waiting > 0.5 else ("computing", 1 - waiting)
         parts.append(f"{subject} takes {share:.0%} of the time")
     held: Mapping[str, int] = (report.get("memory") or {}).get("by_category", {})
@@ -133,6 +145,7 @@ def report_text(report: Report) -> str:
     lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
     shown = " | ".join(f"{label} {value}" for label, value in key_figures(report))
     lines += [f" {shown}"] if shown else []
+    lines += _time_lines(report.get("time") or {})
     lines += [f" tags: {', '.join(report['tags'])}"] if report.get("tags") else []
     peak: Report = report.get("memory") or {}
     held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
@@ -151,6 +164,23 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _time_lines(found: Report) -> list[str]:
+    """Return the parts of a step, and the modules that take most of its forward pass, for a terminal."""
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in _parts(found))
+    modules = ", ".join(
+        f"{row['path']} ({row['class']}) {row['share']:.0%}".replace(" ()", "")
+        for row in found.get("modules", ())[:MAX_MODULE_WORDS]
+    )
+    shown = {f"of a step ({1e3 * found.get('step_s', 0.0):.1f} ms)": parts, "of its forward pass": modules}
+    return [f" {name}: {text}" for name, text in shown.items() if text]
+
+
+def _parts(found: Report) -> list[tuple[str, float]]:
+    """Return the parts of a step that take at least `LEAST_SHARE` of it."""
+    shares: Mapping[str, float] = found.get("parts", {})
+    return [(PART_NAMES[name], share) for name, share in shares.items() if share >= LEAST_SHARE]
+
+
 def report_page(report: Report, config: str = "") -> str:
     """Return the page of the content of `efficiency.json`, with the run's config (YAML)."""
     theirs = dict(key_figures(report["baseline"])) if report.get("baseline") else {}
@@ -167,6 +197,7 @@ def report_page(report: Report, config: str = "") -> str:
         "figures": [(label, value, theirs.get(label, "")) for label, value in key_figures(report)],
         "charts": _charts(report),
         "tables": _tables(report),
+        "notes": " ".join((report.get("time") or {}).get("notes", ())),
         "environment": report["environment"],
         "command": report["command"],
         "config": config,
@@ -245,11 +276,31 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
         ("Techniques", ("technique", "requested", "status", "what it did"), techniques),
         ("Largest holders, predicted", holders, _holder_rows(report.get("out_of_memory") or {})),
         ("Largest holders at the peak", holders, _holder_rows(memory)),
+        *_time_tables(report.get("time") or {}),
         ("What would help", ADVICE, _advice_rows(report)),
         ("Memory at the peak of each phase", ("category", *PHASES), phases),
         ("Attention of the first batch", ("what ran", "modules", "try"), attention),
     ]
     return [table for table in tables if table[2]]
+
+
+def _time_tables(found: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
+    """Return the parts of a step, and the modules of its forward pass, with bars."""
+    parts = [
+        (share, f"{share:.1%}", f"{1e3 * share * found['step_s']:.1f}", name) for name, share in _parts(found)
+    ]
+    modules = [
+        (row["share"], f"{1e3 * row['batch_s']:.2f}", f"{row['calls']:.3g}", row["path"], row["class"])
+        for row in found.get("modules", ())
+    ]
+    return [
+        ("Time of a step", ("of the step", "share", "ms", "spent on"), parts),
+        (
+            "Modules of the forward pass",
+            ("own time", "ms a batch", "calls a batch", "module", "class"),
+            modules,
+        ),
+    ]
 
 
 def _holder_rows(held: Report) -> list[tuple[Any, ...]]:

@@ -47,7 +47,9 @@ class History:
 
     def add(self, name: str, step: int, value: float) -> None:
         """Add a value, later than the ones before."""
-        steps, values = self._values.setdefault(name, (array("q"), array("d")))
+        if name not in self._values:
+            self._values[name] = array("q"), array("d")
+        steps, values = self._values[name]
         steps.append(step)
         values.append(value)
 
@@ -104,6 +106,9 @@ class Losses:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         self._steps.append(step)
+        if loss.device.type == "cpu" and not self._pending:  # nothing to wait for, and cheaper than a copy
+            self._values.append(loss.item() * times)
+            return
         self._pending.append(loss.detach().reshape(()).double() * times)
         if len(self._pending) >= NUM_PENDING:
             self._read_pending()

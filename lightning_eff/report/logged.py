@@ -58,14 +58,14 @@ class LoggedFigures:
         """Keep the rate that a step is about to use and, if it is going to be logged, its gradient's norm."""
         every, step = self._every_n_steps, trainer.global_step + 1
         is_due = bool(every) and step % every == 0
-        numbers = {id(each): number for number, each in enumerate(trainer.optimizers, 1)}
-        number = numbers.get(id(optimizer), 1)
+        optimizers = trainer.optimizers
+        number = next((number for number, each in enumerate(optimizers, 1) if each is optimizer), 1)
         name = "learning_rate" if number == 1 else f"learning_rate_{number}"
         rate = optimizer.param_groups[0]["lr"]  # of the first group
         if not isinstance(rate, Tensor):
             self.history.add(name, step, rate)
             self._rates[name] = rate
-        elif is_due or (every and len(numbers) > 1):  # a scheduler changes it in place
+        elif is_due or (every and len(optimizers) > 1):  # a scheduler changes it in place
             self._rates[name] = rate.detach().clone()
         if not is_due:
             return

@@ -3,12 +3,15 @@
 `Probe` counts the first batches exactly: operations, and live bytes where no allocator counts them. Counting
 slows a batch down, so it stops after the first batch, whose operations every batch repeats, and on a CPU
 after two optimizer steps: parameters, gradients, optimizer state and activations are alive at once only from
-the second step on. Counting does not change the training.
+the second step on. Counting does not change the training. What a step's time is spent on is measured later,
+in batches that are typical (step_time.py).
 """
 
 from __future__ import annotations
 
+import functools
 import time
+import timeit
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +33,7 @@ from lightning_eff.report.history import thinned
 from lightning_eff.report.live_bytes import tensors_in
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
+from lightning_eff.report.step_time import DATA, StepTimes
 
 FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
 """Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
@@ -169,9 +173,10 @@ class DataWait:
 
     Args:
         profiler: A profiler of Lightning, `PassThroughProfiler` included.
+        times: Gets the waits too, while it measures.
     """
 
-    def __init__(self, profiler: Any) -> None:
+    def __init__(self, profiler: Any, times: StepTimes | None) -> None:
         self.wait_s = 0.0
         self._began_s = 0.0
         start, stop = profiler.start, profiler.stop
@@ -180,10 +185,14 @@ class DataWait:
             start(action_name)
             if action_name == FETCH_ACTION:
                 self._began_s = time.perf_counter()
+                if times is not None and times.timeline is not None:
+                    times.timeline.enter(DATA)
 
         def stop_and_time(action_name: str) -> None:
             if action_name == FETCH_ACTION:
                 self.wait_s += time.perf_counter() - self._began_s
+                if times is not None and times.timeline is not None:
+                    times.timeline.leave()
             stop(action_name)
 
         self._patches = ExitStack()
@@ -210,6 +219,7 @@ class Meter:
         is_counted: Count the operations of the first batch and, on a device whose allocator has no
             statistics, the live bytes of the first batches.
         is_compiled: Whether a part of the model is compiled: then only its attention is looked at.
+        strategy: Runs the parts of a step, which are timed; None leaves that out.
     """
 
     def __init__(
@@ -220,6 +230,7 @@ class Meter:
         num_warmup_batches: int,
         is_counted: bool,
         is_compiled: bool = False,
+        strategy: Any = None,
     ) -> None:
         self.device = device
         self.throughput = Throughput()
@@ -227,7 +238,10 @@ class Meter:
         self.recorder = Recorder() if has_recorder else None
         self.probe = Probe(self.recorder or FlopCount(is_compiled=is_compiled))
         self._is_probing = is_counted
-        self._data_wait = DataWait(profiler)
+        is_timed = strategy is not None and device.type in ("cpu", "cuda")
+        self.times = StepTimes(strategy, has_modules=is_counted and not is_compiled) if is_timed else None
+        self._num_steps = 0
+        self._data_wait = DataWait(profiler, self.times)
         # The first batch is never timed: it compiles, and allocates the optimizer's state.
         self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self.samples_of_first_batch = self.tokens_of_first_batch = 0
@@ -252,13 +266,26 @@ class Meter:
             self._is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
+        if self.times is not None and not self.times.is_done and not self._is_probing:
+            left_out |= not self.times.is_typical
+            if not self._num_warmup_batches:
+                self.times.end_batch(has_stepped=num_steps > self._num_steps)
+        self._num_steps = num_steps
         self.throughput.finish_batch(
             num_samples, num_tokens, wait_s, num_padded=num_padded(batch), left_out=left_out
         )
 
+    def pause(self, *, is_paused: bool) -> None:
+        """Leave validation out of the time of batches: called with True before it, and False after it."""
+        if self.times is not None and self.times.timeline is not None:
+            self.times.timeline.pause(is_paused=is_paused)
+        self.throughput.restart()
+
     def close(self) -> None:
         """Stop measuring, also in the middle of a batch; a second call does nothing."""
         self.probe.close()
+        if self.times is not None:
+            self.times.close()
         self._data_wait.close()
 
     def memory(self) -> Peak | None:
@@ -272,12 +299,13 @@ class Meter:
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
 
-    def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    def summary(self, *, dtype: torch.dtype, world_size: int, has_failed: bool = False) -> dict[str, Any]:
         """Return the figures as plain values, None for what was not measured.
 
         Args:
             dtype: Operand dtype of matrix products, for the device's peak rate.
             world_size: Number of devices. Samples/s and tokens/s are of all devices, the rest of one.
+            has_failed: Compute nothing on the device: it may be out of memory, or unusable.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -290,7 +318,9 @@ class Meter:
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         device = devices.of(self.device)
         tf32 = devices.float32_precision() == "tf32"
-        ceiling = None if device.is_estimate else device.peak(dtype, tf32=tf32)
+        ceiling = device.peak(dtype, tf32=tf32)
+        if device.is_estimate:
+            ceiling = measured_peak(self.device, dtype) if flops_per_s and not has_failed else None
         has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {
             "world_size": world_size,
@@ -298,11 +328,25 @@ class Meter:
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
-            # MFU = FLOP/s achieved per device / FLOP/s of its datasheet.
+            # MFU = FLOP/s achieved per device / FLOP/s of its datasheet or, if that is unknown, of a product.
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
+            "peak_flops_per_s": ceiling,
+            "peak_flops": "measured" if device.is_estimate else "published",
             "peak_bytes": self.peak_bytes(),
             "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
         }
+
+
+@functools.cache
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large matrix product, for a device whose data sheet is not known."""
+    size = 512 if device.type == "cpu" else 4096
+    x = torch.ones(size, size, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        (x @ x)[0, 0].item()  # which waits for the device
+
+    return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=5))
 
 
 def samples_and_tokens(batch: object) -> tuple[int, int]:
@@ -314,8 +358,12 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         >>> samples_and_tokens(torch.zeros(3, 2))
         (3, 0)
     """
-    tensors = list(tensors_in(batch))
-    num_samples = next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1)
+    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch  # pyright: ignore[reportUnknownVariableType]
+    is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
+    tensors: Any = (
+        parts if is_flat else list(tensors_in(batch))
+    )  # most batches are, and the other way is slow
+    num_samples = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), 1)
     integers = (t for t in tensors if t.dim() == 2 and t.dtype in {torch.int64, torch.int32})
     return num_samples, next((tensor.numel() for tensor in integers), 0)
 

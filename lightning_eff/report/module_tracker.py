@@ -8,6 +8,7 @@ these numbers are used here and nowhere else (torch 2.10-2.13).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
+
+
+def merged_path(path: str) -> str:
+    """Return a module's path with `*` for each number, equal for repeated blocks.
+
+    Example:
+        >>> merged_path("blocks.11.mlp.up"), merged_path("conv2d.0")
+        ('blocks.*.mlp.up', 'conv2d.*')
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def in_backward() -> bool:

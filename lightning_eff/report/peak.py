@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.report import recording
-from lightning_eff.report.module_tracker import PHASES, STEP
+from lightning_eff.report.module_tracker import PHASES, STEP, merged_path
 from lightning_eff.report.recording import CATEGORIES, Allocation, Event, Recorder
 
 MAX_HOLDERS = 12
@@ -130,7 +129,7 @@ def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> l
     for index, num_bytes in last_sizes.items():
         if num_bytes:
             made = recorder.allocations[index]
-            key = made.category, re.sub(r"(?<![^.])\d+(?![^.])", "*", made.path), made.operation
+            key = made.category, merged_path(made.path), made.operation
             sizes[key] += -(-num_bytes // block_bytes) * block_bytes
             counts[key] += 1
     largest = sizes.most_common(MAX_HOLDERS)

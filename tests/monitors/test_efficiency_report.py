@@ -68,7 +68,8 @@ def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) ->
     assert measured["num_batches"] == 6
     assert measured["samples_per_s"] > 0
     assert 0.0 <= measured["data_wait_share"] <= 1.0
-    assert (measured["tokens_per_s"], measured["mfu"]) == (None, None)
+    assert measured["tokens_per_s"] is None
+    assert measured["mfu"] > 0
     assert measured["peak_bytes"] >= 3 * sum(p.numel() * 4 for p in model.parameters()), "with momentum"
     again = fit(net(width=4096), tmp_path)["measured"]
     assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"
@@ -163,8 +164,8 @@ def test_curves_of_the_run_are_kept_by_step(tmp_path: Path) -> None:
     assert [step for step, _ in validation["val_loss"]] == [5, 10, 15, 20]
     assert validation["val_loss"][-1][1] == report["metrics"]["val_loss"]
     assert list(validation) == ["val_loss"], "what the training has logged is none of validation's"
-    assert [batch for batch, _ in series["samples_per_s"]] == [*range(1, 17)], "four are left out"
-    assert len(series["batch_times_ms"]) == 16
+    assert [batch for batch, _ in series["samples_per_s"]] == [*range(1, 14)], "seven are left out"
+    assert len(series["batch_times_ms"]) == 13
     assert series["held_bytes"][0][0] == 1
 
 

@@ -17,7 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import lightning_eff
+from lightning_eff.core.dtypes import DtypeSupport
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.report.step_time import StepTimes
+from tests.support.reports import TIME
 
 TOLERANCE = 0.05
 """Of the peak: a replay does not know what a technique itself needs."""
@@ -125,12 +129,12 @@ def data(kind: str) -> DataLoader[Any]:
 
 
 def run(
-    model: Net, loader: DataLoader[Any], folder: Any, *techniques: Any, logger: Any = False
+    model: Net, loader: DataLoader[Any], folder: Any, *techniques: Any, logger: Any = False, **keywords: Any
 ) -> dict[str, Any]:
     report = EfficiencyReport(dirpath=folder)
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     pl.Trainer(
-        accelerator="cpu", max_steps=3, logger=logger, callbacks=[report, *techniques], **quiet
+        accelerator="cpu", max_steps=3, logger=logger, callbacks=[report, *techniques], **quiet, **keywords
     ).fit(model, loader)  # fmt: skip
     return report.report
 
@@ -205,6 +209,74 @@ def test_advice_leaves_no_trace(tmp_path: Any) -> None:
     assert "MicroBatch" in suggested(report)
     logged = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     assert len(logged) - 1 == 3 < len(rows), "the check ran, and logged nothing"
+
+
+def fast_and_slow(products: float, pointwise: float, operation_s: float = 1.0) -> dict[str, Any]:
+    operations = {"matrix products": products, "pointwise operations": pointwise}
+    return TIME | {"operations": operations, "operation_s": operation_s, "num_operations": 9}
+
+
+KINDS: dict[str, tuple[dict[str, Any], tuple[Any, ...], set[str]]] = {
+    "nothing": ({}, (), set()),
+    "pointwise": (fast_and_slow(0.2, 0.5), (), {"TorchCompile()"}),
+    "products": (fast_and_slow(0.5, 0.2), (), {"plugins=[AutoPrecision()]"}),
+    "both": (fast_and_slow(0.4, 0.4), (), {"TorchCompile()", "plugins=[AutoPrecision()]"}),
+    "products of no size": (fast_and_slow(0.5, 0.2, 1e-6), (), set()),
+    "small operations": (
+        fast_and_slow(0.2, 0.2, 1e-6),
+        (lightning_eff.MicroBatch(micro_batch_size=2),),
+        {"MicroBatch(micro_batch_size=4)"},
+    ),
+    "small operations, many batches": (
+        fast_and_slow(0.2, 0.2, 1e-6),
+        (lightning_eff.GradientAccumulation(num_batches=4),),
+        {"batch_size=16 and GradientAccumulation(num_batches=2)"},
+    ),
+    "large operations": (fast_and_slow(0.2, 0.2), (lightning_eff.MicroBatch(micro_batch_size=2),), set()),
+    "compiled": (
+        fast_and_slow(0.2, 0.5),
+        (lightning_eff.TorchCompile(backend="eager"),),
+        set(),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_takes_the_time_decides_what_would_save_it(
+    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time, techniques, expected = KINDS[kind]
+    monkeypatch.setattr(StepTimes, "summary", lambda _: time)
+    native = DtypeSupport(native=True, why="this CPU computes bfloat16")
+    monkeypatch.setattr("lightning_eff.core.dtypes.dtype_support", lambda *_: native)
+    report = run(layers(Net, mean_square), data("vectors"), tmp_path, *techniques)
+    for_time = {row["try"] for row in report["advice"] if row["saved_bytes"] is None}
+    assert for_time - {"DataPreload()"} == expected
+
+
+def test_low_precision_is_not_suggested_where_it_is_on_or_emulated(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTimes, "summary", lambda _: fast_and_slow(0.9, 0.1))
+    for native, precision, is_suggested in (
+        (True, "32-true", True),
+        (True, "bf16-mixed", False),
+        (False, "32-true", False),
+    ):
+        support = DtypeSupport(native=native, why="")
+        monkeypatch.setattr("lightning_eff.core.dtypes.dtype_support", lambda *_, support=support: support)
+        plugin = AutoPrecision(precision=precision)
+        report = run(layers(Net, mean_square), data("vectors"), tmp_path, plugins=[plugin])
+        assert ("AutoPrecision" in str(report["advice"])) is is_suggested
+
+
+def test_compiling_is_not_suggested_for_a_model_without_blocks(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTimes, "summary", lambda _: fast_and_slow(0.1, 0.9))
+    report = run(Net(nn.Linear(32, 8), mean_square), data("vectors"), tmp_path)
+    assert "TorchCompile" not in str(report["advice"])
 
 
 def test_batch_norms_are_mentioned(tmp_path: Any) -> None:

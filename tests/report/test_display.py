@@ -18,7 +18,7 @@ from lightning_eff.report.display import (
     run_verdict,
     verdict,
 )
-from tests.support.reports import MEMORY, Reader, make_page, make_report
+from tests.support.reports import MEMORY, TIME, Reader, make_page, make_report
 
 LINE = [[1, 4.0], [2, "nan"], [3, 2.0], [4, 3.0]]
 SERIES = {
@@ -152,6 +152,25 @@ def test_the_text_of_a_finished_run() -> None:
     assert idle.split() == ["callbacks/empty_cache", "no", "effect", "never"]
 
 
+def test_the_time_of_a_step_is_two_lines_two_tables_and_the_verdict() -> None:
+    report = make_report(time=TIME)
+    parts, modules = report_text(report).split("\n")[2:4]
+    assert parts == (
+        " of a step (2000.0 ms): the forward pass 25%, the backward pass 50%, the optimizer 20%, "
+        "the rest (callbacks, logging) 4%"
+    ), "what takes nothing is left out"
+    assert modules == " of its forward pass: blocks.*.mlp (MLP) 75%, (outside of modules) 25%"
+    assert verdict(report).startswith("The backward pass takes 50% of the time")
+    reader = Reader(report_page(report))
+    assert {"Time of a step", "1000.0", "Modules of the forward pass", "blocks.*.mlp", "187.50", "12"} <= {
+        *reader.text
+    }
+    assert ("width", "75.0") in reader.attributes
+    assert "A note. Another." in reader.text
+    without = Reader(report_page(make_report(time={})))
+    assert not {"Time of a step", "Modules of the forward pass"} & {*without.text}
+
+
 def test_advice_is_a_table_of_the_text() -> None:
     row = {"try": "+callbacks=tiled_loss", "saved_bytes": 2**20, "why": "logits"}
     text = report_text(make_report(advice=[row, row | {"saved_bytes": None}]))
@@ -203,6 +222,7 @@ def everything(word: str) -> dict[str, Any]:
         "memory": MEMORY | {"path": word, "operation": word, "holders": [holder]},
         "out_of_memory": out_of_memory, "memory_snapshot": word,
         "baseline": {"title": word, "measured": {}, "environment": {"device": word}, "losses": line},
+        "time": TIME | {"modules": [TIME["modules"][0] | {"path": word, "class": word}], "notes": [word]},
         "attention": [{"text": word, "modules": [word], "remedy": word}],
     }  # fmt: skip
 

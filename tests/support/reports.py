@@ -25,6 +25,16 @@ def make_report(**changes: Any) -> dict[str, Any]:
     return report | changes
 
 
+TIME = {
+    "step_s": 2.0, "num_steps": 4, "num_batches": 8,
+    "parts": {"forward": 0.25, "backward": 0.5, "optimizer": 0.204, "data": 0.001, "other": 0.045},
+    "modules": [
+        {"path": "blocks.*.mlp", "class": "MLP", "share": 0.75, "batch_s": 0.1875, "calls": 12.0},
+        {"path": "(outside of modules)", "class": "", "share": 0.25, "batch_s": 0.0625, "calls": 1.0},
+    ],
+    "module_overhead": 0.0125, "operations": {"matrix products": 0.5, "pointwise operations": 0.25},
+    "num_operations": 100, "operation_s": 1e-5, "notes": ["A note.", "Another."],
+}  # fmt: skip
 EMPTY = dict.fromkeys(CATEGORIES, 0)
 TIMELINE = [
     EMPTY | {"event": event, "parameters": 10 * 2**20, "activations": size * 2**20}

@@ -1,0 +1,325 @@
+"""Measure where the time of a step goes: parts of the step, modules of the forward pass, kinds of operations.
+
+After the batches that warm up, one after the other:
+
+1. the next `NUM_BATCHES` batches, in whole optimizer steps: forward, backward, optimizer, data, and the rest
+   (callbacks, logging, Lightning), by the clock at the strategy's methods. These batches are typical;
+2. two batches with hooks around every module; `module_overhead` is the fraction of their forward that hooks
+   take;
+3. one batch in which each operation is timed: matrix products, or pointwise operations and reductions.
+
+The clock is the process's on a CPU. On CUDA it is the device's: an event in the stream, which is read after
+the run, so that nothing waits for the device. A part is what the device spends on it, which includes waiting
+for the host. Batches 2 and 3 are left out of the throughput, and nothing is left in the run after them.
+Not measured: compiled modules, whose forward is one graph, and devices other than CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import timeit
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import cache, partial, wraps
+from itertools import count, pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from lightning_eff.core.optimization.composite import FreesGradients
+from lightning_eff.report.live_bytes import InfraMode
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker, merged_path
+
+OPTIMIZER, DATA, OTHER = "optimizer", "data", "other"
+PARTS = (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER)
+PRODUCTS, POINTWISE = "matrix products", "pointwise operations"
+"""Kinds of operations; all that compute are of the second kind, but for products and recurrent layers."""
+METHODS = {
+    "training_step": FORWARD, "backward": BACKWARD, "optimizer_step": OPTIMIZER, "batch_to_device": DATA,
+}  # fmt: skip
+"""Methods of a strategy that are a part of the step, in automatic and in manual optimization."""
+NUM_BATCHES, NUM_MODULE_BATCHES = 8, 2
+MAX_MODULES = 10
+OUTSIDE = "(outside of modules)"
+"""Row of what `training_step` itself computes: often the loss."""
+Key = tuple[str, str]
+"""A part, and the module or kind of operation in it; empty outside of both."""
+_PAUSED: Key = ("", "")
+
+
+class Timeline:
+    """Attribute all time from construction on to the innermost key that is open.
+
+    Args:
+        device: Whose clock it is: the process's for a CPU, the current stream's for CUDA.
+
+    Example:
+        >>> timeline = Timeline(torch.device("cpu"))
+        >>> timeline.enter(FORWARD), timeline.enter(detail="layer"), timeline.leave(), timeline.leave()
+        (None, None, None, None)
+        >>> timeline.end_step()
+        >>> [key for key in timeline.seconds()]
+        [('other', ''), ('forward', ''), ('forward', 'layer')]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.entered: Counter[Key] = Counter()
+        """How often each key was entered."""
+        self.num_batches = self.num_steps = 0
+        """At the end of the last complete step."""
+        self._is_cuda = device.type == "cuda"
+        self._open: list[Key] = [(OTHER, "")]
+        self._marks: list[tuple[Any, Key]] = []
+        self._end = 0
+        self._is_paused = False
+        self._mark(self._open[0])
+
+    def _mark(self, key: Key) -> None:
+        if self._is_cuda:
+            now: Any = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((now, key))
+
+    def enter(self, part: str = "", detail: str = "") -> None:
+        """Begin a part, or a detail of the part that is open."""
+        if not self._is_paused:
+            self._open.append((part or self._open[-1][0], detail))
+            self.entered[self._open[-1]] += 1
+            self._mark(self._open[-1])
+
+    def leave(self) -> None:
+        """End what was entered last."""
+        if not self._is_paused:
+            self._open.pop()
+            self._mark(self._open[-1])
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Count nothing from here on, until it is called with False."""
+        self._is_paused = is_paused
+        self._mark(_PAUSED if is_paused else self._open[-1])
+
+    def end_step(self, num_batches: int = 1) -> None:
+        """Include what was measured so far, at the end of a step."""
+        self._mark(self._open[-1])
+        self._end, self.num_batches, self.num_steps = len(self._marks), num_batches, self.num_steps + 1
+
+    def seconds(self) -> dict[Key, float]:
+        """Return the seconds of each key in complete steps; the first call waits for the device."""
+        if self._is_cuda and self._end:
+            self._marks[-1][0].synchronize()
+        totals: defaultdict[Key, float] = defaultdict(float)
+        for (begin, key), (end, _) in pairwise(self._marks[: self._end]):
+            totals[key] += begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin
+        return {key: value for key, value in totals.items() if key != _PAUSED}
+
+
+class OperationTimes(InfraMode):
+    """Time each operation that computes something, by its kind."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = kind_of(func)
+        if not kind:
+            return func(*args, **(kwargs or {}))
+        self._timeline.enter(detail=kind)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._timeline.leave()
+
+
+@cache
+def kind_of(func: Any) -> str:
+    """Return the kind of an operation that `__torch_dispatch__` got.
+
+    Empty for views, recurrent layers, collectives and whatever else is not PyTorch's own.
+
+    Example:
+        >>> aten = torch.ops.aten
+        >>> [kind_of(each) for each in (aten.mm.default, aten.add.Tensor, aten.view.default)]
+        ['matrix products', 'pointwise operations', '']
+    """
+    name = str(func)
+    # Attention on the CPU and products that are added in place have no entry (report/flops.py).
+    if getattr(func, "overloadpacket", func) in flop_registry or re.search(
+        "scaled_dot_product|addmm|baddbmm", name
+    ):
+        return PRODUCTS
+    is_idle = getattr(func, "is_view", False) or re.search("empty|_unsafe_view|rnn|lstm", name)
+    return "" if is_idle or not name.startswith("aten.") else POINTWISE
+
+
+class StepTimes:
+    """Measure batch by batch until `is_done` or `close`; `summary` has what was measured so far.
+
+    Args:
+        strategy: Its methods are the parts of a step, and its device has the clock.
+        has_modules: Whether modules and operations are timed too; not in a compiled model.
+    """
+
+    def __init__(self, strategy: Any, *, has_modules: bool) -> None:
+        self.timeline: Timeline | None = None
+        """Of what is being measured."""
+        self.is_typical = True
+        """Whether the current batch is as fast as others; not with hooks around modules or operations."""
+        self.is_done = False
+        self._strategy, self._has_modules = strategy, has_modules
+        self._classes: dict[str, str] = {}
+        self._hook_s = 0.0
+        self._parts: Timeline | None = None
+        self._modules: Timeline | None = None
+        self._operations: Timeline | None = None
+        self._schedule = self._measure()
+        next(self._schedule)
+
+    def end_batch(self, *, has_stepped: bool) -> None:
+        """Continue after a batch that did or did not end an optimizer step."""
+        with suppress(StopIteration):
+            self._schedule.send(has_stepped)
+
+    def close(self) -> None:
+        """Stop, also in the middle of a batch that failed."""
+        self._schedule.close()
+
+    def _measure(self) -> Generator[None, bool]:
+        """Measure one thing after the other; resumed by `end_batch`."""
+        while not (yield):
+            pass
+        with self._measuring() as self._parts:
+            for num_batches in count(1):
+                if not (yield):
+                    continue
+                self._parts.end_step(num_batches)
+                if num_batches >= NUM_BATCHES:
+                    break
+        if self._has_modules:
+            self.is_typical = False
+            module: nn.Module = self._strategy.lightning_module
+            self._classes = {name: type(each).__name__ for name, each in module.named_modules()}
+            with self._measuring() as timeline:
+                tracker = ModuleTracker(
+                    lambda *_: timeline.enter(detail=tracker.path), lambda *_: timeline.leave()
+                )
+                with tracker.follow(module):
+                    for _ in range(NUM_MODULE_BATCHES):
+                        yield
+                    timeline.end_step(NUM_MODULE_BATCHES)
+                    self._hook_s = _call_s()
+                self._hook_s = max(0.0, self._hook_s - _call_s())
+            self._modules = timeline
+            with self._measuring(OperationTimes) as timeline:
+                yield
+                timeline.end_step()
+            self._operations = timeline
+            self.is_typical = True
+        self.is_done = True
+
+    @contextmanager
+    def _measuring(self, mode: Callable[[Timeline], Any] | None = None) -> Generator[Timeline]:
+        """Attribute time to the parts of a step; within forward and backward passes there may be a mode."""
+        timeline = self.timeline = Timeline(self._strategy.root_device)
+        inner = nullcontext() if mode is None else mode(timeline)
+
+        def timed(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+            around = inner if part in (FORWARD, BACKWARD) else nullcontext()
+
+            @wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                timeline.enter(part)
+                try:
+                    with around:
+                        return method(*args, **kwargs)
+                finally:
+                    timeline.leave()
+
+            return call
+
+        with ExitStack() as patches:
+            patches.callback(setattr, self, "timeline", None)
+            for name, part in METHODS.items():
+                method = getattr(self._strategy, name)
+                patches.enter_context(patch.object(self._strategy, name, timed(method, part)))
+            yield timeline
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures in plain types, empty if nothing was measured; waits for a CUDA device."""
+        parts = self._parts
+        seconds = {} if parts is None else parts.seconds()
+        total_s = sum(seconds.values())
+        if parts is None or not total_s:
+            return {}
+        notes = [f"Time of a step: {parts.num_batches} batches in {parts.num_steps} steps after the warm-up."]
+        if any(isinstance(each, FreesGradients) for each in self._strategy.optimizers):
+            notes.append("The optimizer steps inside the backward pass, and is part of it.")
+        if not self._has_modules:
+            notes.append("Modules are not timed: the model is compiled, or counting is off.")
+        found: dict[str, Any] = {
+            "step_s": total_s / parts.num_steps,
+            "num_steps": parts.num_steps,
+            "num_batches": parts.num_batches,
+            "parts": {part: seconds.get((part, ""), 0.0) / total_s for part in PARTS},
+        }
+        if self._modules is not None:
+            found |= self._module_figures(self._modules)
+            notes.append(
+                f"Modules: {NUM_MODULE_BATCHES} batches after these, left out of the throughput; hooks took "
+                f"{found['module_overhead']:.1%} of the time of their forward pass."
+            )
+        if self._operations is not None:
+            found |= _operation_figures(self._operations, total_s / parts.num_batches)
+            shares = found["operations"].items()
+            notes.append(f"Of one batch, {' and '.join(f'{kind} {share:.0%}' for kind, share in shares)}.")
+        return found | {"notes": notes}
+
+    def _module_figures(self, timeline: Timeline) -> dict[str, Any]:
+        """Return the modules that take the most time themselves, and the part of the time that hooks cost."""
+        own_s: defaultdict[Key, float] = defaultdict(float)
+        calls: Counter[Key] = Counter()
+        for (part, name), seconds in timeline.seconds().items():
+            if part == FORWARD:
+                key = merged_path(name) or OUTSIDE, self._classes.get(name, "") if name else ""
+                own_s[key] += seconds
+                calls[key] += timeline.entered[part, name]
+        forward_s, num_batches = sum(own_s.values()) or 1.0, timeline.num_batches
+        rows = [
+            {
+                "path": path,
+                "class": class_name,
+                "share": seconds / forward_s,
+                "batch_s": seconds / num_batches,
+                "calls": calls[path, class_name] / num_batches,
+            }
+            for (path, class_name), seconds in sorted(own_s.items(), key=lambda item: -item[1])[:MAX_MODULES]
+            if seconds
+        ]
+        return {"modules": rows, "module_overhead": self._hook_s * calls.total() / forward_s}
+
+
+def _call_s() -> float:
+    """Return the seconds of a call of a module that does nothing, with the hooks that there are now."""
+    return min(timeit.repeat(partial(nn.Identity(), None), number=20, repeat=5)) / 20
+
+
+def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:
+    """Return the fraction of a batch's time by kind of operation, their number, and their mean time."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for (_, kind), value in timeline.seconds().items():
+        seconds[kind] += value if kind else 0.0
+    num_operations = sum(count for (_, kind), count in timeline.entered.items() if kind)
+    return {
+        "operations": {kind: min(1.0, seconds[kind] / batch_s) for kind in (PRODUCTS, POINTWISE)},
+        "num_operations": num_operations,
+        "operation_s": sum(seconds.values()) / num_operations if num_operations else None,
+    }
