@@ -67,6 +67,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     formula = flop_registry.get(packet) or _MORE.get(packet)
     if formula is not None and "scaled_dot_product" in str(packet):
         args = _ungrouped(args)
+    # torch 2.13's formula of `addmm` takes the dtype of `addmm(..., out_dtype=)` for the shape of its result.
+    args = [each for each in args if not isinstance(each, torch.dtype)]
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
