@@ -31,10 +31,12 @@ from lightning_eff.callbacks.tiled_mlp import TiledMLP
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.kernels import dispatch
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 from lightning_eff.kernels.matmul import gemm
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
+from tests.support import whole_logits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,6 +140,37 @@ def test_a_product_is_chosen_for_by_measurement(tmp_path: Path, monkeypatch: pyt
     (row,) = choices.rows()
     assert row["ratio"] > 0.3
     assert list(json.loads(choices.path.read_text())["choices"]) == [row["shape"]]
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "temperature": 0.8},
+}
+
+
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("num_classes", [5008, 5003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_tiled_loss_of_a_gpu_is_that_of_whole_logits(
+    dtype: torch.dtype, num_classes: int, options: dict[str, Any]
+) -> None:
+    """Its kernel and products with float32 results and sums; 50 times, since a race is not every time."""
+    x, weight = torch.randn(300, 64), torch.randn(num_classes, 64).requires_grad_()
+    target = torch.randint(0, num_classes, (300,))
+    exact = weight.detach().to(dtype).double().requires_grad_()
+    expected = whole_logits.cross_entropy(x.to(dtype).double(), exact, target, **options)
+    (gradient,) = torch.autograd.grad(expected, [exact])
+    on_gpu, found = (x.cuda(), target.cuda()), set[tuple[float, float]]()
+    trained = weight.detach().cuda().requires_grad_()
+    for _ in range(50):
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = linear_cross_entropy(on_gpu[0], trained, on_gpu[1], tile_budget_mib=2.0, **options)
+        (tiled,) = torch.autograd.grad(loss, [trained])
+        found.add(
+            (whole_logits.error(loss.cpu(), expected.detach()), whole_logits.error(tiled.cpu(), gradient))
+        )
+    assert max(of_loss for of_loss, _ in found) < 2e-6
+    assert max(of_gradient for _, of_gradient in found) < (4e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("technique", [ChannelsLast, lambda: TiledConv(min_pixels=1, tile_budget_mib=0.1)])

@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
 from _suite import EXIT_FAULTS
 from gemm import cases_by_worth
 from kernels import CANNOT_LAUNCH, ODD_SIZES, TINY_SIZES, checked_cases, jobs_of
-from lightning_eff.kernels import devices, dispatch
+from layers import LOSS_SIZES
+from lightning_eff.kernels import _row_kernel, devices, dispatch
 from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support.assembly import gpu, read_code
 from tests.support.gemm_problem import Case, Problem, run_config
@@ -38,12 +41,28 @@ def compile_kernel(job: tuple[Case, int], device: str) -> tuple[str, str]:
             run_config(CONFIGS[number])(Problem.draw(case, torch.device("cpu")))
         except CANNOT_LAUNCH as error:
             return name, str(error).partition("\n")[0]
+    return name, fault_of(compiled, device)
+
+
+def compile_loss(device: str) -> tuple[str, str]:
+    """Compile the loss's kernel as `layers.py` launches it; return as `compile_kernel` does."""
+    logits, column = torch.zeros(2, LOSS_SIZES[2]), torch.zeros(2, 1)
+    with gpu(device) as compiled:
+        _row_kernel.compute(
+            logits, torch.bfloat16, torch.zeros(2, 1, dtype=torch.int64), [column] * 4,
+            [column, column, None, None, None], None, smoothing=0.0, softcap=None, temperature=1.0, sums="",
+        )  # fmt: skip
+    return "rows of the loss", fault_of(compiled, device)
+
+
+def fault_of(compiled: Iterable[Any], device: str) -> str:
+    """Return what is wrong with the machine code of kernels."""
     for code in map(read_code, compiled):
         if code.stack_bytes or code.instructions["local_memory"]:
-            return name, f"spills: {code}"
+            return f"spills: {code}"
         if code.shared_bytes > devices.DEVICES[device].shared_bytes:
-            return name, f"shared memory: {code}"
-    return name, ""
+            return f"shared memory: {code}"
+    return ""
 
 
 def main() -> None:
@@ -62,10 +81,11 @@ def main() -> None:
         numbered = list({case.kind: (case, number) for case, number in numbered}.values())[:3]
     faults = 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for name, fault in pool.map(partial(compile_kernel, device=device), numbered):
+        rows = pool.submit(compile_loss, device)
+        for name, fault in [*pool.map(partial(compile_kernel, device=device), numbered), rows.result()]:
             sys.stdout.write(f"{name}: {fault or 'ok'}\n")
             faults += bool(fault)
-    sys.stdout.write(f"{len(numbered)} kernels for {options.target}, {faults} with a fault\n")
+    sys.stdout.write(f"{len(numbered) + 1} kernels for {options.target}, {faults} with a fault\n")
     sys.exit(EXIT_FAULTS if faults else 0)
 
 

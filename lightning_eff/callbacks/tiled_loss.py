@@ -98,7 +98,8 @@ class TiledLoss(Tiling):
     Args:
         head: Name of the output projection (`model.lm_head`); None finds it.
         tile_budget_mib: MiB that a tile's float32 logits may take; None for the larger of the hidden states
-            and 16 on a CPU or 64 on a GPU, but at most an eighth of them all.
+            and, on a CPU, 16, but at most an eighth of all rows and at least 128 of them; on a GPU a 64th of
+            its memory, but at most 2,048 rows.
 
     Raises:
         ConfigError: A value is outside its range, or the projection is not found or no linear layer.
@@ -162,8 +163,9 @@ class TiledLoss(Tiling):
         whole = {i: each for i, each in outside.items() if run.sizes[i] in sizes}
         if not {each.operation for each in whole.values() if each.phase == "forward"} <= {*GEMMS, *TILED}:
             return None  # something else reads the logits, so they would be computed all the same
-        rows = torch.empty(1, 1).expand(log_softmax // (4 * head.out_features), head.in_features)
-        fraction = tile_rows_of(rows, head.out_features, None) / max(1, len(rows))
+        num_rows = log_softmax // (4 * head.out_features)
+        rows = torch.empty(1, 1, device=head.weight.device).expand(num_rows, head.in_features)
+        fraction = tile_rows_of(rows, head.out_features, None) / max(1, num_rows)
         return Suggestion(
             technique=TiledLoss(),
             why=f"logits of {name}, {human_bytes(size)}, and as much each for log-softmax and gradient",

@@ -34,13 +34,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from typing_extensions import override
 
+from lightning_eff.kernels import _row_kernel, devices
+from lightning_eff.kernels._row_kernel import PITCH
+
 MIB = 1 << 20
-MIN_BUDGET_MIB = {"cpu": 16, "cuda": 64}
-"""Least default of `tile_budget_mib`: a CPU's tiles stay near its caches, a GPU's fill it."""
+CPU_BUDGET_MIB = 16
+"""Least default of `tile_budget_mib` on a CPU, where tiles stay near the caches."""
 MIN_TILES = 8
-"""Tiles of a loss with the default budget: with a small vocabulary fewer would save too little."""
-MIN_ROWS = 64
-"""Rows of a tile with the default budget."""
+"""Tiles of a loss on a CPU with the default budget: with a small vocabulary fewer would save too little."""
+MIN_ROWS = 128
+"""Rows of a tile on a CPU with the default budget: a product of fewer is slow (benchmarks/tiled_loss.py)."""
+GPU_SHARE = 64
+"""One part in so many of a GPU's memory, rounded down to a power of two, is its least default budget."""
+GPU_ROWS = 2048
+"""Rows of a tile on a GPU with the default budget: each tile reads and writes the weight's gradient once."""
 MAX_16_BIT_TILES = 16
 """Each tile rounds a weight gradient of 16 bits once more."""
 PART_BYTES = 1 << 18
@@ -83,20 +90,27 @@ class Projection:
         """Yield rows and their logits, all in one buffer."""
         x, weight = self.pairs[0]
         num_rows = len(x) if self.index is None else len(self.index)
-        wide = x.is_cuda and x.dtype.itemsize == 2  # CUDA can keep the float32 that it accumulated
+        is_gpu = devices.gpu_of(x) is not None
+        wide = is_gpu and x.dtype.itemsize == 2  # CUDA can keep the float32 that it accumulated
         options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
-        step = max(1, min(self.tile_rows, num_rows))
-        buffer = torch.empty(step, len(weight), dtype=torch.float32 if wide else x.dtype, device=x.device)
+        step, width = max(1, min(self.tile_rows, num_rows)), len(weight)
+        pitch = -(-width // PITCH) * PITCH if is_gpu else width
+        buffer = torch.empty(step, pitch, dtype=torch.float32 if wide else x.dtype, device=x.device)
         for start in range(0, num_rows, step):
             at = slice(start, min(start + step, num_rows))
-            logits = buffer[: at.stop - start]
+            logits = buffer[: at.stop - start, :width]
             at = at if self.index is None else self.index[at]
             torch.mm(x[at], weight.T, **options, out=logits)
             for more, low_rank in self.pairs[1:]:
-                logits.addmm_(more[at].to(logits.dtype), low_rank.T.to(logits.dtype))
+                add_product(logits, more[at], low_rank.T)
             if self.bias is not None:
                 logits.add_(self.bias)
             yield at, logits
+
+    def gradient_of(self, logits: Tensor) -> Tensor:
+        """Return memory for the gradient of logits: their own where they have the dtype of the products."""
+        dtype = self.pairs[0][0].dtype
+        return logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
 
     def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
         """Yield views of a tile's rows, and of other tensors: on a CPU as many as stay in its caches.
@@ -105,7 +119,7 @@ class Projection:
         """
         num_rows, width = logits.shape
         fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
-        step = num_rows if logits.is_cuda else fitting
+        step = num_rows if devices.gpu_of(logits) is not None else fitting
         # By split: one call for all views of a tensor, since there are many of them.
         views = [repeat(None) if each is None else each.split(step) for each in (logits, *others)]
         return islice(zip(*views), 1 if is_fake(logits) else None)  # noqa: B905 - Nones repeat for ever
@@ -138,16 +152,14 @@ class RowLoss:
         at: Rows,
         logits: Float[Tensor, "r v"],
         grads: Float[Tensor, "r k"] | None,
-        out: Float[Tensor, "r v"] | None,
-    ) -> Float[Tensor, "r k"]:
-        """Return the values of rows and, with their gradients `grads`, write those of the logits to `out`.
+    ) -> tuple[Float[Tensor, "r k"], Float[Tensor, "r v"] | None]:
+        """Return the values of rows and, with their gradients `grads`, those of the logits.
 
         Args:
             projection: What made the logits.
             at: Which rows of the loss's own tensors they are.
-            logits: May be overwritten.
+            logits: May be overwritten; their gradients, in the dtype of the products, may be in their memory.
             grads: Gradients of the values; None for none.
-            out: In the dtype of the products; where that is the logits' dtype, `out` is `logits`.
         """
         raise NotImplementedError
 
@@ -178,34 +190,51 @@ class CrossEntropy(RowLoss):
 
     @override
     def of_tile(
-        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        target, weights, has_entropy = self.target[at].unsqueeze(1), self.class_weight, self.num_values == 2
-        rounded, exact = self._target_logits(projection, at, logits)
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        target, weights = self.target[at].unsqueeze(1), self.class_weight
         # By the formula: w_t, s / V * w_c, and s / V * sum_c w_c.
         weight: Any = 1.0 if weights is None else weights[target]
-        of_class: Any = (1.0 if weights is None else weights) * (self.label_smoothing / logits.shape[1])
+        smoothing = self.label_smoothing / logits.shape[1]
+        of_class: Any = smoothing if weights is None else smoothing * weights
         of_classes: Any = self.label_smoothing if weights is None else of_class.sum()
-        # Columns [r, 1] that the parts fill: the largest logit, its p, the target's p, and a sum over classes
-        # of s / V * w_c * l_c, or else of -p_c * log p_c.
+        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes of
+        # s / V * w_c * l_c, or else of -p_c * log p_c.
         stats = logits.new_empty(4, len(logits), 1, dtype=wide_dtype(logits.dtype)).unbind()
         factors = self._factors(grads, weight, of_classes)
+        if _row_kernel.runs_on(logits):
+            gradient = _row_kernel.compute(
+                logits, projection.pairs[0][0].dtype, target, stats, factors, weights, smoothing=smoothing,
+                softcap=self.softcap, temperature=self.temperature,
+                sums="entropy" if self.num_values == 2 else "classes" if self.label_smoothing else "",
+            )  # fmt: skip
+        else:
+            gradient = logits if grads is None else projection.gradient_of(logits)
+            self._compute(projection, logits, gradient, target, stats, factors, of_class)
+        values = self._values(projection, at, logits, stats, weight, of_classes)
+        return values, None if grads is None else gradient
+
+    def _compute(
+        self, projection: Projection, logits: Tensor, gradient: Tensor, target: Tensor,
+        stats: Sequence[Tensor], factors: Sequence[Tensor | None], of_class: Any,
+    ) -> None:  # fmt: skip
+        """Fill `stats` and, with factors, the gradient of the logits: what `_row_kernel.py` does on a GPU."""
         for (
-            row, row_target, of_p, of_target, of_lse, of_all, of_entropy, row_out,
-            row_top, row_max, row_p_target, row_sum,
-        ) in projection.parts(logits, target, *factors, out, *stats):  # fmt: skip
+            row, row_target, of_p, of_target, of_lse, of_all, of_entropy, row_gradient,
+            row_top, row_max, row_at_target, row_sum,
+        ) in projection.parts(logits, target, *factors, gradient, *stats):  # fmt: skip
             scaled = self.scale(row)
             torch.amax(scaled, -1, keepdim=True, out=row_top)
+            torch.gather(scaled, 1, row_target, out=row_at_target)
             if self.label_smoothing:
                 torch.sum(scaled * of_class, -1, keepdim=True, out=row_sum)
             # In the memory of the scaled logits, unless `unscale` needs them.
             p = torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
             torch.amax(p, -1, keepdim=True, out=row_max)
-            torch.gather(p, 1, row_target, out=row_p_target)
-            surprise = torch.special.entr(p) if has_entropy else None  # -p * log p
+            surprise = torch.special.entr(p) if self.num_values == 2 else None  # -p * log p
             if surprise is not None:
                 torch.sum(surprise, -1, keepdim=True, out=row_sum)
-            if row_out is None:
+            if of_p is None:
                 continue
             factor = of_p if of_lse is None else of_p + of_lse * (row_top - row_max.log())
             if surprise is not None:  # d entropy / d l_c = -p_c * log p_c - p_c * entropy
@@ -215,9 +244,8 @@ class CrossEntropy(RowLoss):
             p.scatter_add_(1, row_target, of_target)
             if of_all is not None:
                 p.sub_(of_all * of_class)
-            row_out.copy_(self.unscale(p, scaled))  # nothing moves where `out` is the memory of the logits
+            row_gradient.copy_(self.unscale(p, scaled))  # nothing moves where it is the memory of the logits
             del p, scaled, surprise  # before the next part is converted
-        return self._values(stats, weight, of_classes, rounded, exact)
 
     def _factors(self, grads: Tensor | None, weight: Any, of_classes: Any) -> list[Tensor | None]:
         """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, the entropy's."""
@@ -230,14 +258,19 @@ class CrossEntropy(RowLoss):
         return [of_p, grad * weight * (s - 1.0), of_lse, grad if s else None, of_entropy]
 
     def _values(
-        self, stats: Sequence[Tensor], weight: Any, of_classes: Any, rounded: Tensor, exact: Tensor
-    ) -> Tensor:
-        top, p_max, p_target, sums = stats
+        self, projection: Projection, at: Rows, logits: Tensor, stats: Sequence[Tensor], weight: Any,
+        of_classes: Any,
+    ) -> Tensor:  # fmt: skip
+        top, p_max, rounded, sums = stats
+        exact = rounded
         # lse - top is the log of the largest probability, and not of a sum of exponentials, in which the loss
         # of a target that is nearly certain would be lost.
         above = -p_max.log()
-        if rounded is not exact:
-            above += torch.log1p(p_target * torch.expm1(exact - rounded))
+        if logits.dtype.itemsize == 2:
+            exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
+            # Where a rounding is more than a nat, as of logits of 1e3, those of the others are as large.
+            exact = torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
+            above += torch.log1p((rounded - top - above).exp() * torch.expm1(exact - rounded))
         lse = top + above
         values = (top - exact + above) * weight * (1.0 - self.label_smoothing)
         if self.z_loss:
@@ -245,15 +278,6 @@ class CrossEntropy(RowLoss):
         if self.label_smoothing:
             values += of_classes * lse - sums
         return values if self.num_values == 1 else torch.cat([values, sums], 1)
-
-    def _target_logits(self, projection: Projection, at: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scaled logit of each row's target [r, 1], as it is among the logits and exact."""
-        rounded = self.scale(logits.gather(1, self.target[at].unsqueeze(1)))
-        if logits.dtype.itemsize > 2:
-            return rounded, rounded
-        exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
-        # Where a rounding is more than a nat, as it is of logits of 1e3, those of the others are as large.
-        return rounded, torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -269,20 +293,22 @@ class Divergence(RowLoss):
 
     @override
     def of_tile(
-        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None, out: Tensor | None
-    ) -> Tensor:
+        self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         x, weight = self.teacher
         taught = x[at] @ weight.T
         values = logits.new_empty(len(logits), 1, dtype=wide_dtype(logits.dtype))
-        for row, row_taught, row_value, grad, row_out in projection.parts(logits, taught, values, grads, out):
+        gradient = None if grads is None else projection.gradient_of(logits)
+        parts = projection.parts(logits, taught, values, grads, gradient)
+        for row, row_taught, row_value, grad, row_gradient in parts:
             scaled = self.scale(row)
             log_s = torch.log_softmax(scaled, -1)
             log_t = torch.log_softmax(self.scale(row_taught), -1)
-            value, gradient = self._value(log_s, log_t)
+            value, of_scaled = self._value(log_s, log_t)
             row_value.copy_(value)
-            if row_out is not None:
-                row_out.copy_(self.unscale(gradient.mul_(grad), scaled))
-        return values
+            if row_gradient is not None:
+                row_gradient.copy_(self.unscale(of_scaled.mul_(grad), scaled))
+        return values, gradient
 
     def _value(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the divergence of rows [r, 1], and the gradient of their scaled logits [r, V]."""
@@ -307,18 +333,28 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     Args:
         x: The rows [N, D].
         width: Columns of the logits.
-        budget_mib: In MiB; None for the larger of `MIN_BUDGET_MIB` and the bytes of `x`, but at most an
-            eighth of the rows.
+        budget_mib: In MiB; None for the larger of the bytes of `x` and, on a CPU, 16 MiB, but at most an
+            eighth of the rows and at least 128; on a GPU a 64th of its memory, rounded down to a power of two
+            (1 GiB of an H100's 79), but at most 2,048 rows. That is not of the memory that is free: so a
+            prediction knows it, and every step of a run has the same tiles.
 
     Example:
-        >>> tile_rows_of(torch.zeros(1024, 256), 32000, None)
-        128
+        >>> tile_rows_of(torch.zeros(2048, 256), 16000, None)
+        256
+        >>> from torch._subclasses import FakeTensorMode
+        >>> with devices.predicted(devices.DEVICES["h100"]), FakeTensorMode():
+        ...     tile_rows_of(torch.empty(8192, 4096, dtype=torch.bfloat16), 128256, None)
+        2048
     """
-    least = MIN_BUDGET_MIB.get(x.device.type, MIN_BUDGET_MIB["cuda"]) * MIB
-    budget = max(least, x.nbytes) if budget_mib is None else budget_mib * MIB
-    fitting = max(1, int(budget / (4 * max(width, 1))))
-    if budget_mib is None:
-        fitting = min(fitting, max(MIN_ROWS, -(-len(x) // MIN_TILES)))
+    gpu, of_row = devices.gpu_of(x), 4 * max(width, 1)
+    if budget_mib is not None:
+        fitting = max(1, int(budget_mib * MIB / of_row))
+    elif gpu is not None:
+        share = 1 << (gpu.memory_bytes // GPU_SHARE).bit_length() - 1
+        fitting = min(max(1, max(share, x.nbytes) // of_row), GPU_ROWS)
+    else:
+        fitting = min(max(CPU_BUDGET_MIB * MIB, x.nbytes) // of_row, -(-len(x) // MIN_TILES))
+        fitting = max(fitting, MIN_ROWS)
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
     # As many tiles as needed, of about the same size: a multiple of 8 where that still fits.
@@ -344,33 +380,31 @@ def in_tiles(
     x = projection.pairs[0][0]
     values = x.new_zeros(len(x), loss.num_values, dtype=wide_dtype(x.dtype))
     found = [None if each is None else torch.zeros_like(each) for each in receivers]
-    low: Tensor | None = None  # gradient of the logits, in the dtype of the products
     for at, logits in projection.tiles():
-        if grads is None:
-            values[at] = loss.of_tile(projection, at, logits, None, None)
+        values[at], grad = loss.of_tile(projection, at, logits, None if grads is None else grads[at])
+        if grad is None:
             continue
-        if low is None:
-            low = logits if logits.dtype == x.dtype else torch.empty_like(logits, dtype=x.dtype)
-        grad = low[: len(logits)]
-        values[at] = loss.of_tile(projection, at, logits, grads[at], grad)
         if found[0] is not None:
             found[0] += grad.sum(0, dtype=values.dtype)
         for (rows, weight), of_rows, of_weight in zip(
             projection.pairs, found[1::2], found[2::2], strict=True
         ):
-            if of_rows is not None:
+            if of_rows is not None and isinstance(at, slice):
+                torch.mm(grad, weight, out=of_rows[at])
+            elif of_rows is not None:
                 of_rows[at] = grad @ weight
             if of_weight is not None:
-                _add_product(of_weight, grad, rows[at])
+                add_product(of_weight, grad.T, rows[at])
     return values, found
 
 
-def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add `grad.T @ x` [V, D] to `total`."""
-    if total.dtype == x.dtype:
-        total.addmm_(grad.T, x)
-        return
-    # A float32 gradient of 16-bit products, in slices: each is added when it is made.
-    step = max(1, len(total) // MAX_16_BIT_TILES)
-    for start in range(0, len(total), step):
-        total[start : start + step] += grad[:, start : start + step].T @ x
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, which has their dtype, or float32."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif devices.gpu_of(total) is not None:  # CUDA adds what it accumulated in float32, and rounds nothing
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # in slices: each is added when it is made
+        step = max(1, len(total) // MAX_16_BIT_TILES)
+        for start in range(0, len(total), step):
+            total[start : start + step] += a[start : start + step] @ b

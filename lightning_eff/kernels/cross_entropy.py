@@ -2,7 +2,8 @@
 
 The logits [N, V] of a language model are often the largest tensor of its step, and their gradient is as
 large. Here they exist for some rows at a time: `_row_losses.py` makes the tiles, what is computed from them,
-and the gradients of x, weight and bias. Of its autograd function there are two modes:
+and the gradients of x, weight and bias; on a GPU, `_row_kernel.py` computes what concerns logits alone. Of
+its autograd function there are two modes:
 
 *In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the forward pass,
 and the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose gradients would
@@ -95,14 +96,15 @@ def linear_cross_entropy(
         temperature: Divides the logits, after `softcap`.
         class_weight: Factor of each class, as `weight` of `F.cross_entropy`.
         reduction: `mean` over the targets' weights, `sum`, or `none`.
-        tile_budget_mib: Memory for float32 logits in MiB; None for the larger of `x` and 16 on a CPU or 64 on
-            a GPU, but at most an eighth of all rows. A GPU needs up to three times as much, and 16-bit inputs
-            are computed in 16 tiles at most.
+        tile_budget_mib: Memory for float32 logits in MiB. None for the larger of `x` and, on a CPU, 16 MiB,
+            but at most an eighth of all rows and at least 128; on a GPU a 64th of its memory, rounded down to
+            a power of two, but at most 2,048 rows. A GPU without Triton needs up to three times as much, and
+            16-bit inputs are computed in 16 tiles at most.
         low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added.
         backend: `tiled`: this module; `torch`: torch's own, from 2.13 on. `auto` is `tiled` everywhere: on a
-            CPU it takes as long as torch's fastest, within 5 %, and at most its memory, within 1 %, and in
-            bfloat16 torch's loss has an error of 8e-3 and this one 1e-7 (benchmarks/tiled_loss.py). On a GPU
-            neither was measured.
+            CPU it takes as long as torch's fastest, within 5 % (small losses with a frozen weight up to 20 %,
+            in bfloat16 37 %), and at most its memory, within 1 %, and in bfloat16 torch's loss has an error of
+            8e-3 and this one 1e-7 (docs/benchmarks/tiled_loss.md). On a GPU neither was measured.
 
     Returns:
         Nats in float32 (float64 for float64 inputs): a scalar, or for `none` one value per target, 0 where it

@@ -9,15 +9,21 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 KIB = 2**10
 AMPERE = 80
 """Compute capability of the first GPUs that compute bfloat16."""
+_predicted: ContextVar[Device | None] = ContextVar("_predicted", default=None)
+"""The GPU that a prediction is for, whose fake tensors are on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +200,28 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
         peak_tflops={key: value * ratio for key, value in like.peak_tflops.items()},
         memory_gbs=like.memory_gbs * ratio, l2_gbs=like.l2_gbs * ratio, **sizes,
     )  # fmt: skip
+
+
+@contextmanager
+def predicted(gpu: Device | None) -> Generator[None]:
+    """Take fake tensors for tensors of a GPU, which need not be present; None leaves them on the CPU."""
+    token = _predicted.set(gpu)
+    try:
+        yield
+    finally:
+        _predicted.reset(token)
+
+
+def gpu_of(tensor: Tensor) -> Device | None:
+    """Return the GPU that computes with a tensor, or would after a prediction; None on a CPU.
+
+    Example:
+        >>> gpu_of(torch.ones(2)) is None
+        True
+    """
+    if tensor.is_cuda:
+        return of(tensor.device)
+    return _predicted.get() if is_fake(tensor) else None
 
 
 def why_no_kernels(device: torch.device) -> str:

@@ -235,7 +235,7 @@ def forecast(
         with redirect_stdout(sys.stderr):
             if trainer is not None:
                 _check_parts(values, trainer)
-            prediction = _predict(values, example or ExampleBatch.of(values), memory.capability)
+            prediction = _predict(values, example or ExampleBatch.of(values), memory)
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         prediction = Prediction(reason=reason_of(error), error=error)
     found = MemoryForecast(prediction, memory)
@@ -266,7 +266,7 @@ def _for_one_rank(callbacks: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     return {**callbacks, **({"gradient_accumulation": accumulation} if accumulation else {})}
 
 
-def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) -> Prediction:
+def _predict(values: Mapping[str, Any], example: ExampleBatch, memory: DeviceMemory) -> Prediction:
     """Predict on one CPU, without monitors, loggers and pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
@@ -286,7 +286,8 @@ def _predict(values: Mapping[str, Any], example: ExampleBatch, capability: int) 
         data=example.data,
         num_batches=example.num_batches,
         batch_size=example.batch_size,
-        capability=capability,
+        capability=memory.capability,
+        memory_bytes=memory.memory_bytes,
     )
     found.assumed.extend([example.about] if example.about else [])
     return found

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
+from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES, Device
 from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import FakeLoader, Fakes
@@ -104,6 +105,7 @@ def predict(
     num_batches: int | None = None,
     batch_size: int | None = None,
     capability: int = 0,
+    memory_bytes: int | None = None,
 ) -> Prediction:
     """Predict the peak memory of a training step in a Trainer.
 
@@ -116,6 +118,7 @@ def predict(
         batch_size: `batch_size` of the loader; None takes the length of the first tensor.
         capability: Compute capability times ten of a GPU, which need not be present, to predict attention,
             dropout and float8 for; 0 for this CPU.
+        memory_bytes: Of that GPU, by which the tiled loss sizes its tiles; None for one of that capability.
 
     Raises:
         ValueError: The Trainer is not for one CPU.
@@ -134,9 +137,10 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    with Fakes() as fakes, CudaOperators(capability), quietly() as warned:
+    gpu = _like(capability, memory_bytes)
+    with Fakes() as fakes, CudaOperators(capability), devices.predicted(gpu), quietly() as warned:
         made: Any = trainer() if callable(trainer) else trainer
-        device, gpu = made.strategy.root_device, _like(capability)
+        device = made.strategy.root_device
         if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
             raise ValueError(f"a Trainer for {device}: expected accelerator='cpu', devices=1")
         made.callbacks = [each for each in made.callbacks if _takes_part(each, gpu)]
@@ -162,15 +166,16 @@ def _takes_part(technique: object, gpu: Device | None) -> bool:
     return not isinstance(technique, JoinsPrediction) or technique.join_prediction(gpu)
 
 
-def _like(capability: int) -> Device | None:
+def _like(capability: int, memory_bytes: int | None = None) -> Device | None:
     """Return a GPU of a capability; one that is in no table has the estimated rates of the next lower one."""
     if not capability:
         return None
     lower = [gpu for gpu in DEVICES.values() if gpu.capability <= capability]
     nearest = max(lower, key=lambda gpu: gpu.capability, default=DEVICES["v100"])
-    if nearest.capability == capability:
-        return nearest
-    return replace(nearest, name="a GPU", capability=capability, is_estimate=True)
+    gpu = replace(nearest, memory_bytes=memory_bytes or nearest.memory_bytes)
+    if gpu.capability == capability:
+        return gpu
+    return replace(gpu, name="a GPU", capability=capability, is_estimate=True)
 
 
 def predict_step(
@@ -196,7 +201,7 @@ def predict_step(
         >>> predict_step(layer, torch.ones(1, 256), lambda net, x: net(x).sum(), sgd).peak.phase
         'backward'
     """
-    with Fakes() as fakes, CudaOperators(capability), quietly():
+    with Fakes() as fakes, CudaOperators(capability), devices.predicted(_like(capability)), quietly():
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()

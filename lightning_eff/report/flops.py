@@ -68,6 +68,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if formula is None:
         return 0
     args = _ungrouped(args) if "scaled_dot_product" in str(func) else args
+    # torch 2.13's formula of `addmm` takes the dtype of `addmm(..., out_dtype=)` for the shape of its result.
+    args = [each for each in args if not isinstance(each, torch.dtype)]
     return int(formula(*args, **kwargs, out_val=out))
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_eff.kernels import tiles
+from lightning_eff.kernels import _row_kernel, tiles
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.tile_configs import CONFIGS, TileConfig
 from lightning_eff.kernels.tiles import MARGIN_BYTES
 
 if sys.platform != "linux":
     pytest.skip("Triton's compiler runs on Linux", allow_module_level=True)
-from tests.support.assembly import Variant, assemble
+from tests.support.assembly import Variant, assemble, gpu, read_code
 
 ROOT = Path(__file__).parent.parent.parent
 FLOAT32 = torch.float32
@@ -142,6 +142,33 @@ def test_split_k_is_reduced_without_spills(device: str) -> None:
         sums = assemble(config, each, device)[1]
         assert sums.stack_bytes == sums.instructions["local_memory"] == sums.instructions["tensor_core"] == 0
         assert sums.registers <= 128
+
+
+LOSSES = {"values": ("", ""), "plain": ("pt", ""), "entropy": ("pte", "entropy"), "all": ("ptla", "classes")}
+"""Of the loss's kernel: which factors it has, by the last word's first letter, and which sum."""
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("num_classes", [128256, pytest.param(50257, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_of_the_loss_compile_without_spills(name: str, num_classes: int, dtype: torch.dtype) -> None:
+    """At most 80 registers, so that an SM has three programs, whose reads cover each other's waiting."""
+    names, sums = LOSSES[name]
+    pitch = -(-num_classes // _row_kernel.PITCH) * _row_kernel.PITCH
+    logits = torch.zeros(2, pitch, dtype=dtype)[:, :num_classes]
+    column, target = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64)
+    factors = [column if each in names else None for each in "ptlae"]
+    scaling = (
+        {"softcap": None, "temperature": 1.0} if name == "plain" else {"softcap": 30.0, "temperature": 0.7}
+    )
+    with gpu("h200") as compiled:
+        _row_kernel.compute(
+            logits, torch.bfloat16, target, [column] * 4, factors,
+            torch.ones(num_classes) if name == "all" else None, smoothing=0.1, sums=sums, **scaling,
+        )  # fmt: skip
+    (code,) = map(read_code, compiled)
+    assert code.stack_bytes == code.instructions["local_memory"] == 0, code
+    assert code.registers <= 80, code
 
 
 @pytest.mark.slow

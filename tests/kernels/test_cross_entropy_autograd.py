@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_eff.kernels import devices
+from lightning_eff.kernels._row_losses import tile_rows_of
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy, token_logprobs
+from lightning_eff.planner.fakes import Fakes
+from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support import whole_logits
 from tests.support.counted import Operators
@@ -226,7 +231,7 @@ def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
     weight.requires_grad_(not frozen)
     tile, mask, scalar = N // TILES * V * 4, N, 4
     returned = x.nbytes + (0 if frozen else weight.nbytes)
-    of_rows = 4 * N + 11 * 4 * N // TILES  # values, and eleven numbers of a tile's row
+    of_rows = 4 * N + 10 * 4 * N // TILES  # values, and ten numbers of a tile's row
     with LiveBytes() as live:
         live.add([x, weight, target])
         before = live.now_bytes
@@ -236,3 +241,52 @@ def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
         live.add([x, weight, target])
         F.cross_entropy(F.linear(x, weight), target).backward()
     assert live.peak_bytes - before > 2 * TILES * tile
+
+
+@pytest.mark.parametrize("num_classes", [V, V + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_extra_bytes_of_a_step_on_a_gpu_that_need_not_be_present(
+    dtype: torch.dtype, num_classes: int
+) -> None:
+    """One tile of float32 logits, in rows of a multiple of 16, over which the gradient of 16 bits lies."""
+    with Fakes(), devices.predicted(devices.DEVICES["h100"]), FlopCount() as count, LiveBytes() as live:
+        x = torch.empty(N, D, dtype=dtype, requires_grad=True)
+        weight = torch.empty(num_classes, D, requires_grad=True)  # whose gradient sums up in float32
+        target = torch.zeros(N, dtype=torch.int64)
+        live.add([x, weight, target])
+        before = live.now_bytes
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = linear_cross_entropy(x, weight, target, tile_budget_mib=BUDGET_MIB * num_classes / V)
+        loss.backward()
+    pitch = V if num_classes == V else V + 16
+    tile, mask, scalar, of_rows = N // TILES * pitch * 4, N, 4, 4 * N + 10 * 4 * N // TILES
+    cast = num_classes * D * 2 if dtype == torch.bfloat16 else 0
+    returned = x.nbytes + weight.nbytes
+    assert live.peak_bytes - before - (tile + returned + mask + scalar + cast) == of_rows
+    assert count.flops == 3 * 2 * N * D * num_classes
+
+
+ROWS_OF = {"h100": 2048, "h200": 2048, "a100": 2048, "rtx4090": 512, "t4": 256}
+
+
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_rows_of_a_tile_on_a_gpu_follow_its_memory_whichever_source_states_it(name: str) -> None:
+    """1 GiB of float32 logits of 128,256 classes on an H100, an eighth of that on a T4 with 14.5 GiB."""
+    for factor in (0.97, 1.0, 1.03):  # a driver keeps some
+        gpu = devices.DEVICES[name]
+        gpu = replace(gpu, memory_bytes=int(gpu.memory_bytes * factor))
+        with devices.predicted(gpu), Fakes():
+            x = torch.empty(4096, 512, dtype=torch.bfloat16)
+            assert tile_rows_of(x, 128256, None) == ROWS_OF[name]
+            assert tile_rows_of(x, 128256, 512.0) == 1024, "an explicit budget decides"
+
+
+def test_rows_of_a_tile_on_a_cpu() -> None:
+    """16 MiB, an eighth of all, and 128 rows at least."""
+    found = {
+        (n, v): tile_rows_of(torch.empty(n, 64), v, None) for n in (64, 256, 4096) for v in (1000, 128000)
+    }
+    assert found == {
+        (64, 1000): 64, (64, 128000): 64, (256, 1000): 128, (256, 128000): 128, (4096, 1000): 512,
+        (4096, 128000): 128,
+    }  # fmt: skip

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.tiled_loss import TiledLoss
 from lightning_eff.planner import cuda_operators
 from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import Fakes
@@ -152,6 +153,18 @@ def test_calls_of_one_forward_pass_under_techniques(name: str) -> None:
         trainer=lambda: trainer_of({"callbacks": TECHNIQUES[name](), "plugins": plugins}),
     )  # fmt: skip
     assert backends(found) == [("flash", "bfloat16")] * 2
+
+
+@pytest.mark.parametrize(("capability", "memory_bytes"), [(0, None), (90, None), (90, 1 << 18)])
+def test_tiles_of_the_loss_follow_the_memory_of_the_gpu(capability: int, memory_bytes: int | None) -> None:
+    technique, batch = TiledLoss(), next(iter(loader_for(GPT_OF)))
+    found = predict(
+        GPT_OF, batch, num_batches=10, capability=capability, memory_bytes=memory_bytes,
+        trainer=lambda: trainer_of({"callbacks": [technique]}),
+    )  # fmt: skip
+    assert found.reason == ""
+    numbers = technique.outcome().numbers
+    assert (numbers["tile_rows"] < numbers["rows"]) == (memory_bytes is not None)
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.planner.prediction import predict_step
@@ -63,6 +64,15 @@ def test_products_that_are_added_in_place_count() -> None:
         matrix.addmm_(draw(4, 5), draw(5, 6))
         batch.baddbmm_(draw(2, 4, 5), draw(2, 5, 6))
     assert counted.flops == (1 + 2) * 2 * 4 * 5 * 6
+
+
+def test_products_with_a_wider_result_count() -> None:
+    """As on CUDA; torch 2.13's own counter raises a TypeError."""
+    with FakeTensorMode(), FlopCount() as counted:
+        a, b, total = torch.empty(4, 5).half(), torch.empty(5, 6).half(), torch.empty(4, 6)
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.mm(a, b, out_dtype=torch.float32, out=total)
+    assert counted.flops == 2 * 2 * 4 * 5 * 6
 
 
 @since_torch_2_13

@@ -1,0 +1,194 @@
+"""Cross-entropy of a tile of logits in one Triton kernel, with the gradient in the memory of the logits.
+
+For each row l [V] of scaled logits, with the terms of `_row_losses.py`:
+
+    top = max_c l_c;  d = sum_c exp(l_c - top);  lse = top + log(d);  p_c = exp(l_c - top) / d
+    u = sum_c exp(l_c - top) * (top - l_c);  H = log(d) + u / d, the entropy
+    G_c = (of_p + of_lse * lse) * p_c + of_target * [c = t] - of_all * s / V * w_c
+          - of_entropy * p_c * (log p_c + H)
+
+and then the slope of the scaling. One program computes a row, from left to right, twice:
+
+              BLOCK   BLOCK   BLOCK
+            +-------+-------+----+..+     the tile [r, V]; a row begins every `pitch` elements
+    program | l     | l     | l  |  |     1. top, d and u of each of BLOCK lanes, then of all lanes
+            +-------+-------+----+..+     2. l again, and G over it
+
+Float32 logits of 16-bit products have a gradient of 16 bits, for the products that follow. It lies in the
+front half of its row, and never reaches logits that are yet to be read:
+
+    bytes   0      2 * c  4 * c
+            [G ... G     ][l ... l    ]   at column c: G ends at byte 2 * c, what is left of l begins at 4 * c
+
+Online softmax: a lane keeps the largest logit m that it has seen, and sums relative to that. So each logit
+takes one exponential, and no lane waits for another before the row has been read.
+
+Source: learned from Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), and from
+Liger-Kernel for the gradient in place.
+"""
+
+# pyright: basic, reportInvalidTypeForm=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.epilogue import jit, tl
+
+MAX_BLOCK = 2048
+"""Columns of a block."""
+COLUMNS_OF_A_WARP = 256
+"""8 a thread: with 16, the sums of all options would not stay in registers."""
+PITCH = 16
+"""Rows begin at multiples of so many elements: then the kernel reads vectors, whatever V is."""
+
+
+def runs_on(logits: Tensor) -> bool:
+    """Return whether the kernel computes these logits: on a GPU with Triton, and in a prediction for one."""
+    gpu = devices.gpu_of(logits)
+    if gpu is None or logits.dtype == torch.float64:
+        return False
+    return gpu.capability >= devices.AMPERE if is_fake(logits) else not devices.why_no_kernels(logits.device)
+
+
+def compute(
+    logits: Tensor, dtype: torch.dtype, target: Tensor, stats: Sequence[Tensor],
+    factors: Sequence[Tensor | None], class_weight: Tensor | None, *, smoothing: float, softcap: float | None,
+    temperature: float, sums: str,
+) -> Tensor:  # fmt: skip
+    """Fill `stats` and, with factors, the gradient [r, V] of the logits, which is in their memory.
+
+    Args:
+        logits: [r, V], each row followed by memory that is free up to the next one.
+        dtype: Of the gradient: that of the logits, or of 16 bits.
+        target: [r, 1].
+        stats: Largest logit, its p, the target's logit, and the row's sum of `sums`, each [r, 1].
+        factors: of_p, of_target, of_lse, of_all and of_entropy, each [r, 1] or None.
+        class_weight: [V], or None.
+        smoothing: s / V.
+        softcap: Of the logits.
+        temperature: Of the logits, after the soft cap.
+        sums: `classes`: s / V * w_c * l_c; `entropy`; or an empty string for none.
+    """
+    num_rows, width = logits.shape
+    gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
+    columns = [None if each is None else each.contiguous() for each in factors]
+    block = min(MAX_BLOCK, 1 << (width - 1).bit_length())
+    if not is_fake(logits):
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
+            cross_entropy_rows[(num_rows,)](
+                logits, gradient, target, class_weight, *columns, *stats, width, logits.stride(0),
+                gradient.stride(0), softcap, 1.0 / temperature, smoothing, SUMS=sums, BLOCK=block,
+                num_warps=max(1, block // COLUMNS_OF_A_WARP),
+            )  # fmt: skip
+    return gradient
+
+
+@jit
+def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
+    logits, gradient, target, class_weight, of_p, of_target, of_lse, of_all, of_entropy,
+    top, p_top, at_target, sums,
+    V, pitch, gradient_pitch,
+    softcap, cooling, smoothing,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute one row: its statistics and, with of_p, its gradient. `cooling` is 1 / temperature."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * pitch
+    gradient += row.to(tl.int64) * gradient_pitch
+    t = tl.load(target + row)
+
+    # Of each lane [BLOCK]: largest logit, sums relative to it, the target's logit, the sum over classes.
+    m = tl.full([BLOCK], -float("inf"), tl.float32)
+    d = tl.zeros([BLOCK], tl.float32)
+    u = tl.zeros([BLOCK], tl.float32)
+    l_t = tl.zeros([BLOCK], tl.float32)
+    of_classes = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        x = _scaled(logits, c, V, pitch, softcap, cooling)
+        e, e_distance = _decay(m, x)
+        if SUMS == "entropy":
+            u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
+        d = tl.where(x > m, d * e + 1.0, d + e)
+        m = tl.maximum(m, x)
+        l_t += tl.where(c == t, x, 0.0)
+        if SUMS == "classes":
+            of_classes += tl.where(c < V, x * (smoothing * _weight(class_weight, c, V)), 0.0)
+
+    # Of the row: the lanes' sums relative to the largest of all.
+    largest = tl.max(m, 0)
+    e, e_distance = _decay(largest, m)
+    # As in torch, a row whose largest logit is infinite has no number as its loss or gradient.
+    total = tl.where(tl.abs(largest) < float("inf"), tl.sum(d * e, 0), float("nan"))
+    log_total, inverse, entropy = tl.log(total), 1.0 / total, 0.0
+    tl.store(top + row, largest)
+    tl.store(p_top + row, inverse)
+    tl.store(at_target + row, tl.sum(l_t, 0))
+    if SUMS == "entropy":
+        entropy = log_total + tl.sum(u * e + d * e_distance, 0) * inverse
+        tl.store(sums + row, entropy)
+    if SUMS == "classes":
+        tl.store(sums + row, tl.sum(of_classes, 0))
+    if of_p is not None:
+        factor, factor_t = tl.load(of_p + row), tl.load(of_target + row)
+        if of_lse is not None:
+            factor += tl.load(of_lse + row) * (largest + log_total)
+        for start in range(0, V, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            x = _scaled(logits, c, V, pitch, softcap, cooling)
+            e, e_distance = _decay(largest, x)
+            p = e * inverse
+            g = p * factor
+            if SUMS == "entropy":  # -log p_c = top - l_c + log(d)
+                g += tl.load(of_entropy + row) * (e_distance * inverse + p * (log_total - entropy))
+            g += tl.where(c == t, factor_t, 0.0)
+            if of_all is not None:
+                g -= tl.load(of_all + row) * (smoothing * _weight(class_weight, c, V))
+            if softcap is not None:  # d tanh(v) / dv = 1 - tanh(v)^2
+                tanh = x / (cooling * softcap)
+                g *= 1.0 - tanh * tanh
+            g *= cooling
+            # A warp that is ahead would overwrite what another has not read of this block or an earlier one.
+            tl.debug_barrier()
+            tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=c < pitch)
+
+
+@jit
+def _scaled(logits, c, V, pitch, softcap, cooling):
+    """Return the scaled logits of columns c [BLOCK] in float32, and -inf beyond V.
+
+    The mask is `pitch`, which 16 divides where there is memory up to it: with V, vectors would not be read.
+    """
+    x = tl.load(logits + c, mask=c < pitch, other=0.0).to(tl.float32)
+    if softcap is not None:
+        x = softcap * _tanh(x / softcap)
+    return tl.where(c < V, x * cooling, -float("inf"))
+
+
+@jit
+def _decay(m, x):
+    """Return e = exp(-|m - x|) and e * |m - x|: of equal infinities 1 and 0, of NaN NaN."""
+    distance = tl.where(m == x, 0.0, tl.abs(m - x))
+    e = tl.exp(-distance)
+    return e, e * tl.where(e == 0.0, 0.0, distance)
+
+
+@jit
+def _weight(class_weight, c, V):
+    """Return the weights of classes c [BLOCK]."""
+    return 1.0 if class_weight is None else tl.load(class_weight + c, mask=c < V, other=0.0)
+
+
+@jit
+def _tanh(v):
+    """Return tanh(v): by its series near 0, where the quotient would lose digits."""
+    e = tl.exp(-2.0 * tl.abs(v))
+    large = (1.0 - e) / (1.0 + e)
+    s = v * v
+    series = 1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835))))
+    return tl.where(s < 0.0625, v * series, tl.where(v < 0.0, -large, large))
