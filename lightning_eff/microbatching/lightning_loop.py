@@ -87,6 +87,8 @@ class ExactStep(_AutomaticOptimization):
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
         self.micro_batch_size: MicroBatchSize | None = None  # how batches are split; None for not at all
         self.is_search_due = False  # whether the next step begins with a search for the size
+        self.before_window: Callable[[], None] | None = None
+        """May change `accumulate_grad_batches`."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
@@ -130,6 +132,8 @@ class ExactStep(_AutomaticOptimization):
             text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
             warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
         if self._is_complete:
+            if self.before_window is not None:
+                self.before_window()
             # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
             length, num_batches = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
             self._num_batches = int(num_batches) if self._skip_backward else length
@@ -157,8 +161,10 @@ class ExactStep(_AutomaticOptimization):
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
         outputs = super().run(optimizer, batch_idx, kwargs)
-        # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
-        return outputs | {"loss": outputs["loss"] / self._num_batches} if outputs else outputs
+        if outputs and self._num_batches > 1:
+            # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
+            outputs["loss"] = outputs["loss"] / self._num_batches
+        return outputs
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
         """Do as Lightning, which calls it after each batch; a batch that was not trained on made no step.
