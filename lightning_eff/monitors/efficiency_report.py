@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -252,9 +251,7 @@ class EfficiencyReport(pl.Callback):
             "fit_s": time.perf_counter() - self._began_s,
             "precision": str(trainer.precision),
             "draws_random_numbers": any(
-                not torch.equal(state, self._random_states[0][name])
-                for states in self._random_states[1:]
-                for name, state in states.items()
+                random_states.differing(states, self._random_states[0]) for states in self._random_states[1:]
             ),
             "measured": measured | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],
