@@ -39,12 +39,12 @@ def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
 
 
 def set_up_monitor(
-    monitor: pl.Callback, trainer: pl.Trainer, pl_module: object = None, stage: str | None = None
+    self: pl.Callback, trainer: pl.Trainer, pl_module: object = None, stage: str | None = None
 ) -> None:
     """Do what every monitor does in `setup`: reject a legacy Trainer, and skip empty hooks."""
     del pl_module, stage
-    rules.reject_legacy_trainer(monitor, trainer)
-    skip_empty_hooks(monitor, trainer)
+    rules.reject_legacy_trainer(self, trainer)
+    skip_empty_hooks(self, trainer)
 
 
 class Managed(pl.Callback):

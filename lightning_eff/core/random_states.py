@@ -29,7 +29,7 @@ def held_by(module: nn.Module) -> dict[str, Any]:
 
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
     """Return the states of torch's CPU generator, the device's, Python's, NumPy's and of others."""
-    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: RandomStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
     legacy: Any = cast(Any, np.random).get_state(legacy=False)
     if legacy["bit_generator"] == "MT19937":  # NumPy's default; others belong to whoever set them
         key, position = legacy["state"]["key"].tobytes(), legacy["state"]["pos"]

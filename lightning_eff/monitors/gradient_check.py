@@ -108,7 +108,7 @@ class GradientCheck(pl.Callback):
         # All ranks take part, at the same steps.
         largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
         num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
-        self._losses, self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
+        self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
         if num_in_row >= self.max_nonfinite_steps:
             save_nothing_on_exception(trainer)
             good, step = _newest_finite(trainer), trainer.global_step
