@@ -135,8 +135,9 @@ class ExactStep(_AutomaticOptimization):
             if self.before_window is not None:
                 self.before_window()
             # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
-            length, num_batches = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
-            self._num_batches = int(num_batches) if self._skip_backward else length
+            is_whole, trainer = self._skip_backward, self.trainer
+            length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
+            self._num_batches = int(length)
             # A precision plugin may create its loss scaler only when a fit begins.
             self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
             self._position = 0
@@ -172,8 +173,8 @@ class ExactStep(_AutomaticOptimization):
         If such a batch ends the epoch, the rest of the window makes a step first.
         """
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
-        is_trained = self._batch_idx == epoch_loop.total_batch_idx
-        if interval == "step" and not update_plateau_schedulers and not is_trained:
+        is_due = interval == "step" and not update_plateau_schedulers
+        if is_due and self._batch_idx != epoch_loop.total_batch_idx:  # the batch was not trained on
             self._is_skipped = True
             is_over = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             if is_over and not self._is_complete and not self._skip_backward:
