@@ -11,7 +11,8 @@ workers do the same for any sample that is slow enough to matter.
 
 Saves: waiting for data: the report shows the fraction of the time before and after.
 Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
-    measuring at the start, on some of the dataset's samples (`num_workers=2`, say, measures nothing).
+    measuring at the start, on some of the dataset's samples, but at most a twentieth of an epoch's loading
+    (`num_workers=2`, say, measures nothing).
     Samples, and samplers that draw one by one, draw other random numbers where workers fetch ahead; streams
     and stateful loaders keep the workers that they have.
 When not: samples are tiny: it measures that, and uses no workers.
@@ -35,6 +36,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -58,6 +60,8 @@ MIN_WAIT = 0.1
 """Fraction of a run's time that is a wait for data, from which it is suggested."""
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
+MAX_EPOCH_FRACTION, START_S = 0.05, 0.1
+"""Of the time in which this process loads an epoch, that trials with workers may take; and of a first one."""
 WORKER_TIMEOUT_S = 20.0
 """Time after which a worker that returns no sample counts as hung."""
 
@@ -243,7 +247,7 @@ class WorkerChoice:
 
 
 def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
-    """Try 0, 1, 2, 4 ... workers, until more do not help.
+    """Try 0, 1, 2, 4 ... workers, until more do not help or trials would cost too much of an epoch.
 
     A trial makes batches from fixed indices of the dataset, so it advances no sampler. `budget_s` is for all
     trials, the start of workers not counted.
@@ -253,7 +257,6 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
         0
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
-    budget_s /= 1 + len(counts)
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     reason = ""
     if counts and multiprocessing.current_process().daemon:
@@ -262,24 +265,36 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
         reason = f"processes are started by {method}, which runs a script without a main guard again"
     tried: dict[int, float] = {}
     samples: list[Any] = []
-    best = 0
+    best, trial_s, end = 0, 0.0, 0.0
     # Lightning restores no state after an error, so none leaves the block.
     with isolate_rng(include_cuda=False):
         try:
             start = time.perf_counter()
             loader.dataset[0]
             sample_s = max(time.perf_counter() - start, 1e-9)
+            # Before a batch is timed, the first sample tells how long an epoch may take.
+            budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
             # Slow samples are timed in smaller batches.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
             size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
             for count in (0, *(() if reason else counts)):
+                start = time.perf_counter()
+                if count and start + trial_s > end:
+                    reason = f"trials may take {MAX_EPOCH_FRACTION:.0%} of an epoch's loading"
+                    break
                 found, seconds = _trial(loader, count, size, budget_s)
+                now = time.perf_counter()
+                trial_s = now - start if count else START_S
                 samples = samples or found
                 # A file or another handle that processes share gives workers other samples; random ones
                 # differ in this process too.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
                 tried[count] = seconds * batch_size / size
+                if not count:
+                    num_batches = sized_len(loader)
+                    epoch_s = float("inf") if num_batches is None else num_batches * tried[0]
+                    end = now + MAX_EPOCH_FRACTION * epoch_s
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count
                 elif count > 1:

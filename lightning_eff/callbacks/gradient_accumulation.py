@@ -151,6 +151,8 @@ class GradientAccumulation(Managed):
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
+        if self.schedule is not None:
+            self._loop.before_window = lambda: self._set_current(trainer)
         if self.num_batches is not None:
             self._accumulate_grad_batches = {0: self.num_batches}
             self._describe("a step", trainer.world_size)
@@ -216,13 +218,6 @@ class GradientAccumulation(Managed):
                 f"{trainer.num_training_batches}: each epoch makes one step of those"
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if len(self._accumulate_grad_batches) > 1:
-            self._set_current(trainer)  # the loop reads it where a window begins
 
     def outcome(self) -> Outcome:
         """Return what a step consists of."""

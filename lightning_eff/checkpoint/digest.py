@@ -88,51 +88,40 @@ class DigestWriter:
 
 
 def verify(file: IO[bytes]) -> str | None:
-    """Read a checkpoint file once, compare it with its digest, rewind it and return the digest.
+    """Compare a checkpoint file with its digest, and return that; another thread may read the file meanwhile.
 
     None for a file of stock torch, which has none: its CRC-32s were compared, which cover the values only.
 
     Raises:
         CheckpointError: The file is damaged, cut off, or not a checkpoint.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - NUM_COMMENT_BYTES))
-    tail = file.read()
-    file.seek(0)
-    is_archive = file.read(len(FIRST_BYTES)) == FIRST_BYTES
-    digest = None
+    fd = file.fileno()  # read at positions given here: the file's own stays where it is
+    size = os.fstat(fd).st_size
+    tail = os.pread(fd, NUM_COMMENT_BYTES, max(0, size - NUM_COMMENT_BYTES))
+    is_archive = os.pread(fd, len(FIRST_BYTES), 0) == FIRST_BYTES
     if tail.startswith(DIGEST_PREFIX):
         digest = tail[-NUM_DIGEST_BYTES:].decode("ascii", "replace")
-        found = hashlib.sha256()
-        num_bytes = size - NUM_DIGEST_BYTES
-        file.seek(0)
-        while num_bytes and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
-            found.update(chunk)
-            num_bytes -= len(chunk)
+        found, position, chunk = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
+        while num_bytes := os.preadv(fd, [chunk[: size - NUM_DIGEST_BYTES - position]], position):
+            found.update(chunk[:num_bytes])
+            position += num_bytes
         if found.hexdigest() != digest:
             raise CheckpointError(
                 f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
             )
-    elif is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0"):
-        _check_crcs(file)
-    else:
+        return digest
+    if not (is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0")):
         raise CheckpointError(
             "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
         )
-    file.seek(0)
-    return digest
-
-
-def _check_crcs(file: IO[bytes]) -> None:
-    """Raise an error for an archive with an entry whose CRC-32 is wrong."""
-    file.seek(0)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(file.name) as archive:
             damaged = archive.testzip()
     except _UNZIP_ERRORS as error:
         raise CheckpointError(f"it is damaged: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"it is damaged: the CRC-32 of its entry {damaged!r} is wrong")
+    return None
 
 
 def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:

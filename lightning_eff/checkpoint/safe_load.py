@@ -26,7 +26,7 @@ UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, 
 
 
 def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Return the content of a file that is verified already: torch accepts most files with a flipped bit.
+    """Return the content of a file whose digest is verified too: torch accepts most files with a flipped bit.
 
     Args:
         file: Open, or a path.

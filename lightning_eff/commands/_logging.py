@@ -22,18 +22,23 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging(launch: Launch) -> None:
-    """Print each message once: on rank 0, by the root's handler and not by Lightning's too."""
+    """Print messages of this package, on rank 0 or with the rank; without an import of Lightning."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"))
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, handlers=[handler])
     logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
-    import lightning
-
-    logging.getLogger(lightning.__name__).handlers.clear()
     if launch.rank or RUN_DIR in os.environ:  # composed by another process, which has said so
         logging.getLogger("lightning_eff.config.resolution").setLevel(logging.ERROR)
     if launch.rank:
-        for name in ("lightning", "lightning.fabric", "lightning.pytorch", "torch"):
-            logging.getLogger(name).setLevel(logging.ERROR)
         for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
             warnings.simplefilter("ignore", category)
+
+
+def take_over_lightning(launch: Launch) -> None:
+    """Import Lightning, for seconds, and let the root's handler print its messages, and rank 0 alone."""
+    import lightning
+
+    logging.getLogger(lightning.__name__).handlers.clear()
+    if launch.rank:
+        for name in ("lightning", "lightning.fabric", "lightning.pytorch", "torch"):
+            logging.getLogger(name).setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.commands._logging import configure_logging
+from lightning_eff.commands._logging import configure_logging, take_over_lightning
 from lightning_eff.commands._recipe_file import words_of
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
@@ -97,6 +97,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
     """
     with recipe_app(options.recipe, options.overrides, RecipePath.of(options.config_dir)) as app:
         configure_logging(launch)
+        take_over_lightning(launch)
         composed = app.check()
     values, notes = _on_one_device(composed.values, options.overrides, launch)
     from lightning_eff.config.ckpt_path import find_evaluated, task_folder, with_base

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_eff.commands import _parser
-from lightning_eff.commands._logging import configure_logging
+from lightning_eff.commands._logging import configure_logging, take_over_lightning
 from lightning_eff.commands.report import VAL_LOSS, numbered_runs, read_run, show_several
 from lightning_eff.config.composition import Composed, RecipeApp, compose_recipe, recipe_app, resolve_job
 from lightning_eff.config.overrides import parse_overrides
@@ -74,7 +74,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
         if options.cfg or options.info:
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
             return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
-        configure_logging(launch)  # imports Lightning: not for a recipe that does not exist
+        configure_logging(launch)
         job = Job(options.recipe, path, launch, as_json=options.json, is_sweep=options.multirun)
         if options.multirun:
             _run_sweep(app, job)
@@ -180,6 +180,7 @@ class Job:
 
     def build(self, values: Mapping[str, Any], run_dir: Path) -> Run:
         """Build a run from its checked config."""
+        take_over_lightning(self.launch)
         from lightning_eff import run  # takes seconds: after everything that is rejected without it
 
         self._memory = host_memory.host_memory_limit()  # after the imports, before the run allocates

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_eff.comparison.result_table import BASELINE, ComparisonRow
 from lightning_eff.comparison.rounds import Trial, TrialRounds
-from lightning_eff.comparison.subprocess_trial import REPORT_FILE, TRAINING_FRACTION
+from lightning_eff.comparison.subprocess_trial import REPORT_FILE
 from lightning_eff.core.errors import EXIT_OK, ConfigError
 
 QUIET: dict[str, Any] = {
@@ -42,7 +42,7 @@ def compare(
             `baseline`, which is added without keywords if it is missing.
         max_steps: Optimizer steps of a trial, at least 6: the first ones are not timed.
         rounds: Number of times that each trial runs.
-        limit_s: Seconds after which a trial is killed; after a third it starts no more steps.
+        limit_s: Seconds after which a trial is killed; it starts no batch a third of them after its first.
         seed: Of each process before it builds.
 
     Raises:
@@ -56,9 +56,10 @@ def compare(
     for key, value, least in (("max_steps", max_steps, 6), ("rounds", rounds, 1)):
         if value < least:
             raise ConfigError(key=key, value=value, allowed=f"at least {least}")
-    shared = {"max_time": {"seconds": limit_s * TRAINING_FRACTION}, "max_steps": max_steps}
     planned = [
-        Trial(name, [], functools.partial(train_module, build, {**shared, **own}, seed))
+        Trial(
+            name, [], functools.partial(train_module, build, {"max_steps": max_steps, **own}, seed, limit_s)
+        )
         for name, own in {BASELINE: {}, **trials}.items()
     ]
     try:
@@ -74,18 +75,19 @@ def compare(
 
 
 def train_module(
-    build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, folder: Path
+    build: Callable[[], tuple[Any, Any]], keywords: Mapping[str, Any], seed: int, limit_s: float, folder: Path
 ) -> int:
     """Train in the trial's own process and write the efficiency report."""
     import lightning.pytorch as pl
 
+    from lightning_eff.comparison.trial_timer import TrialTimer
     from lightning_eff.monitors.efficiency_report import EfficiencyReport
 
     pl.seed_everything(seed, workers=True, verbose=False)
     module, data = build()
     monitor = EfficiencyReport(dirpath=str(folder))
     own = keywords.get("callbacks") or []
-    callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor]
+    callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor, TrialTimer(limit_s)]
     settings: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
     trainer = pl.Trainer(**settings)
     is_module = isinstance(data, pl.LightningDataModule)

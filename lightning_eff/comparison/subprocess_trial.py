@@ -34,7 +34,9 @@ from lightning_eff.core.errors import (
 REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
 TRAINING_FRACTION = 1 / 3
-"""Of a trial's time limit, after which it starts no more steps; compiling and the last batch come on top."""
+"""Of a trial's time limit, after which it starts no more batches, counted from the end of the first one."""
+END_FRACTION = 5 / 6
+"""Of the limit, after which it starts none however long the first one took, as to compile."""
 PRELOADED = ["lightning_eff.run", "lightning_eff.commands.train"]
 """Imports of the server that processes are forked from."""
 TrainTrial = Callable[[Path], int]
@@ -128,7 +130,8 @@ def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
         text = f"too few batches to be timed: the module made all {steps} steps in them; use more --steps"
         return TrialResult(FAILED, text)
     made, training_s = f"{steps} step{'s' * (steps != 1)}", limit_s * TRAINING_FRACTION
-    if report.get("fit_s", training_s) < training_s - 1.0:
+    first_s = report.get("measured", {}).get("first_batch_s") or 0.0
+    if report.get("fit_s", limit_s) - first_s < min(training_s, limit_s * END_FRACTION - first_s) - 1.0:
         return TrialResult(FAILED, f"too few batches to be timed: training ended by itself after {made}")
-    limit = f"{training_s:.0f} s, a third of --limit-s {limit_s:g}; raise --limit-s"
+    limit = f"{training_s:.0f} s, a third of --limit-s {limit_s:g}, and the first batch; raise --limit-s"
     return TrialResult(FAILED, f"too slow to be timed: {made} in {limit}")

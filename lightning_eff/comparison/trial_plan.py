@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from lightning_eff.comparison.result_table import BASELINE
-from lightning_eff.comparison.subprocess_trial import TRAINING_FRACTION
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.core import catalog
 from lightning_eff.core.technique import MEMORY, TIME, Try, ways_to_try
@@ -24,6 +23,8 @@ BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
 """What the baseline sets besides the batch; every recipe resumes exactly, which costs no measurable time."""
 Change = tuple[str, ...]
 """Overrides that change one thing of a recipe, or several."""
+TIMER = "lightning_eff.comparison.trial_timer.TrialTimer"
+"""Class of the monitor that ends a trial's training, in place of the Trainer's `max_time`."""
 PARTS = (2, 4)
 """Parts of a device's samples that `tune` tries to compute at once."""
 
@@ -170,11 +171,11 @@ def trial_overrides(
         user: As on the command line.
         own: What makes it this trial; replaces the user's of the same keys.
         steps: Optimizer steps.
-        limit_s: Seconds after which it is killed; it starts no more steps after a third of them.
+        limit_s: Seconds after which it is killed; a third of them after its first batch it starts no more.
         without: Groups that it sets itself.
     """
-    seconds = int(limit_s * TRAINING_FRACTION)  # of a Trainer, whole ones
-    shared = [f"trainer.max_steps={steps}", f"trainer.max_time={{seconds:{seconds}}}"]
+    timer = f"+monitors.trial_timer={{_target_: {TIMER}, limit_s: {float(limit_s)}}}"
+    shared = [f"trainer.max_steps={steps}", timer]
     later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
     replaced = {line.partition("=")[0].lstrip("+~") for line in later} - {"callbacks"}
     kept = [

@@ -100,14 +100,16 @@ def check_config_values(values: dict[str, Any]) -> None:
         check_value(key, values.get(key), hint)
     if not 0 <= values["seed"] < 2**32:
         raise ConfigError(key="seed", value=values["seed"], allowed="a whole number from 0 to 2**32 - 1")
-    _check_trainer(values.get("trainer"))
     for required in ("model", "data", "optimizer"):
         if not isinstance(values.get(required), dict):
             allowed = "an option of this group, for example in the recipe"
             raise ConfigError(required, values.get(required), allowed=allowed)
-    for group, base in GROUP_BASES.items():
-        for path, node in _nodes(group, values.get(group)):
-            _check_node(path, node, (resolve_class(path, base),))
+    nodes = [
+        (*each, base) for group, base in GROUP_BASES.items() for each in _nodes(group, values.get(group))
+    ]
+    _check_trainer(values.get("trainer"))  # imports Lightning, for seconds: all of the above is said at once
+    for path, node, base in nodes:
+        _check_node(path, node, (resolve_class(path, base),))
 
 
 def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:

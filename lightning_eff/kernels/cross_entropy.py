@@ -103,7 +103,7 @@ def linear_cross_entropy(
         low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added.
         backend: `tiled`: this module; `torch`: torch's own, from 2.13 on. `auto` is `tiled` everywhere: on a
             CPU it takes as long as torch's fastest, within 5 % (small losses with a frozen weight up to 20 %,
-            in bfloat16 37 %), and at most its memory, within 1 %, and in bfloat16 torch's loss has an error of
+            in bfloat16 37 %), and at most its memory, within 1 %. In bfloat16 torch's loss has an error of
             8e-3 and this one 1e-7 (docs/benchmarks/tiled_loss.md). On a GPU neither was measured.
 
     Returns:

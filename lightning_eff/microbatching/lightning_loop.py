@@ -87,6 +87,8 @@ class ExactStep(_AutomaticOptimization):
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
         self.micro_batch_size: MicroBatchSize | None = None  # how batches are split; None for not at all
         self.is_search_due = False  # whether the next step begins with a search for the size
+        self.before_window: Callable[[], None] | None = None
+        """May change `accumulate_grad_batches`."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
@@ -130,9 +132,12 @@ class ExactStep(_AutomaticOptimization):
             text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
             warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
         if self._is_complete:
+            if self.before_window is not None:
+                self.before_window()
             # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
-            length, num_batches = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
-            self._num_batches = int(num_batches) if self._skip_backward else length
+            is_whole, trainer = self._skip_backward, self.trainer
+            length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
+            self._num_batches = int(length)
             # A precision plugin may create its loss scaler only when a fit begins.
             self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
             self._position = 0
@@ -157,8 +162,10 @@ class ExactStep(_AutomaticOptimization):
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
         outputs = super().run(optimizer, batch_idx, kwargs)
-        # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
-        return outputs | {"loss": outputs["loss"] / self._num_batches} if outputs else outputs
+        if outputs and self._num_batches > 1:
+            # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
+            outputs["loss"] = outputs["loss"] / self._num_batches
+        return outputs
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
         """Do as Lightning, which calls it after each batch; a batch that was not trained on made no step.
@@ -166,8 +173,8 @@ class ExactStep(_AutomaticOptimization):
         If such a batch ends the epoch, the rest of the window makes a step first.
         """
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
-        is_trained = self._batch_idx == epoch_loop.total_batch_idx
-        if interval == "step" and not update_plateau_schedulers and not is_trained:
+        is_due = interval == "step" and not update_plateau_schedulers
+        if is_due and self._batch_idx != epoch_loop.total_batch_idx:  # the batch was not trained on
             self._is_skipped = True
             is_over = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             if is_over and not self._is_complete and not self._skip_backward:

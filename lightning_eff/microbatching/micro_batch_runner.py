@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ Arguments = OrderedDict[str, Any]
 """The arguments of `training_step`, by name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepFunctions:
     """The functions that make a step of one batch, as Lightning's loop would call them."""
 
@@ -141,7 +142,7 @@ class MicroBatchRunner:
         # The strategy averages gradients over the ranks in the last backward pass of a step only.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
-        with _block_parallel_sync_behavior(self._trainer.strategy, block=is_blocked):
+        with _block_parallel_sync_behavior(self._trainer.strategy) if is_blocked else nullcontext():
             result = functions.forward(OrderedDict(arguments, batch=part.batch), part, batch_samples)
             if is_first and functions.zero_grad is not None:
                 functions.zero_grad()

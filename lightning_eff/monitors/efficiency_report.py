@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -47,6 +46,7 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.log_filters import REPORTS
+from lightning_eff.core.managed import set_up_monitor
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.text import json_safe, printable
@@ -113,7 +113,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Record the techniques' arguments before any `auto` is replaced by a value."""
-        rules.reject_legacy_trainer(self, trainer)
+        set_up_monitor(self, trainer)
         if stage == "fit":
             self.report = {}
             strategy = trainer.strategy
@@ -257,9 +257,7 @@ class EfficiencyReport(pl.Callback):
             "fit_s": time.perf_counter() - self._began_s,
             "precision": str(trainer.precision),
             "draws_random_numbers": any(
-                not torch.equal(state, self._random_states[0][name])
-                for states in self._random_states[1:]
-                for name, state in states.items()
+                random_states.differing(states, self._random_states[0]) for states in self._random_states[1:]
             ),
             "measured": measured | {"optimizer_state_bytes": optimizer_bytes or None},
             "ledger": [],

@@ -4,12 +4,12 @@ With a layer that is not called, an adapter after a detached input, or a loss of
 learns nothing. Gradients are checked once, after the first step that had a backward pass. A step that a loss
 scaler skips does not count.
 
-The loss of each step is checked on its device, and the result read every `max_nonfinite_steps` steps. In
+Losses are looked at every `max_nonfinite_steps` steps, 128 at most: reading one waits for the device. In
 manual optimization the loss is what `training_step` returns. The error names the newest checkpoint of the run
 whose weights are finite.
 
 Saves: a run that would train nothing.
-Costs: one pass over the gradients in the first step; a few operations on one number a batch.
+Costs: one pass over the gradients in the first step; one operation on a number a batch.
 When not: layers are skipped on purpose: name them in `unused`.
 Conflicts: models that skip layers on purpose must name them in `unused`.
 Source: none
@@ -17,6 +17,7 @@ Source: none
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,13 +31,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.checkpoint import stored_weights
-from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, check_arguments
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import CheckpointError, Remedy
 from lightning_eff.core.finite import nonfinite
+from lightning_eff.core.managed import set_up_monitor
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
-from lightning_eff.core.torch_private import real_tensors
+
+MAX_UNREAD = 128
+"""Steps after which their losses are read at the latest."""
 
 
 class GradientCheck(pl.Callback):
@@ -55,7 +58,7 @@ class GradientCheck(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[check], logger=False, accelerator="cpu")
     """
 
-    setup = rules.reject_legacy_trainer
+    setup = set_up_monitor
 
     @check_arguments
     def __init__(
@@ -72,10 +75,10 @@ class GradientCheck(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first.watch(pl_module, trainer.optimizers)
-        self._num_in_row = torch.zeros((), device=trainer.strategy.root_device)
-        self._loss: Tensor | None = None  # sum over the current step
+        self._num_in_row = 0
         self._has_stepped = False
-        self._num_unread = self.max_nonfinite_steps or 0  # steps until the number can reach its limit
+        self._losses: list[float | Tensor] = [0.0]  # sums over steps, until the number can reach its limit
+        self._num_unread = min(MAX_UNREAD, self.max_nonfinite_steps or 0)
 
     @override
     def on_before_optimizer_step(
@@ -90,22 +93,23 @@ class GradientCheck(pl.Callback):
         if self.max_nonfinite_steps is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        with real_tensors():  # the report does not count what a monitor holds
-            if isinstance(loss, Tensor):
-                total = loss.detach().float().sum()
-                self._loss = total if self._loss is None else self._loss + total
-            if self._has_stepped and self._loss is not None:
-                self._num_in_row = (self._num_in_row + 1) * ~self._loss.isfinite()
+        if isinstance(loss, Tensor):
+            total = loss.detach().sum() if loss.dim() else loss
+            # Reading would wait for another device. Of a tensor on a CPU the report would count the bytes.
+            self._losses[-1] += total.item() if total.is_cpu else total.detach().float()
         if not self._has_stepped:
             return
-        self._loss, self._has_stepped = None, False
-        self._num_unread -= 1
-        if self._num_unread:
+        self._has_stepped = False
+        if len(self._losses) < self._num_unread:
+            self._losses.append(0.0)
             return
+        for step_loss in self._losses:
+            self._num_in_row = 0 if math.isfinite(float(step_loss)) else self._num_in_row + 1
         # All ranks take part, at the same steps.
-        num_in_row = int(trainer.strategy.reduce(self._num_in_row, reduce_op="max"))
-        self._num_unread = self.max_nonfinite_steps - num_in_row
-        if not self._num_unread:
+        largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
+        num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
+        self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
+        if num_in_row >= self.max_nonfinite_steps:
             save_nothing_on_exception(trainer)
             good, step = _newest_finite(trainer), trainer.global_step
             text = f"the loss was not finite in {num_in_row} steps in a row, up to step {step}; "

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_eff.core import allocator, rules
 from lightning_eff.core.arguments import Positive, check_arguments
+from lightning_eff.core.managed import set_up_monitor
 from lightning_eff.core.text import human_bytes
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.report.meter import samples_and_tokens
@@ -58,7 +59,7 @@ class Progress(ProgressBar):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        rules.reject_legacy_trainer(self, trainer)
+        set_up_monitor(self, trainer)
         super().setup(trainer, pl_module, stage)
 
     @override

@@ -21,9 +21,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_eff.core import rules
 from lightning_eff.core.arguments import Count, NonEmpty, check_arguments
 from lightning_eff.core.errors import ConfigError, Remedy
+from lightning_eff.core.managed import set_up_monitor
 
 TEMPERATURE = 0.8
 
@@ -44,7 +44,7 @@ class TextSample(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
     """
 
-    setup = rules.reject_legacy_trainer
+    setup = set_up_monitor
 
     @check_arguments
     def __init__(self, *, prompt: NonEmpty = "def ", num_tokens: Count = 120, seed: int = 0) -> None:

@@ -25,7 +25,7 @@ def choose(dataset: Any, batch_size: int, max_workers: int, budget_s: float) -> 
 
 
 class Counted(Dataset[int]):
-    length = 100
+    length = 40_000  # of which trials may take a twentieth
 
     def __len__(self) -> int:
         return self.length
@@ -62,8 +62,6 @@ def test_a_trial_reads_samples_by_index_and_leaves_sampler_and_random_states_alo
 
 class Sleeps(Counted):
     """Takes 2 ms for a sample, and counts those of all processes."""
-
-    length = 4000
 
     def __init__(self) -> None:
         self.num_made = multiprocessing.Value("i", 0)
@@ -107,6 +105,13 @@ def test_the_budget_bounds_the_samples_of_trials() -> None:
     assert samples.num_made.value < 1000, "fewer than one batch has"
     assert choice.seconds_per_batch[0] >= 1000 * 0.002
     assert set(choice.seconds_per_batch) == {0, 1, 2}
+
+
+def test_no_worker_is_tried_for_a_loader_that_takes_no_time() -> None:
+    loader = DataLoader(range(20_000), batch_size=32)
+    choice = choose_num_workers(loader, max_workers=8, budget_s=4.0)
+    assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
+    assert choice.reason == "trials may take 5% of an epoch's loading"
 
 
 class ByProcess(Counted):
