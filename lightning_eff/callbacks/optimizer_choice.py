@@ -170,7 +170,8 @@ class OptimizerChoice(Managed):
             is_trusted = type(owner).__module__.partition(".")[0] in (PACKAGE, "lightning")
             for hook in GRADIENT_HOOKS:
                 is_own = getattr(type(owner), hook, None) is not getattr(base, hook, None)
-                if hook in vars(owner) or (is_own and not is_trusted):
+                # On the instance None stands for a hook that is not defined (core/managed.py).
+                if vars(owner).get(hook) is not None or (is_own and not is_trusted):
                     self._gradient_reader = self._gradient_reader or f"{type(owner).__name__}.{hook}"
         super().on_fit_start(trainer, pl_module)
         if not self._has_modes:
