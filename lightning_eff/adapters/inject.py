@@ -123,6 +123,8 @@ def make_config(
     if method not in CONFIGS:
         allowed = f"one of PEFT's methods that only change layers; {suggest_name(method, CONFIGS)}"
         raise ConfigError(key="method", value=method, allowed=allowed)
+    if targets is None and "target_parameters" not in options:
+        raise ConfigError(key="target_modules", value=None, allowed="all-linear, or names of layers")
     kind = CONFIGS[method]
     _check_options(kind, options)
     saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
