@@ -81,14 +81,18 @@ def assert_alike(
         assert error(one, other) < (16 if rounded else 4) * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
 def test_cross_entropy(option: str, dtype: torch.dtype) -> None:
     """A scalar has its gradients from the forward pass, but in float16 from the backward pass."""
     tiled = partial(linear_cross_entropy, tile_budget_mib=SEVERAL_TILES_MIB)
     assert_alike(tiled, whole_logits.cross_entropy, make_inputs(dtype), **OPTIONS[option])
 
 
-@pytest.mark.parametrize("scaling", [{}, {"softcap": 1.5, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    "scaling", [pytest.param({}, marks=pytest.mark.slow), {"softcap": 1.5, "temperature": 0.7}], ids=str
+)
 def test_logprobs_and_entropy(scaling: dict[str, Any], dtype: torch.dtype) -> None:
     def whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor) -> Tensor:
         logs = whole_logits.logits_of(x, weight, bias, **scaling).log_softmax(-1)
@@ -102,7 +106,9 @@ def test_logprobs_and_entropy(scaling: dict[str, Any], dtype: torch.dtype) -> No
     assert_alike(tiled, whole, given)
 
 
-@pytest.mark.parametrize("num_classes", [1, 16, 33, 65])
+@pytest.mark.parametrize(
+    "num_classes", [1, 33, *(pytest.param(number, marks=pytest.mark.slow) for number in (16, 65))]
+)
 def test_any_number_of_classes(num_classes: int, dtype: torch.dtype) -> None:
     given = {"x": torch.randn(5, 4, dtype=dtype), "weight": torch.randn(num_classes, 4, dtype=dtype)}
     given = {name: each.requires_grad_() for name, each in given.items()}

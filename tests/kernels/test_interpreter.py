@@ -26,6 +26,7 @@ pytestmark = [
         ("in_interpreter", "not slow"),
         pytest.param("in_interpreter", "slow", marks=pytest.mark.slow),
         ("rows_in_interpreter", "not slow"),
+        pytest.param("rows_in_interpreter", "slow", marks=pytest.mark.slow),
     ],
 )
 def test_what_the_kernels_compute_there(file: str, which: str) -> None:
