@@ -171,7 +171,7 @@ class AtomicFiles(CheckpointIO):
             return sharded.materialize(sharded.lazy_checkpoint(index), map_location or "cpu")
 
         def load(file: IO[bytes]) -> Any:
-            # The SHA-256 beside the reading, which takes about as long; its error comes before the reader's.
+            # The SHA-256 is computed while the file is read; its error comes before the reader's.
             with ThreadPoolExecutor(1) as pool:
                 verified = pool.submit(digest.verify, file)
                 try:

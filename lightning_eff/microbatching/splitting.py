@@ -245,7 +245,7 @@ def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
     """Whether a list on the path holds samples, whose first dimensions are not the batch's.
 
     Its first item shows it: a dict (the targets of an image; outermost, dicts may be the batches of several
-    loaders), or a number or text beside tensors (an image and its label).
+    loaders), or a number or text next to tensors (an image and its label).
     """
     is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
     return any(

@@ -1,6 +1,6 @@
-"""Make the result of an operation on fake tensors again without asking torch, which takes four times as long.
+"""Make the result of an operation on fake tensors again without asking torch, which takes much longer.
 
-A step repeats few operations very often: each block of a model has those of the one before. What torch's
+A step repeats few operations very often: each block of a model runs what the one before ran. What torch's
 `FakeTensorMode` returned for operands of some sizes, strides and dtypes is kept as a recipe: which operand is
 returned, which storage is viewed, which sizes a new tensor has. Its own cache does the same for any caller,
 with symbolic shapes, and spends most of an operation on the key.
