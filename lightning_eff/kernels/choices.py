@@ -1,8 +1,8 @@
 """What was measured on a GPU: who computes each shape, and how our kernels compare with torch's library.
 
 Choices are kept in a file of the user's cache folder, one for each kind of GPU, versions of torch and Triton,
-and state of the kernels' sources: they hold for nothing else. The folder `measured` here has
-such files, which ship with the package and are read first. A file that is damaged, or of something else, is empty.
+and state of the kernels' sources: they hold for nothing else. The folder `measured` here has such
+files, which ship with the package and are read first. A file that is damaged, or of something else, is empty.
 """
 
 from __future__ import annotations
