@@ -86,12 +86,12 @@ class IndexStream:
     def hashed(self, indices: Iterator[Any]) -> Iterator[Any]:
         """Yield the sampler's indices, and keep hashes of the first batches in `hashes`."""
         self.hashes.clear()
-        for batch in indices:
-            if len(self.hashes) < NUM_HASHED:
-                with contextlib.suppress(TypeError, AttributeError):  # of objects, which are not hashed
-                    text = json.dumps(batch, default=lambda array: array.tolist())
-                    self.hashes.append(zlib.crc32(text.encode()))
+        for batch in itertools.islice(indices, NUM_HASHED):
+            with contextlib.suppress(TypeError, AttributeError):  # of objects, which are not hashed
+                text = json.dumps(batch, default=lambda array: array.tolist())
+                self.hashes.append(zlib.crc32(text.encode()))
             yield batch
+        yield from indices
 
     def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
         num_skipped, self.num_skipped = self.num_skipped, 0
@@ -202,9 +202,10 @@ class ExactLoader(LoaderWrapper):
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
+        is_begun |= self.stream is not None
         while True:
             self.run.before_batch(self)
-            if self.stream is None and not is_begun:
+            if not is_begun:
                 self._first, is_begun = self.run.capture(), True
             try:
                 batch = next(iterator)
