@@ -14,6 +14,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch as MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice as OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt
+from lightning_eff.callbacks.skip_bad_steps import SkipBadSteps as SkipBadSteps
 from lightning_eff.callbacks.tiled_conv import TiledConv as TiledConv
 from lightning_eff.callbacks.tiled_conv import tile_convs as tile_convs
 from lightning_eff.callbacks.tiled_loss import TiledLoss as TiledLoss
