@@ -154,17 +154,9 @@ def predict_inside(
     batch_size: int | None = None,
     recorder: Recorder | None = None,
 ) -> Prediction:
-    """Do as `predict` inside fakes that are entered, also of another prediction, for its device.
+    """Do as `predict` inside `fakes` that are entered, also of another prediction, for its device.
 
-    Args:
-        fakes: These fakes.
-        model: As in `predict`.
-        batch: As in `predict`.
-        trainer: As in `predict`.
-        data: As in `predict`.
-        num_batches: As in `predict`.
-        batch_size: As in `predict`.
-        recorder: Records the steps; None takes a new one.
+    `recorder` records the steps; None takes a new one.
     """
     gpu, batches = devices.gpu_of(torch.empty(0)), [batch]
     with quietly() as warned:
