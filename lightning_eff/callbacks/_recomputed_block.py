@@ -21,7 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 
 from lightning_eff.core import model_surgery
 from lightning_eff.core.call_state import CallState, RecomputationError, stops_early
-from lightning_eff.core.errors import Remedy
+from lightning_eff.core.errors import ConfigError, Remedy
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.torch_private import torch_private
@@ -139,7 +139,7 @@ class RecomputedBlock:
         self._block = block
         self._name = name
         self._contexts = contexts
-        self.host = host
+        self._host = host
         parameters = inspect.signature(block.forward).parameters.values()
         self._names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         self._stops_early = stops_early(block)
@@ -191,7 +191,7 @@ class RecomputedBlock:
             positional.append(keywords.pop(self._names[len(positional)]))
         frame = self._new_frame(block, positional, keywords, len(args))
         # Offloading applies to the inputs alone: inside the block, the checkpoint's own hooks are innermost.
-        host = self.host
+        host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
         next(frame)
@@ -287,6 +287,7 @@ def recompute(
         By name of the block, an object whose `remove()` undoes it.
 
     Raises:
+        ConfigError: `blocks` or `policy` names what is no block of the model.
         RecomputationError: A block depends on something that changed before its backward pass.
 
     Example:
@@ -300,6 +301,8 @@ def recompute(
     if policy == "every_n":
         found = dict(list(found.items())[::every_n_blocks])
     by_name = dict.fromkeys(found, policy) if isinstance(policy, str) else policy
+    for name in by_name.keys() - found.keys():
+        raise ConfigError("policy", name, allowed="policies by the names of the model's blocks")
     contexts: ContextFn = noop_context_fn
     if "selective" in by_name.values():
         gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered as soon as a layer uses it

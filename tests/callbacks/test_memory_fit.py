@@ -206,6 +206,8 @@ def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
             Reads().double(), loader()
         )
     assert caught.value.key == "callbacks.gradient_checkpointing.policy"
+    with pytest.raises(ConfigError, match="names of the model's blocks"):
+        recompute(stranger(), policy={"blocks.6": "full"})
     for memory in ("20", "0GiB", 2.0):
         with pytest.raises(ConfigError, match="memory="):
             GradientCheckpointing(policy="fit", memory=memory)
