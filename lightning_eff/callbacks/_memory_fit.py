@@ -7,9 +7,10 @@ the next block keeps the input that it is given, whoever made it. So a few recor
 mixture: the maximum over the segments of what the earlier ones left, plus the segment's own rise.
 
 The cheapest mixture under a budget is found exactly, block by block: of two partial choices the one that
-leaves no fewer bytes at any later moment and costs no less is dropped. The mixture is then predicted as a
-whole: where a block's bytes do depend on its neighbour, the limit is lowered by the difference. It is never
-worse than a single policy, whose peaks are predictions too.
+leaves no fewer bytes at any later moment and costs no less is dropped. Bytes over the bus cost more than any
+FLOPs: the copies of `offload` did not overlap on an H100, and took 3 times the time of recomputing. The
+mixture is then predicted as a whole: where a block's bytes do depend on its neighbour, the limit is lowered
+by the difference. It is never worse than a single policy, whose peaks are predictions too.
 
 Why not in the planner, at a recipe's start: a plain Trainer has none. Why a second Trainer with new objects
 of the techniques: the run's own have changed their module already, and a technique is its arguments.
@@ -36,7 +37,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._recomputed_block import KEEP, Policies, recompute
 from lightning_eff.core import allocator, model_surgery, random_states, rules
-from lightning_eff.core.errors import ConfigError, Remedy
+from lightning_eff.core.errors import ConfigError, Remedy, root_cause_line
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.technique import Outcome, Technique, name_of
 from lightning_eff.core.text import UNITS, human_bytes, parse_bytes
@@ -49,6 +50,7 @@ from lightning_eff.prediction.predict import CUDA_BLOCK_BYTES, predict_inside
 from lightning_eff.report.module_tracker import in_backward
 from lightning_eff.report.recording import Recorder
 
+KEY = "callbacks.gradient_checkpointing"
 POLICIES = (KEEP, "selective", "full", "offload")
 """Each saves more than those before it."""
 MAX_CORRECTIONS = 4
@@ -144,6 +146,9 @@ class MemoryFit:
         trainer: Of the run, in the `setup` of its callbacks.
         own: The callback that asks, which has no part in the predictions.
         module: The module, which techniques have not changed yet.
+
+    Raises:
+        ConfigError: The module cannot be copied.
     """
 
     def __init__(self, trainer: pl.Trainer, own: Any, module: pl.LightningModule) -> None:
@@ -153,8 +158,11 @@ class MemoryFit:
         self._accumulate_grad_batches = trainer.accumulate_grad_batches
         outer = Fakes.opened()
         self._fakes = outer or Fakes()
-        with self._fakes if outer is None else nullcontext():
-            self._twin = self._fakes.of(module)
+        try:
+            with self._fakes if outer is None else nullcontext():
+                self._twin = self._fakes.of(module)
+        except Exception as error:  # a user's module may hold what cannot be copied
+            raise _not_predicted(root_cause_line(error)) from error
         model_surgery.restore(self._twin)
 
     def choose(self, module: pl.LightningModule, batch: Any) -> None:
@@ -180,9 +188,7 @@ class MemoryFit:
         # Where ranks differ, a block saves what it has to save on any of them.
         has_failed, *indices = self._most([bool(reason), *own])
         if has_failed:
-            full = Remedy("callbacks.gradient_checkpointing.policy=full", "GradientCheckpointing()")
-            allowed = f"another policy, since a step cannot be predicted: {reason or 'on another rank'}"
-            raise ConfigError("policy", "fit", allowed=allowed, remedies=[full])
+            raise _not_predicted(reason or "on another rank")
         self.policies = {name: POLICIES[index] for name, index in zip(names, indices, strict=True)}
         if indices != own:
             peak_bytes = predict(self.policies).peak_bytes
@@ -190,8 +196,9 @@ class MemoryFit:
         if peak_bytes > budget_bytes:
             smallest = f"{math.ceil(1000 * peak_bytes / UNITS['MiB']) / 1000}MiB"
             python = f'GradientCheckpointing(policy="fit", memory="{smallest}")'
-            enough = Remedy(f"callbacks.gradient_checkpointing.memory={smallest}", python)
-            raise ConfigError("memory", self._own.memory, allowed=f"at least {smallest}", remedies=[enough])
+            enough = Remedy(f"{KEY}.memory={smallest}", python)
+            allowed = f"at least {smallest}"
+            raise ConfigError(f"{KEY}.memory", self._own.memory, allowed=allowed, remedies=[enough])
         self._peak_bytes, self._budget_bytes = peak_bytes, budget_bytes
         del self._twin
 
@@ -259,6 +266,12 @@ class MemoryFit:
         )  # fmt: skip
 
 
+def _not_predicted(reason: str) -> ConfigError:
+    full = Remedy(f"{KEY}.policy=full", "GradientCheckpointing()")
+    allowed = f"another policy, since a step cannot be predicted: {reason}"
+    return ConfigError(f"{KEY}.policy", "fit", allowed=allowed, remedies=[full])
+
+
 def remade(technique: Any, **changed: Any) -> Any:
     """Return a new object with the arguments of a technique, or of a precision plugin of Lightning's."""
     arguments = {
@@ -292,7 +305,7 @@ class Mixtures:
         # What a block adds to the maximum of any segment: net bytes of its earlier ones, and its own rise.
         self.added: Numbers = np.cumsum(net, axis=2) - net + rise
         is_changed = np.broadcast_to(np.arange(len(runs)) > 0, net.shape[:2])
-        costs = (flops.sum(axis=2), moved.sum(axis=2), is_changed)
+        costs = (moved.sum(axis=2), flops.sum(axis=2), is_changed)
         self.costs: Numbers = np.stack(costs, axis=2, dtype=np.int64)
 
     def _picked(self, values: Numbers, choice: Policies) -> Numbers:
@@ -304,7 +317,7 @@ class Mixtures:
         return max(self.first_bytes, self.start_bytes + int(self._picked(self.added, choice).max()))
 
     def cost(self, choice: Policies) -> list[int]:
-        """Return FLOPs and moved bytes of a mixture, and how many blocks are changed; smaller is better."""
+        """Return moved bytes and FLOPs of a mixture, and how many blocks are changed; smaller is better."""
         return self._picked(self.costs, choice).tolist()
 
     def cheapest(self, limit_bytes: int) -> Policies | None:

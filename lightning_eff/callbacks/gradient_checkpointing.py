@@ -5,8 +5,8 @@ block runs once more. Policies: `full` recomputes every repeated block, `every_n
 all operations but matrix products, convolutions and attention, whose outputs are kept unless they are
 written to in place (as recurrent layers do), `offload` is `full` with the inputs in host memory, and `budget`
 lets the compiler choose which fraction of the activations is kept. `fit` chooses one of these or `keep` for
-each block, so that the predicted peak of a step stays below `memory`, with the fewest FLOPs and then the
-fewest bytes over the bus. A block is computed again with the random numbers, autocast, attributes,
+each block, so that the predicted peak of a step stays below `memory`, with the fewest FLOPs, and `offload`
+only where nothing else fits. A block is computed again with the random numbers, autocast, attributes,
 parameters, buffers and containers of its call, so the result is the same to the bit. The page lists what
 stops the run, and what is not detected (globals, for example).
 
@@ -214,10 +214,7 @@ class GradientCheckpointing(Managed):
         """Choose what is recomputed, before the first step."""
         vars(self)["on_train_batch_start"] = None
         if self._fit is not None and self._num_blocks:
-            try:
-                self._fit.choose(pl_module, batch)
-            except ConfigError as error:
-                raise error.under(name_of(self).replace("/", ".")) from error
+            self._fit.choose(pl_module, batch)
             self._apply(pl_module)
 
     @override

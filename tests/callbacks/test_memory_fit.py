@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,10 @@ class Reads(Stranger):
 
 
 def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
+    held = stranger()
+    held.lock = threading.Lock()
+    with pytest.raises(ConfigError, match="cannot be predicted: TypeError"):
+        make_trainer(max_steps=2, callbacks=[GradientCheckpointing(policy="fit")]).fit(held, loader())
     with pytest.raises(ConfigError, match="a step cannot be predicted") as caught:
         make_trainer(max_steps=2, callbacks=[GradientCheckpointing(policy="fit")]).fit(
             Reads().double(), loader()
@@ -262,6 +267,26 @@ def test_what_is_predicted_with_other_techniques_is_measured(
     budget = int(least + fraction * (most - least))
     _, fit, measured = train(budget, *callbacks(), folder=str(tmp_path), **options)
     assert fit.outcome().numbers["predicted_peak_bytes"] == measured <= budget
+
+
+def test_a_gpu_that_is_not_there_gets_offloaded_blocks_and_the_blocks_of_its_allocator() -> None:
+    batch = (torch.zeros(512, 8), torch.arange(512) % 3)
+
+    def on_a100(callback: GradientCheckpointing) -> int:
+        def new_trainer() -> pl.Trainer:
+            return make_trainer(max_steps=2, callbacks=[callback])
+
+        found = predict(stranger, batch, trainer=new_trainer, num_batches=5, capability=80)
+        assert found.in_blocks is not None, found.reason
+        return found.in_blocks.num_bytes
+
+    full, offload = (on_a100(GradientCheckpointing(policy=policy)) for policy in ("full", "offload"))
+    assert offload < full
+    fit = GradientCheckpointing(policy="fit", memory=f"{(full + offload) / 2048}KiB")
+    assert on_a100(fit) == fit.outcome().numbers["predicted_peak_bytes"] <= (full + offload) / 2
+    policies = list(fit.outcome().numbers["policies"].values())
+    assert {"full", "offload"} <= {*policies}, "no more is moved than has to be"
+    assert fit.assumptions()[0].startswith("policy=fit: blocks.0")
 
 
 @pytest.mark.slow
