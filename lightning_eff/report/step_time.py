@@ -7,8 +7,9 @@ After the batches that warm up, one after the other:
 2. two batches with hooks around every module; `module_overhead` is the fraction of their forward that hooks
    take;
 3. one batch in which each operation is timed: matrix products, or pointwise operations and reductions.
+   A convolution in groups is neither: it is bound by memory, and no technique makes it faster.
 
-The clock is the process's on a CPU. On CUDA it is the device's: an event in the stream, which is read after
+The clock is the wall clock on a CPU. On CUDA it is the device's: an event in the stream, which is read after
 the run, so that nothing waits for the device. A part is what the device spends on it, which includes waiting
 for the host. Batches 2 and 3 are left out of the throughput, and nothing is left in the run after them.
 Not measured: compiled modules, whose forward is one graph, and devices other than CPU and CUDA.
@@ -57,7 +58,7 @@ class Timeline:
     """Attribute all time from construction on to the innermost key that is open.
 
     Args:
-        device: Whose clock it is: the process's for a CPU, the current stream's for CUDA.
+        device: Whose clock it is: the wall clock for a CPU, the current stream's for CUDA.
 
     Example:
         >>> timeline = Timeline(torch.device("cpu"))
@@ -130,7 +131,7 @@ class OperationTimes(InfraMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = kind_of(func)
+        kind = "" if _is_grouped(func, args) else kind_of(func)
         if not kind:
             return func(*args, **(kwargs or {}))
         self._timeline.enter(detail=kind)
@@ -159,6 +160,12 @@ def kind_of(func: Any) -> str:
         return PRODUCTS
     is_idle = getattr(func, "is_view", False) or re.search("empty|_unsafe_view|rnn|lstm", name)
     return "" if is_idle or not name.startswith("aten.") else POINTWISE
+
+
+def _is_grouped(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation is a convolution in groups, as a depthwise one is."""
+    names = [each.name for each in func._schema.arguments] if "convolution" in str(func) else []  # noqa: SLF001
+    return "groups" in names and args[names.index("groups")] > 1
 
 
 class StepTimes:

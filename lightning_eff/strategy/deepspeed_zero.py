@@ -14,7 +14,7 @@ are accepted; a class of your own says so by `elementwise = True`.
 Saves: optimizer state (stage 1), gradients (2) and weights (3), divided by the number of devices or
     offloaded.
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), and moving what is offloaded.
-    Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights besides a 16-bit model. A
+    Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights besides the model's. A
     parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum move it. Ranks
     must run the same modules; they compare that, 16 bytes per step.
 When not: the model fits one device: `strategy=ddp` communicates least.

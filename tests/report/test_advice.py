@@ -279,6 +279,16 @@ def test_compiling_is_not_suggested_for_a_model_without_blocks(
     assert "TorchCompile" not in str(report["advice"])
 
 
+def test_compiling_is_not_suggested_for_dropout_on_a_cpu(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTimes, "summary", lambda _: fast_and_slow(0.1, 0.9))
+    for p, is_suggested in ((0.0, True), (0.1, False)):
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(p)) for _ in range(3)))
+        report = run(Net(net, mean_square), data("vectors"), tmp_path)
+        assert ("TorchCompile" in str(report["advice"])) is is_suggested
+
+
 def test_batch_norms_are_mentioned(tmp_path: Any) -> None:
     rows = run(layers(Net, mean_square, norm=True), data(""), tmp_path)["advice"]
     assert any("batch norms" in row["why"] for row in rows if row["try"].startswith("MicroBatch"))

@@ -10,15 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lightning_eff import GradientAccumulation, MicroBatch, OptimizerChoice, TorchCompile
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.report import step_time
-from lightning_eff.report.meter import FETCH_ACTION, Meter
+from lightning_eff.report.meter import Meter
 from lightning_eff.report.step_time import METHODS, NUM_BATCHES, OUTSIDE, PARTS
+from tests.support.fetching import Fetching
 from tests.support.gan import GAN, Numbers
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -88,17 +88,16 @@ def train(
     clock: Clock, module: nn.Module, *, num_batches: int, device: torch.device = CPU, **keywords: Any
 ) -> Meter:
     """Train with two batches a step: 2 s to load one, 1 s to move it, two passes, 4 s of callbacks."""
-    strategy, profiler = Strategy(clock, module, device), PassThroughProfiler()
+    strategy, loop = Strategy(clock, module, device), Fetching()
     settings: dict[str, Any] = {"num_warmup_batches": 0, "is_counted": True} | keywords
-    meter = Meter(device, profiler, strategy=strategy, **settings)
+    meter = Meter(device, loop, strategy=strategy, **settings)
 
     def closure() -> None:
         for _ in range(2):
             strategy.backward(strategy.training_step())
 
     for index in range(num_batches):
-        with profiler.profile(FETCH_ACTION):
-            clock.now += 2.0
+        loop.fetch(lambda: setattr(clock, "now", clock.now + 2.0))
         strategy.batch_to_device()
         meter.begin_batch(torch.ones(3, 2), module, [])
         if index % 2:
@@ -190,6 +189,15 @@ def test_operations_are_timed_by_kind(clock: Clock, monkeypatch: pytest.MonkeyPa
     assert found["operations"] == {"matrix products": 1.0, "pointwise operations": 12 / 31.5}
     assert found["num_operations"] == 2 * (3 + 6)
     assert found["operation_s"] == (60 + 12) / 18
+
+
+@pytest.mark.parametrize(("groups", "kind"), [(1, step_time.PRODUCTS), (4, "")])
+def test_a_convolution_in_groups_is_no_product(groups: int, kind: str) -> None:
+    timeline = step_time.Timeline(CPU)
+    layer = nn.Conv2d(4, 4, 3, groups=groups)
+    with step_time.OperationTimes(timeline):
+        layer(torch.ones(1, 4, 5, 5)).backward(torch.ones(1, 4, 3, 3))
+    assert (timeline.entered["other", step_time.PRODUCTS] > 0) is bool(kind)
 
 
 def test_closed_in_the_middle_of_a_batch_it_leaves_nothing(clock: Clock) -> None:
