@@ -47,13 +47,13 @@ from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
 from lightning_eff.optimizer.module import ModuleOptimizer as ModuleOptimizer
 from lightning_eff.optimizer.muon import Muon as Muon
-from lightning_eff.planner.prediction import predict as predict
-from lightning_eff.planner.prediction import predict_step as predict_step
 from lightning_eff.precision.auto import AutoPrecision as AutoPrecision
 from lightning_eff.precision.auto import step_context as step_context
 from lightning_eff.precision.float8 import Float8 as Float8
 from lightning_eff.precision.float8 import to_float8 as to_float8
 from lightning_eff.precision.quantized_base import QuantizedBase as QuantizedBase
+from lightning_eff.prediction.predict import predict as predict
+from lightning_eff.prediction.predict import predict_step as predict_step
 from lightning_eff.scheduler.warmup_decay import WarmupDecay as WarmupDecay
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero as DeepSpeedZero
 from lightning_eff.strategy.deepspeed_zero import ZeroFabric as ZeroFabric

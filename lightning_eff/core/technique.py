@@ -230,6 +230,8 @@ class HasFacts(Protocol):
 
 _DEEPSPEED = ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
 _FSDP = ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
+SHARDED = (*_DEEPSPEED, *_FSDP)
+"""Strategies whose devices have a part of the model each."""
 NEEDS_MATRICES = tuple(
     Rule(
         name=name,
@@ -241,6 +243,6 @@ NEEDS_MATRICES = tuple(
 """Rules of optimizers whose update needs the full matrix of a weight."""
 PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
-    for name in (*_DEEPSPEED, *_FSDP)
+    for name in SHARDED
 )
 """Rules of optimizers that choose the device of their state."""
