@@ -37,6 +37,7 @@ from lightning_eff.callbacks._memory_fit import MemoryFit, num_bytes
 from lightning_eff.callbacks._recomputed_block import RecomputedBlock, recompute
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Fraction, check_arguments
+from lightning_eff.core.call_state import oldest_graphs_first
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.model_surgery import BlockSelector, Stage
@@ -174,11 +175,7 @@ class GradientCheckpointing(Managed):
             return
         if self.policy == "fit":
             self._fit = MemoryFit(trainer, self, pl_module)
-        # Or a compiled block is recomputed with the graph that was used last, if several serve its inputs.
-        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
-        reorder(False)  # noqa: FBT003
-        self.cleanup.callback(reorder, True)  # noqa: FBT003
+        self.cleanup.enter_context(oldest_graphs_first())
         if self.policy == "budget":
             self._is_budget_set = True
             config = torch_private("torch._functorch:config", "policy=budget")
