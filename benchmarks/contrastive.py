@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from _common import arguments, publish, rows_table
 from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
-from lightning_eff.planner.prediction import predict
+from lightning_eff.prediction.predict import predict
 
 LENGTH, WIDTH, LAYERS = 16, 64, 3
 VARIANTS: dict[str, Any] = {

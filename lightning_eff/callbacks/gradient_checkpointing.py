@@ -29,7 +29,6 @@ import warnings
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 from typing_extensions import override
 

@@ -28,8 +28,8 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.core.shards import full_tensor
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.prediction.predict import predict
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Layer, make_trainer, seeded
