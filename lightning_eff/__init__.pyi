@@ -2,6 +2,7 @@
 
 from lightning_eff.callbacks.attention import Attention as Attention
 from lightning_eff.callbacks.channels_last import ChannelsLast as ChannelsLast
+from lightning_eff.callbacks.contrastive import Contrastive as Contrastive
 from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
 from lightning_eff.callbacks.empty_cache import release as release

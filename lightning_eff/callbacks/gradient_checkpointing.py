@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Fraction, check_arguments
-from lightning_eff.core.call_state import CallState, RecomputationError, stops_early
+from lightning_eff.core.call_state import CallState, RecomputationError, oldest_graphs_first, stops_early
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.managed import Managed
@@ -438,11 +438,7 @@ class GradientCheckpointing(Managed):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        # Or a compiled block is recomputed with the graph that was used last, if several serve its inputs.
-        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
-        reorder(False)  # noqa: FBT003
-        self.cleanup.callback(reorder, True)  # noqa: FBT003
+        self.cleanup.enter_context(oldest_graphs_first())
         if self.policy == "budget":
             self._is_budget_set = True
             config = torch_private("torch._functorch:config", "policy=budget")

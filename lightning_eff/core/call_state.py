@@ -180,6 +180,19 @@ class CallState:
         return names[0] if names else f"a tensor of {list(tensor.shape)} that it keeps or was given"
 
 
+@contextmanager
+def oldest_graphs_first() -> Generator[None]:
+    """Let a compiled block try its graphs in the order in which they were compiled, not by their last use.
+
+    Or it would be computed again with another graph than at first, if several serve its inputs.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
+    reorder(False)  # noqa: FBT003
+    yield
+    reorder(True)  # noqa: FBT003
+
+
 def stops_early(module: nn.Module) -> bool:
     """Return whether a recomputation may end where the last tensor is saved: RReLU fills it afterwards."""
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]

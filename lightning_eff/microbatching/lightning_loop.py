@@ -93,6 +93,8 @@ class ExactStep(_AutomaticOptimization):
         """Whether the optimizer left the last step out."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
+        self.around_training_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered around each `training_step`."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
         """May add a weight to what `training_step` returned for a number of samples; 0 for a check."""
         self.weighs_by = ""
@@ -297,7 +299,8 @@ class ExactStep(_AutomaticOptimization):
 
     def _training_step_output(self, arguments: Arguments) -> Any:
         is_guarded = self.may_have_several_passes
-        with register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext():
+        guard = register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext()
+        with guard, self.around_training_step():
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -341,12 +344,13 @@ class ExactStep(_AutomaticOptimization):
             difference = difference or "none on another rank"
         if difference:
             other = Remedy("+callbacks=gradient_checkpointing", "GradientCheckpointing()")
+            contrastive = Remedy("+callbacks=contrastive", "Contrastive()")
             memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
             raise ConflictError(
                 f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
                 '  try: return {"loss": loss, "loss_weight": n}, for a mean over n tokens or other targets\n'
                 "  try: return loss / len(batch), for a sum\n"
-                f"  try: {other} in its place, for a loss that compares samples\n"
+                f"  try: {contrastive} or {other} in its place, for a loss that compares samples\n"
                 f"  try: {WITHOUT_ACCUMULATION if self.micro_batch_size is None else WITHOUT_MICRO_BATCH}"
             )
 
