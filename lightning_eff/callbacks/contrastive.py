@@ -23,9 +23,10 @@ restored and the step is computed again in micro-batches of half the size. The s
 Saves: activations: those of one micro-batch are in memory at a time. With the batch grow the embeddings, and
     what the loss computes of them.
 Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of the buffers that
-    it changed, and its graph without tensors, in host memory. The gradients of micro-batches are added in the
-    dtype of the weights that autograd sees, next to the gradients of earlier batches of the step. Batch norms
-    use the micro-batch. Several ranks exchange embeddings and their gradients.
+    it changed, and its graph without tensors in host memory: 0.3 MB for 80 modules. Gradients of
+    micro-batches are summed in the dtype of the weights, under FSDP2 of the gathered ones, next to the
+    gradients of earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange
+    embeddings and their gradients, which `plan` does not count.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,
@@ -67,15 +68,20 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 FIXED_SIZE = Remedy("callbacks.contrastive.micro_batch_size=8", "Contrastive(micro_batch_size=8)")
 WITHOUT = Remedy("~callbacks.contrastive", "remove Contrastive")
 ONE_LINE = "def training_step(self, batch, batch_idx): return self.similarity_loss(self.embed(batch))"
+OWNER = ("callbacks.contrastive", "Contrastive")
 Embed = Callable[[Any], Any]
 
 
 class _WholeBatches(MicroBatchSize):
-    """The size of the micro-batches of `embed`: the loop, which retries a step, runs batches whole."""
+    """The size of the micro-batches of `embed`, for a loop that retries steps and runs batches whole."""
 
     @override
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
-        return super().split(batch, None)
+        return splitting.split(batch, None)
+
+    @override
+    def num_samples(self, batch: Any) -> int | None:
+        return self.largest  # of what `embed` was given
 
 
 class Contrastive(Managed):
@@ -159,11 +165,9 @@ class Contrastive(Managed):
             return
         super().setup(trainer, pl_module, stage)
         if not callable(getattr(type(pl_module), "embed", None)):
+            allowed = "a module with the methods embed(batch) and similarity_loss(embeddings)"
             name = type(pl_module).__name__
-            allowed = (
-                f"a module with the methods embed(batch) and similarity_loss(embeddings), and\n  {ONE_LINE}"
-            )
-            raise ConfigError(key="", value=name, allowed=allowed)
+            raise ConfigError(key="", value=name, allowed=allowed, remedies=[ONE_LINE])
         self._size = self._new_size(self._size.current)  # auto: of an earlier fit
         self._num_calls, self._is_split, self._check = 0, False, ""
         self._num_ranks = trainer.world_size if self.gather else 1
@@ -177,7 +181,8 @@ class Contrastive(Managed):
     @contextmanager
     def _embedding_in_parts(self, module: pl.LightningModule) -> Generator[None]:
         """Replace `module.embed` within a `training_step`."""
-        with patch.object(module, "embed", partial(self._embed_all, module, module.embed)):
+        embed: Any = module.embed
+        with patch.object(module, "embed", partial(self._embed_all, module, embed)):
             yield
         if not self._num_calls:
             text = f"callbacks/contrastive: training_step does not call self.embed(batch)\n  try: {ONE_LINE}"
@@ -186,9 +191,9 @@ class Contrastive(Managed):
     def _embed_all(self, module: pl.LightningModule, embed: Embed, batch: Any) -> Any:
         """Return the embeddings of a batch, of all ranks."""
         size, self._num_calls = self._size, self._num_calls + 1
-        parts = splitting.split(batch, size.current, size.splitter, size.keep)
-        rows = sum(part.num_samples or 0 for part in parts)
-        counts = self._counts(module, rows)
+        parts = splitting.split(batch, size.current, size.splitter, size.keep, owner=OWNER)
+        size.largest = sum(part.num_samples or 0 for part in parts)
+        counts = self._counts(module, size.largest)
         if len(parts) > 1:
             if not size.num_split and not self._is_split:
                 self._check_apart(module, embed, batch, min(counts))
@@ -226,12 +231,13 @@ class Contrastive(Managed):
         """Embed micro-batches, and log what a whole batch would have."""
         results: Any = module.trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         before = results.batch, results.batch_size
+        early_stop = stops_early(module)
         outputs, logged = list[Any](), [logged_values(results)]
         for part in parts:
             results.batch, results.batch_size = part.batch, part.num_samples
             # Or autograd adds the gradients of all micro-batches to one cast weight, in 16 bits.
             torch.clear_autocast_cache()
-            outputs.append(_embed_again_in_backward(module, embed, part.batch))
+            outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
             logged.append(logged_values(results))
         merge_logged(results, logged, [part.num_samples for part in parts], is_weighted=False)
         results.batch, results.batch_size = before
@@ -259,7 +265,9 @@ class Contrastive(Managed):
             rank_zero_info(f"callbacks/contrastive: {self._check}")
 
     @override
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._size.num_split += self._is_split
         self._is_split = False
 
@@ -306,7 +314,9 @@ class Contrastive(Managed):
         )
 
 
-def _embed_again_in_backward(module: pl.LightningModule, embed: Embed, batch: Any) -> Any:
+def _embed_again_in_backward(
+    module: pl.LightningModule, embed: Embed, batch: Any, *, early_stop: bool
+) -> Any:
     """Embed a micro-batch without keeping activations, and again when the backward pass needs them."""
     state: CallState | None = None
 
@@ -323,7 +333,7 @@ def _embed_again_in_backward(module: pl.LightningModule, embed: Embed, batch: An
 
     # Without elements: it says of which device random numbers and autocast are restored.
     device = torch.empty(0, device=module.device)
-    return checkpoint(run, batch, device, use_reentrant=False, early_stop=stops_early(module))
+    return checkpoint(run, batch, device, use_reentrant=False, early_stop=early_stop)
 
 
 def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:

@@ -307,8 +307,9 @@ def test_out_of_memory_halves_and_equals_that_size_from_the_start(window: int, t
     trainer = make_trainer(callbacks=[auto], max_steps=1)
     trainer.fit(seeded(Small).double(), loader(WHOLE))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    path = {"ckpt_path": tmp_path / "last.ckpt", "weights_only": True}
-    make_trainer(callbacks=[resumed], max_steps=2).fit(seeded(Small).double(), loader(WHOLE), **path)
+    last, data = tmp_path / "last.ckpt", loader(WHOLE)
+    trainer = make_trainer(callbacks=[resumed], max_steps=2)
+    trainer.fit(seeded(Small).double(), data, ckpt_path=last, weights_only=True)
     assert resumed.outcome().did == "micro-batches of 2; 1 batch split"
 
 
@@ -411,8 +412,35 @@ def test_what_would_train_another_objective_is_rejected(
 def test_a_module_without_the_method_is_rejected(net: Callable[..., pl.LightningModule]) -> None:
     model = net()
     model.embed = nn.Linear(8, 8)
-    with pytest.raises(ConfigError, match=r"Net: expected a module with the methods embed\(batch\) and"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)Net: expected a module with the methods embed.*\n  try: def "
+    ):
         make_trainer(callbacks=[Contrastive()]).fit(model, loader(WHOLE))
+
+
+class Positions(Pairs):
+    """Takes a table beside the samples, which has as many rows."""
+
+    num_rows = BATCH
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        (one, two), table = batch
+        return super().embed([one * table.sum(0), two])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        table = torch.linspace(-1, 1, self.num_rows * 6, dtype=torch.float64).view(-1, 6)
+        return self.similarity_loss(self.embed([batch[:2], table]))
+
+
+class Odd(Positions):
+    num_rows = 1
+
+
+def test_keep_names_what_every_micro_batch_gets_whole() -> None:
+    model = trained(Positions, WHOLE, Contrastive(micro_batch_size=4, keep=["1"]))
+    assert_close(weights(model), weights(reference(Positions, WHOLE)), 1e-12)
+    with pytest.raises(ConfigError, match=r"(?s)Contrastive\(keep=\['1'\]\)\n  try: Contrastive\(splitter="):
+        trained(Odd, WHOLE, Contrastive(micro_batch_size=4))
 
 
 @pytest.mark.filterwarnings("ignore:MicroBatch. training_step changes count")
@@ -501,7 +529,7 @@ def on_two_ranks(case: Ranked, rank: int, **settings: Any) -> dict[str, Tensor]:
     kind, strategy, rows, window, options = case
     made = STRATEGIES.get(strategy, lambda: strategy)()
     keywords = {"strategy": made, "devices": 2, "accumulate_grad_batches": window}
-    callback = Contrastive(**({"micro_batch_size": 2} | settings))
+    callback = Contrastive(**{"micro_batch_size": 2, **settings})
     return weights(trained(kind, [batch[rank] for batch in rows], callback, keywords=keywords, **options))
 
 
