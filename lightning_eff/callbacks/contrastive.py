@@ -1,21 +1,21 @@
 """Train with a contrastive loss over a large batch, in the memory of a micro-batch (gradient caching).
 
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
-`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback takes the place of
-`embed`: it computes the embeddings in micro-batches, keeps no activations, and returns those of the full
-batch, gathered from all ranks. When the backward pass of the loss has reached the embeddings, each
-micro-batch is computed again with the gradient of its rows. Why not a surrogate loss for each micro-batch:
-one backward pass of the loss that `training_step` returned leaves loss scaling, accumulation, reduction over
-ranks, backward hooks and parameters of the loss (a temperature) as they are without this callback.
+`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`: it
+embeds the batch in micro-batches without keeping activations, and returns the embeddings of the full batch,
+gathered from all ranks. When the backward pass of the loss reaches the embeddings, each micro-batch is
+computed again and continues it with the gradient of its rows. Why one backward pass, and not one for each
+micro-batch with a surrogate loss: loss scaling, accumulation, reduction over ranks, backward hooks and
+parameters of the loss (a temperature) work as they do without this callback.
 
-A micro-batch is computed again with the random numbers, autocast, attributes and buffers of its first time,
+A micro-batch is computed again with the random numbers, autocast, attributes and buffers of the first time,
 and what it writes or logs the second time is dropped. `embed` must not compare samples, which is checked on a
 few of them before the first split. It may be called several times in a step (for two views), and what it
 returns has one row per sample: embeddings, and labels if the loss needs them.
 
-On several ranks each rank computes the loss over the embeddings of all ranks, and the gradient is that of the
-mean of these losses. Ranks may have batches of different sizes, unless they shard parameters. In a step of
-several batches, each batch is compared with itself.
+Each rank computes the loss over the embeddings of all ranks, and the gradient is the one of the mean of these
+losses. Ranks may have batches of different sizes, unless they shard parameters. In a step of several batches,
+each batch is compared with itself.
 
 With `auto` the full batch is tried first; when memory runs out, everything that the step has changed is
 restored and the step is computed again in micro-batches of half the size. The size is saved in checkpoints.
@@ -48,7 +48,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -97,8 +97,8 @@ class Contrastive(Managed):
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
             per sample.
-        ConflictError: `embed` compares samples, `training_step` does not call it, or ranks that shard
-            parameters have batches of different sizes.
+        ConflictError: `embed` compares samples, `training_step` does not call it, or batches differ in size
+            on ranks that shard parameters.
         RecomputationError: `embed` changes its inputs or frozen parameters in place.
 
     Warns:
@@ -170,7 +170,7 @@ class Contrastive(Managed):
             raise ConfigError(key="", value=name, allowed=allowed, remedies=[ONE_LINE])
         self._size = self._new_size(self._size.current)  # auto: of an earlier fit
         self._num_calls, self._is_split, self._check = 0, False, ""
-        self._num_ranks = trainer.world_size if self.gather else 1
+        self._num_ranks = trainer.world_size
         self.cleanup.enter_context(oldest_graphs_first())
         loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
@@ -202,7 +202,7 @@ class Contrastive(Managed):
         else:
             outputs = [embed(batch)]
         joined = _joined(outputs, parts)
-        if self._num_ranks == 1:
+        if self._num_ranks == 1 or not self.gather:
             return joined
         leaves, spec = tree_flatten(joined)
         return tree_unflatten([_gathered(leaf, counts, module.global_rank) for leaf in leaves], spec)
@@ -211,17 +211,19 @@ class Contrastive(Managed):
         """Return the samples of each rank's batch."""
         if self._num_ranks == 1:
             return [rows]
-        if not rows:
+        if not rows and self.gather:
             allowed = "a function whose micro-batches have countable samples, on several ranks"
             raise ConfigError(key="splitter", value=self.splitter, allowed=allowed)
         counts = torch.zeros(self._num_ranks, dtype=torch.int64, device=module.device)
         counts[module.global_rank] = rows
         dist.all_reduce(counts)
         found: list[int] = counts.tolist()
-        if len(set(found)) > 1 and any(is_sharded(each) for each in module.parameters()):
+        has_collectives = any(is_sharded(each) for each in module.parameters())
+        has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+        if len(set(found)) > 1 and has_collectives:
             raise ConflictError(
-                f"callbacks/contrastive: batches of {found} samples on ranks that shard parameters, which "
-                "have to run equally many micro-batches\n  try: DataLoader(drop_last=True)"
+                f"callbacks/contrastive: batches of {found} samples on ranks that shard parameters or share "
+                "batch norms, and so run equally many micro-batches\n  try: DataLoader(drop_last=True)"
             )
         return found
 
@@ -249,7 +251,7 @@ class Contrastive(Managed):
         def run(part: MicroBatchPart) -> Tensor:
             rows = [leaf for leaf in tree_leaves(embed(part.batch)) if leaf.is_floating_point()]
             # The sine, since a mean of centered rows is 0 whatever they are centered by.
-            return torch.stack([row.flatten(1).sin().sum(1).mean() for row in rows]).sum()
+            return torch.stack([row.reshape(len(row), -1).sin().sum(1).mean() for row in rows]).sum()
 
         size = MicroBatchSize(None, is_auto=False, splitter=self.splitter, keep=self._size.keep)
         is_low = not str(module.trainer.precision).startswith(("32", "64"))
@@ -291,13 +293,13 @@ class Contrastive(Managed):
 
     def outcome(self) -> Outcome:
         """Return how batches were embedded."""
-        size = self._size
+        size, is_gathered = self._size, self.gather and self._num_ranks > 1
         if not self._num_calls:
             return Outcome(did="no training data yet", effective=False)
         parts = [
             "full batches" if size.current is None else f"micro-batches of {size.current}",
             f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
-            f"embeddings of {self._num_ranks} ranks gathered" if self._num_ranks > 1 else "",
+            f"embeddings of {self._num_ranks} ranks gathered" if is_gathered else "",
             self._check,
         ]
         if size.halvings:
@@ -305,7 +307,7 @@ class Contrastive(Managed):
             parts.append(f"out of memory: {' -> '.join(map(str, sizes))}")
         return Outcome(
             did="; ".join(filter(None, parts)),
-            effective=bool(size.num_split or size.halvings or self._num_ranks > 1),
+            effective=bool(size.num_split or size.halvings or is_gathered),
             numbers={
                 "micro_batch_size": size.current,
                 "batches_split": size.num_split,
