@@ -131,7 +131,7 @@ class Contrastive(Managed):
         self._size = self._new_size(micro_batch_size if isinstance(micro_batch_size, int) else None)
         self._num_calls = 0
         self._num_ranks = 1
-        self._is_split = False  # whether the current batch is; an attempt that did not fit counts once
+        self._last_split = -1  # index of the last batch that was split, which may be computed several times
         self._check = ""
         """Why `embed` could not be checked to treat samples apart."""
 
@@ -146,17 +146,14 @@ class Contrastive(Managed):
             "run/manual_optimization": "the module runs its backward passes itself",
         }
         rules = [Rule(name=name, reason=reason, remedies=(WITHOUT,)) for name, reason in reasons.items()]
-        reasons = {
-            "lightning/FSDPStrategy": "of several forward passes before a backward pass only FSDP2 is tested",
-            "lightning/ModelParallelStrategy": "its ranks may have the same samples, which would count twice",
-            "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
-        }
-        rules += [Rule(name=name, reason=reason, remedies=(TO_FSDP2,)) for name, reason in reasons.items()]
-        reason = "their statistics are those of a micro-batch, so the result depends on its size"
-        rules.append(Rule(name="run/batch_norm", reason=reason, verdict=Verdict.WARNED))
+        reason = "only DDP, FSDP2 and DeepSpeedZero are known to give the gradient of all ranks' batches"
+        names = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+        rules += [Rule(name=f"lightning/{name}", reason=reason, remedies=(TO_FSDP2,)) for name in names]
         if self.micro_batch_size == "auto":
             reason = "a rank that runs out of memory would leave the others waiting for its embeddings"
             rules.append(Rule(name="run/many_devices", reason=reason, remedies=(FIXED_SIZE,)))
+        reason = "their statistics are those of a micro-batch, so the result depends on its size"
+        rules.append(Rule(name="run/batch_norm", reason=reason, verdict=Verdict.WARNED))
         return Facts(excludes=tuple(rules))
 
     @override
@@ -169,7 +166,7 @@ class Contrastive(Managed):
             name = type(pl_module).__name__
             raise ConfigError(key="", value=name, allowed=allowed, remedies=[ONE_LINE])
         self._size = self._new_size(self._size.current)  # auto: of an earlier fit
-        self._num_calls, self._is_split, self._check = 0, False, ""
+        self._num_calls, self._last_split, self._check = 0, -1, ""
         self._num_ranks = trainer.world_size
         self.cleanup.enter_context(oldest_graphs_first())
         loop = lightning_loop.install(trainer)
@@ -195,9 +192,11 @@ class Contrastive(Managed):
         size.largest = sum(part.num_samples or 0 for part in parts)
         counts = self._counts(module, size.largest)
         if len(parts) > 1:
-            if not size.num_split and not self._is_split:
+            if self._last_split < 0:
                 self._check_apart(module, embed, batch, min(counts))
-            self._is_split = True
+            index = module.trainer.fit_loop.epoch_loop.total_batch_idx
+            size.num_split += index != self._last_split
+            self._last_split = index
             outputs = self._embed_parts(module, embed, parts)
         else:
             outputs = [embed(batch)]
@@ -205,7 +204,8 @@ class Contrastive(Managed):
         if self._num_ranks == 1 or not self.gather:
             return joined
         leaves, spec = tree_flatten(joined)
-        return tree_unflatten([_gathered(leaf, counts, module.global_rank) for leaf in leaves], spec)
+        rows = [_Gather.apply(leaf, counts, module.global_rank) for leaf in leaves]
+        return tree_unflatten(rows, spec)
 
     def _counts(self, module: pl.LightningModule, rows: int) -> list[int]:
         """Return the samples of each rank's batch."""
@@ -265,13 +265,6 @@ class Contrastive(Managed):
         if found.undecided:
             self._check = f"not checked that embed treats samples apart:{found.undecided.partition(':')[2]}"
             rank_zero_info(f"callbacks/contrastive: {self._check}")
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._size.num_split += self._is_split
-        self._is_split = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -357,14 +350,6 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
     return tree_unflatten(columns, spec)
 
 
-def _gathered(rows: Tensor, counts: Sequence[int], rank: int) -> Tensor:
-    """Return the rows of all ranks, by rank."""
-    if rows.dtype == torch.bool:  # no sum
-        return _gathered(rows.byte(), counts, rank).bool()
-    gather: Callable[..., Tensor] = _Gather.apply  # pyright: ignore[reportAssignmentType]
-    return gather(rows, counts, rank)
-
-
 class _Gather(torch.autograd.Function):
     """Gathers rows; a row's gradient is the sum over the ranks, each of which has a loss of all rows.
 
@@ -377,7 +362,8 @@ class _Gather(torch.autograd.Function):
         ctx.first, ctx.num_rows = sum(counts[:rank]), len(rows)
         gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
         gathered[ctx.first : ctx.first + ctx.num_rows] = rows
-        dist.all_reduce(gathered)  # not all_gather, which needs as many rows of each rank
+        # Not `all_gather`, which needs as many rows of each rank; there is no sum of booleans.
+        dist.all_reduce(gathered.view(torch.uint8) if gathered.dtype == torch.bool else gathered)
         return gathered
 
     @staticmethod
