@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -69,6 +69,8 @@ FIXED_SIZE = Remedy("callbacks.contrastive.micro_batch_size=8", "Contrastive(mic
 WITHOUT = Remedy("~callbacks.contrastive", "remove Contrastive")
 ONE_LINE = "def training_step(self, batch, batch_idx): return self.similarity_loss(self.embed(batch))"
 OWNER = ("callbacks.contrastive", "Contrastive")
+PREDICTED_PARTS = 32
+"""Micro-batches of a batch that a prediction runs."""
 Embed = Callable[[Any], Any]
 
 
@@ -129,11 +131,24 @@ class Contrastive(Managed):
         self.splitter = splitter
         self.keep = keep
         self._size = self._new_size(micro_batch_size if isinstance(micro_batch_size, int) else None)
+        self._max_parts: int | None = None
+        self._num_left_out = 0
         self._num_calls = 0
         self._num_ranks = 1
         self._last_split = -1  # index of the last batch that was split, which may be computed several times
         self._check = ""
         """Why `embed` could not be checked to treat samples apart."""
+
+    def join_prediction(self, gpu: object) -> bool:
+        """Leave out micro-batches in the middle of a batch, which need what the others need."""
+        del gpu
+        self._max_parts = PREDICTED_PARTS
+        return True
+
+    def assumptions(self) -> list[str]:
+        """Return what a prediction does not count."""
+        text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: buffers that the others change"
+        return [f"{text} are not counted"] if self._num_left_out else []
 
     def _new_size(self, current: int | None) -> MicroBatchSize:
         is_auto, keep = self.micro_batch_size == "auto", kept_names(self.keep, self.splitter)
@@ -235,13 +250,16 @@ class Contrastive(Managed):
         before = results.batch, results.batch_size
         early_stop = stops_early(module)
         outputs, logged = list[Any](), [logged_values(results)]
-        for part in parts:
+        self._num_left_out = max(0, len(parts) - (self._max_parts or len(parts)))
+        run = [*parts[: len(parts) - self._num_left_out - 1], parts[-1]]
+        for part in run:
             results.batch, results.batch_size = part.batch, part.num_samples
             # Or autograd adds the gradients of all micro-batches to one cast weight, in 16 bits.
             torch.clear_autocast_cache()
             outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
             logged.append(logged_values(results))
-        merge_logged(results, logged, [part.num_samples for part in parts], is_weighted=False)
+        merge_logged(results, logged, [part.num_samples for part in run], is_weighted=False)
+        outputs[-1:-1] = [tree_map(torch.empty_like, outputs[0]) for _ in range(self._num_left_out)]
         results.batch, results.batch_size = before
         return outputs
 

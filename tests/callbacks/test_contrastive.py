@@ -28,6 +28,7 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.core.shards import full_tensor
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.planner.prediction import predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
@@ -365,6 +366,17 @@ PLANNED: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PLANNED)
 def test_plan_predicts_the_peak_to_the_byte(name: str, tmp_path: Path) -> None:
     assert_predicted_is_measured(Wide, PLANNED[name], tmp_path, wide_loader(11))
+
+
+def test_plan_runs_few_of_many_micro_batches(tmp_path: Path) -> None:
+    many, report = wide_loader(44), EfficiencyReport(dirpath=str(tmp_path))
+    plan = make_trainer(callbacks=[Contrastive(micro_batch_size=1)], max_steps=2)
+    found = predict(Wide, next(iter(many)), trainer=plan, num_batches=2)
+    assert found.peak is not None
+    assert "of a batch's micro-batches 32 are run" in found.assumed[-1]
+    make_trainer(callbacks=[Contrastive(micro_batch_size=1), report], max_steps=2).fit(seeded(Wide), many)
+    # Each of the others has a copy of the buffer that counts.
+    assert report.report["memory"]["num_bytes"] - found.peak.num_bytes == (44 - 32) * 4
 
 
 class NotCalled(Pairs):
