@@ -1,4 +1,4 @@
-"""The states of all random generators that a training step or its data draw from, in plain types."""
+"""The states of all random generators that a training step or its data uses, in plain types."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 RandomStates = dict[str, Any]
-"""By generator: `torch`, `device`, `python`, `numpy`, and others by name; as a checkpoint can have them."""
+"""By generator: `torch`, `device`, `python`, `numpy`, and others by name; in types for a checkpoint."""
 KINDS = (torch.Generator, np.random.Generator)
 """Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]
-"""Generators of a user's own, by name."""
+"""A user's own generators, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
 
 
 def held_by(module: nn.Module) -> dict[str, Any]:
-    """Return the generators that a module and the modules inside it keep as attributes."""
+    """Return the generators that a module and its submodules keep as attributes."""
     held = [value for part in module.modules() for value in vars(part).values()]
     return {str(id(value)): value for value in held if isinstance(value, KINDS)}
 
 
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
-    """Return the states of torch's CPU generator, the device's, Python's, NumPy's and of others."""
+    """Return the states of torch's CPU generator, the device's, Python's, NumPy's and `generators`."""
     states: RandomStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
     legacy: Any = cast(Any, np.random).get_state(legacy=False)
     if legacy["bit_generator"] == "MT19937":  # NumPy's default; others belong to whoever set them
@@ -49,7 +49,7 @@ def restore(
     device: torch.device | None = None,
     generators: Generators = NO_OTHERS,
 ) -> None:
-    """Set the generators whose states are there to these states."""
+    """Set the generators to those of their states that are present."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:
@@ -67,17 +67,17 @@ def restore(
 
 
 def differing(states: RandomStates, others: RandomStates) -> RandomStates:
-    """Return the states that differ from the ones of the same name in `others`."""
+    """Return the states that differ from the states of the same name in `others`."""
     return {
         name: state for name, state in states.items() if name not in others or _differs(state, others[name])
     }
 
 
 def has_global(states: RandomStates) -> bool:
-    """Return whether there are states among these that more than a loader's own sampler draws from."""
+    """Return whether any of these states is global, so that more than a loader's own sampler uses it."""
     return any("." not in name for name in states)
 
 
 def _differs(state: Any, other: Any) -> bool:
-    # Not `torch.equal`, which asks for values that there are none of in a dry run.
+    # Not `torch.equal`, which needs values, and a dry run has none.
     return not np.array_equal(state.numpy(), other.numpy()) if isinstance(state, Tensor) else state != other

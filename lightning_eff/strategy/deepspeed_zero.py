@@ -163,7 +163,7 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _checked_step(self) -> Generator[None]:
-        """Check around a step that DeepSpeed trains the model's parameters and that all ranks ran the same."""
+        """Check around a step that DeepSpeed trains the model's parameters, and all ranks run the same."""
         with self._for_reader():
             self._guard.check()
             if self.stage == 3:
