@@ -1,10 +1,10 @@
 """Build a module's `configure_optimizers` from an optimizer and a schedule.
 
-`configure` serves a recipe's `optimizer` and `scheduler` groups (run.py) and the callback for a plain Trainer
-(`callbacks/optimizer_choice`). Norms and biases get no weight decay. Hidden matrices are marked for
-optimizers that ask for it. If the module's own optimizer is replaced, its groups are kept: which parameters
-are trained, and their fractions of the learning rate. Its schedule cannot be kept, because a scheduler is
-bound to its optimizer and holds per-group lists and other schedulers.
+`configure` serves `callbacks/optimizer_choice`, through which run.py builds a recipe's `optimizer` and
+`scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that ask
+for it. If the module's own optimizer is replaced, its groups are kept: which parameters are trained, and
+their fractions of the learning rate. Its schedule cannot be kept, because a scheduler is bound to its
+optimizer and holds per-group lists and other schedulers.
 """
 
 from __future__ import annotations
