@@ -67,7 +67,7 @@ class SavedRun:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
         method = getattr(trainer, "predict" if self.verb == "generate" else self.verb)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # Lightning logs the loaded file twice
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # logs the file twice
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")  # nothing is resumed
             warnings.simplefilter("ignore", NoEffectWarning)  # of techniques for training
