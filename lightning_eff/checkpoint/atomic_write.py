@@ -88,6 +88,7 @@ def atomic_replace(path: Path) -> Generator[int]:
     if os.path.lexists(path) and not path.is_symlink():  # a link itself is replaced, not its target
         if path.is_dir():
             raise CheckpointError(f"checkpoint {path} was not saved: a folder of that name exists")
+        # A device or FIFO is never replaced.
         head = b"?"
         if path.is_file():
             with open_regular(path) as file:
@@ -103,6 +104,7 @@ def atomic_replace(path: Path) -> Generator[int]:
         fd, temporary = _open_temporary(path.parent)
         try:
             yield fd
+            # The new file gets the old one's mode, else the default one: it was readable by its owner only.
             is_file = path.is_file() and not path.is_symlink()
             os.fchmod(fd, stat.S_IMODE(path.stat().st_mode) if is_file else 0o666 & ~_umask())
             os.fsync(fd)  # content before the rename: else a power loss could leave an empty file

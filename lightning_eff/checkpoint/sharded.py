@@ -106,6 +106,7 @@ class LazyShardedTensor(Tensor):
 
     def rows(self, first: int, end: int) -> Tensor:
         """Return rows `first` to `end`, reading no others; a view if they lie in one shard."""
+        # Starts with an empty tensor, so that no rows still have a shape and a dtype.
         found, start = [self.shards[0][:0]], 0
         for shard in self.shards:
             part = shard[max(first - start, 0) : max(end - start, 0)]
@@ -120,6 +121,7 @@ class LazyShardedTensor(Tensor):
     ) -> Any:
         if func in _NEED_NO_VALUES:
             return func(args[0].outline, *args[1:], **(kwargs or {}))
+        # Any other function gets the full tensor.
         given: Any = (tuple(args), dict(kwargs or {}))
         args, kwargs = tree_map_only(LazyShardedTensor, LazyShardedTensor.full_tensor, given)
         return func(*args, **(kwargs or {}))
@@ -302,6 +304,7 @@ class Ranks:
         try:
             yield step
         except BaseException as error:
+            # The other ranks wait in their all-gather: send them the error.
             self._all_gather({"failed": str(error) or repr(error)})
             raise
         step.gathered = self._all_gather(step.local)
@@ -341,6 +344,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
         # Tensors that are sharded in another way than by rows are gathered here, by all ranks in the same
         # order.
         rest, rows = split_shards(checkpoint, _own_rows)
+        # All ranks must have shards of the same tensors; compared before the index is replaced.
         names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
         # 2. Each rank writes its shard.
         with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rows, file)):

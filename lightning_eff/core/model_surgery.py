@@ -219,7 +219,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
             continue  # a module that is used twice
-        # A child that is a stack, or directly holds one, makes this a stage: use its blocks, not the stage.
+        # A module that is a stack, or directly holds one, is a stage: its blocks are selected instead.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
         ):

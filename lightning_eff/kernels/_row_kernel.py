@@ -113,6 +113,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
         x = _scaled(logits, c, V, pitch, softcap, cooling)
         e, e_distance = _decay(m, x)
         if SUMS == "entropy":
+            # A larger x becomes the new m: the sums are rescaled by e = exp(m - x).
             u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
         d = tl.where(x > m, d * e + 1.0, d + e)
         m = tl.maximum(m, x)

@@ -96,6 +96,7 @@ class Projection:
         wide = is_gpu and x.dtype.itemsize == 2  # CUDA can keep its float32 accumulator
         options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
         step, width = max(1, min(self.tile_rows, num_rows)), len(weight)
+        # For the GPU kernel, rows start at multiples of PITCH elements; it masks the columns beyond V.
         pitch = -(-width // PITCH) * PITCH if is_gpu else width
         buffer = torch.empty(step, pitch, dtype=torch.float32 if wide else x.dtype, device=x.device)
         for start in range(0, num_rows, step):
@@ -382,6 +383,7 @@ def in_tiles(
     """
     x = projection.pairs[0][0]
     values = x.new_zeros(len(x), loss.num_values, dtype=wide_dtype(x.dtype))
+    # [db, dx, dW, dx, dW, ...]: rows and weight of each pair follow the bias.
     found = [None if each is None else torch.zeros_like(each) for each in receivers]
     for at, logits in projection.tiles():
         values[at], grad = loss.of_tile(projection, at, logits, None if grads is None else grads[at])
@@ -392,6 +394,7 @@ def in_tiles(
         for (rows, weight), of_rows, of_weight in zip(
             projection.pairs, found[1::2], found[2::2], strict=True
         ):
+            # A slice is a view, which `out` can write to; indexing with a tensor would write to a copy.
             if of_rows is not None and isinstance(at, slice):
                 torch.mm(grad, weight, out=of_rows[at])
             elif of_rows is not None:

@@ -93,6 +93,7 @@ class Grid:
 
     def _levels(self, axis: int, outputs: Interval) -> list[Interval]:
         levels = [outputs]
+        # From the last layer to the first: each reads the inputs that the next one needs.
         for layer, lengths in zip(self.layers[::-1], self.lengths[-2::-1], strict=True):
             levels.append(layer.window(axis).read(levels[-1], lengths[axis])[0])
         return levels[::-1]
@@ -214,6 +215,7 @@ def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
     """Yield grids with one more cut: of samples, then of the longest pieces, of the last axis first."""
     samples, *pieces = grid.pieces
     if samples < grid.num_samples:
+        # The size is proportional to the samples per tile, so jump to the number of cuts that would fit.
         more = min(grid.num_samples, max(samples + 1, int(samples * excess)))
         yield replace(grid, pieces=(more, *pieces))
     lengths = grid.lengths[-1]

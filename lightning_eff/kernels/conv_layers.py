@@ -90,6 +90,7 @@ class Window:
         """
         first = wanted[0] * self.stride - self.low
         end = (wanted[1] - 1) * self.stride - self.low + self.span
+        # Inputs outside of the image are padding.
         held = max(first, 0), min(end, length)
         return held, (held[0] - first, end - held[1])
 

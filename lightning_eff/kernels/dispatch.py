@@ -7,9 +7,9 @@ Choices are stored for the next process (choices.py). `auto` always calls the li
 small products, and while a compiler or autograd records the call.
 
 The number of rows (tokens of a layer) varies, so a choice holds up to the next power of two. Nothing is
-measured while a CUDA graph is captured, under deterministic algorithms (another run could choose another
-order of sums), or on ranks other than 0 (all ranks must compute alike). Until a shape has been measured, the
-library computes it.
+measured while a CUDA graph is captured. The same applies under deterministic algorithms, because another run
+could choose another order of sums, and on ranks other than 0, because all ranks must compute alike. Until a
+shape has been measured, the library computes it.
 
 matmul.py calls `find` once per GEMM. The answer is cached by kind of operands (sizes, strides, dtypes,
 alignment of addresses), so later calls are one lookup.

@@ -206,6 +206,7 @@ def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor
         return operands, out
     rows = math.prod(operands.batch) * operands.M
     try:
+        # `view` copies nothing: it raises if the batch axes cannot be merged.
         a, c, out_rows = (
             tensor.view(rows, tensor.shape[-1]) if tensor is not None else None
             for tensor in (operands.a, operands.c, out)

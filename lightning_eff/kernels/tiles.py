@@ -71,6 +71,7 @@ class Cost:
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
+        # The cache does not hold both operands: each wave reads the rows and columns of its band again.
         if operands > device.l2_bytes / 2:
             # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
             wave_rows = min(8, rows)
@@ -81,12 +82,14 @@ class Cost:
         self.memory_bytes = result + operands
 
         peak = device.peak(shape.dtype, tf32=shape.tf32)
+        # A multiply-add is 2 operations, and one SM has 1 / num_sms of the peak.
         tile_s = 2 * block_m * block_n * self.depth / (peak * config.efficiency / device.num_sms)
         times = {
             "computing": math.ceil(self.waves) * tile_s,
             "memory": self.memory_bytes / (device.memory_gbs * 1e9),
             "the cache": self.l2_bytes / (device.l2_gbs * 1e9),
         }
+        # The three overlap, so the slowest one determines the time.
         self.bound = max(times, key=lambda resource: times[resource])
         self.seconds = times[self.bound] + KERNEL_LAUNCH_S * (2 if config.split_k > 1 else 1)
         self.peak_fraction = 2 * elements * shape.K / self.seconds / peak
@@ -228,6 +231,7 @@ def _fitting_m(cost: Cost) -> tuple[int, ...]:
         return (cost.shape.M,)
     block, num_sms, rows = cost.config.block_m, cost.device.num_sms, cost.grid[0]
     fitting: list[int] = []
+    # Numbers of tile rows: the nearest one below M, then the nearest one above it.
     for candidates in (range(rows - 1, 0, -1), range(rows + 1, rows + 2 * num_sms + 1)):
         for num_rows in candidates:
             best = rank_configs(replace(cost.shape, M=num_rows * block), cost.device)[0]

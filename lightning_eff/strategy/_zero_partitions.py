@@ -136,6 +136,7 @@ class PartitionedState:
         full = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
         mapping = parameter._hp_mapping  # noqa: SLF001 - None if this rank has no element of the parameter
         if mapping is not None:
+            # lp: this rank's range in the parameter; hp: the same elements in its float32 vector.
             target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
             own = flat.narrow(0, source.start, source.numel)
             full.narrow(0, target.start, target.numel).copy_(own)

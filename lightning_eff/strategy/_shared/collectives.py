@@ -66,6 +66,7 @@ class RankDivergenceCheck:
 
             def note(ran: nn.Module, _: Any, index: int = index) -> None:  # a deep copy shares a closure
                 if ran.training and (gathers or torch.is_grad_enabled()):
+                    # A hash of the sequence, or one bit per module: then only the set of modules counts.
                     self._seen = hash((self._seen, index)) if ordered else self._seen | 1 << index
 
             if any(gathers or parameter.requires_grad for parameter in parameters):
