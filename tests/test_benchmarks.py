@@ -29,7 +29,7 @@ SMALLEST = {
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
     "memory_timeline": ["model.num_layers=1", "model.d_model=32"],
     "planner_ladder": ["--only", "plain"],
-    "step_overhead": ["--steps", "1100"],
+    "step_overhead": ["--steps", "100"],
     "tiled_conv": ["--rounds", "1", "--sides", "32", "8"],
     "tiled_loss": ["--rounds", "1", "--sizes", "8", "16", "64"],
     "tiled_mlp": ["--rounds", "1"],

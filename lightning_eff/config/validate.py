@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
@@ -107,6 +108,8 @@ def check_config_values(values: dict[str, Any]) -> None:
     nodes = [
         (*each, base) for group, base in GROUP_BASES.items() for each in _nodes(group, values.get(group))
     ]
+    for path, node, _ in nodes:
+        _check_own_keys(path, node)
     _check_trainer(values.get("trainer"))  # imports Lightning, for seconds: report the errors above first
     for path, node, base in nodes:
         _check_node(path, node, (resolve_class(path, base),))
@@ -136,6 +139,19 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
                 allowed += f"; {suggest_name(name, options)}"
             remedies = [f"+{group}={name}"] if name in options else []
             raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
+
+
+def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
+    """Reject a key that a class of this package lacks, without an import: its YAML has all parameters."""
+    module, _, class_name = str(node.get("_target_")).rpartition(".")
+    file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
+    written: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not module.startswith("lightning_eff.") or written.get("_target_") != node.get("_target_"):
+        return
+    names = [key for key in written if not key.startswith("_")]
+    for key in (key for key in node if key not in (*written, *DIRECTIVES)):
+        allowed = f"a parameter of {class_name}; {suggest_name(key, names)}"
+        raise ConfigError(key=f"{path}.{key}", value=node[key], allowed=allowed)
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff.core.errors import EXIT_FAILED
+from lightning_eff.core.random_states import numpy_state, set_numpy_state
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that batch normalization changes without increasing their version."""
@@ -68,7 +69,7 @@ class CallState:
         self._known: set[int] = set()
         self._states: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
             (random.getstate, random.setstate, random.getstate()),
-            (_numpy_state, np.random.set_state, _numpy_state()),
+            (numpy_state, set_numpy_state, numpy_state()),
             (torch.get_default_dtype, torch.set_default_dtype, torch.get_default_dtype()),
         ]
         for part in self._parts:
@@ -264,7 +265,3 @@ def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> An
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(content)
     return now
-
-
-def _numpy_state() -> dict[str, Any]:
-    return dict(np.random.get_state(legacy=False))

@@ -1,10 +1,16 @@
-"""The states of all random generators that a training step or its data uses, in plain types."""
+"""The states of all random generators that a training step or its data uses, in plain types.
+
+NumPy takes 0.1 ms to return the state of its global generator, because it copies element by element. A retry
+needs that state before each step, so it is read only if the generator's memory has changed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -19,21 +25,60 @@ KINDS = (torch.Generator, np.random.Generator)
 Generators = Mapping[str, torch.Generator | np.random.Generator]
 """A user's own generators, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
+MT19937_BYTES = 625 * 4
+"""Size of NumPy's `mt19937_state`: 624 words, and the position in them."""
+NumpyState = tuple[bytes, int, int, float]
+"""Words, position, and the normal deviate that is kept for the next call: whether, and which."""
+
+
+@lru_cache(maxsize=1)
+def _numpy_state_of(memory: bytes) -> NumpyState:
+    """Return the state of NumPy's global generator, whose memory has these words and this position."""
+    del memory
+    state: Any = cast(Any, np.random).get_state(legacy=False)
+    words, gauss = state["state"], (state["has_gauss"], state["gauss"])
+    return words["key"].tobytes(), words["pos"], *gauss
+
+
+def numpy_state() -> NumpyState | dict[str, Any]:
+    """Return the state of NumPy's global generator; a dict if somebody has set another than its default."""
+    generator: Any = cast(Any, np.random).get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return dict(cast(Any, np.random).get_state(legacy=False))
+    state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
+    _, _, has_gauss, _ = state
+    if has_gauss:  # may be taken without a change of the memory; to keep one, two numbers are drawn
+        _numpy_state_of.cache_clear()
+    return state
+
+
+def set_numpy_state(state: NumpyState | dict[str, Any]) -> None:
+    """Set the state that `numpy_state` has returned."""
+    _numpy_state_of.cache_clear()
+    if isinstance(state, dict):
+        np.random.set_state(state)
+        return
+    key, position, has_gauss, gauss = state
+    np.random.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, has_gauss, gauss))
+
+
+@lru_cache(maxsize=1024)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, KINDS)
 
 
 def held_by(module: nn.Module) -> dict[str, Any]:
     """Return the generators that a module and its submodules keep as attributes."""
     held = [value for part in module.modules() for value in vars(part).values()]
-    return {str(id(value)): value for value in held if isinstance(value, KINDS)}
+    return {str(id(value)): value for value in held if _is_generator(type(value))}
 
 
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
     """Return the states of torch's CPU generator, the device's, Python's, NumPy's and `generators`."""
     states: RandomStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    legacy: Any = cast(Any, np.random).get_state(legacy=False)
-    if legacy["bit_generator"] == "MT19937":  # NumPy's default; others belong to whoever set them
-        key, position = legacy["state"]["key"].tobytes(), legacy["state"]["pos"]
-        states["numpy"] = (key, position, legacy["has_gauss"], legacy["gauss"])
+    numpy = numpy_state()
+    if not isinstance(numpy, dict):  # NumPy's default; others belong to whoever set them
+        states["numpy"] = numpy
     if device is not None and device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
     for name, generator in generators.items():
@@ -53,8 +98,7 @@ def restore(
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:
-        key, *others = states["numpy"]
-        np.random.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), *others))
+        set_numpy_state(states["numpy"])
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
     for name, generator in generators.items():

@@ -53,7 +53,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._values = FakeValues(self._mode)
+        self._values = FakeValues()
         self.assumed = self._values.assumed
         self._open = ExitStack()
         self._is_hidden = False

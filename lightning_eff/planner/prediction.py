@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES, Device
+from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.planner.cuda_operators import CudaOperators
 from lightning_eff.planner.fakes import FakeLoader, Fakes
 from lightning_eff.report.attention import AttentionRow
@@ -42,7 +43,10 @@ OBSERVERS = (
 )  # fmt: skip
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
 LONGEST_WINDOW = 2
-"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps."""
+"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps.
+
+The first step has no optimizer state yet, and one batch of it allocates that.
+"""
 MONITORS = "lightning_eff.monitors."
 """Package of our callbacks that observe."""
 
@@ -264,13 +268,21 @@ class _Record(pl.Callback):
     probe: Probe
     keeps_batches: bool
     """Whether a technique holds the batches of a step until its end, so that each one adds to the peak."""
+    window: int = 0
+    """Batches of a step in the run."""
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self.keeps_batches:
-            trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, LONGEST_WINDOW)
+            self.window = self.window or trainer.accumulate_grad_batches
+            # Lightning's own loop counts batches from the start of the epoch: a short first step would shift
+            # the second. So would the end of an epoch of two batches.
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            is_free = isinstance(loop, ExactStep) and trainer.num_training_batches > LONGEST_WINDOW
+            is_short = is_free and trainer.global_step == 0
+            trainer.accumulate_grad_batches = min(self.window, 1 if is_short else LONGEST_WINDOW)
         self.probe.begin(batch, pl_module, trainer.optimizers)
 
     @override

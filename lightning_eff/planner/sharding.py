@@ -33,7 +33,10 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 """Precisions for which Lightning casts the model's weights."""
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
-PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
+PREDICTED = (
+    "activations are those of the predicted step, temporaries and the batch included; maxima that may not "
+    "coincide are added up"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ShardingTable:
         rows: list[dict[str, int]] = []
         for devices, share in self.shares.items():
             activations = self.passing_bytes or 0
-            sizes = asdict(share) | {"device": share.device + activations, "activations": activations}
+            sizes = asdict(share) | {"device": share.device(activations), "activations": activations}
             rows.append({"devices": devices} | {f"{name}_bytes": round(size) for name, size in sizes.items()})
         return rows
 

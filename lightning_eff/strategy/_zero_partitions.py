@@ -13,11 +13,11 @@ attributes (DeepSpeed 0.19.8).
 `ZeroMemory` counts bytes per device. It deviates from the ZeRO papers and follows DeepSpeed's source
 (0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py):
 
-- Stages 1 and 2 keep float32 weights for the optimizer in addition to the model's, even if those are float32;
-  stage 3 does so for 16-bit models.
+- The optimizer keeps float32 weights in addition to the model's, even if those are float32.
 - Stage 3 does not shard tensors of at most 100,000 elements.
 - It frees a weight after its forward only if more than 1e9 elements are used before its backward, so smaller
   models are complete on each device.
+- Stage 3 gathers weights ahead into a buffer, which lives until the last of them has been copied out.
 - Buckets have 5e8 elements, regardless of the model's size; stage 2 with overlap has two of them.
 """
 
@@ -246,15 +246,13 @@ class ZeroMemory(Sharding):
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
         """Implement `Sharding`."""
-        del accumulates  # gradients are reduced in buckets, or kept as in the stage
         size = self.compute_itemsize
-        has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on_host or self.weights_on_host
         share = self.kept(
             model,
             devices,
             itemsize=size,
             gradient_itemsize=self.accumulate_itemsize,
-            copy_itemsize=FLOAT32 if has_copies else 0,
+            copy_itemsize=FLOAT32,
         )
         total = sum(weight.numel for weight in model.trained)
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
@@ -262,17 +260,22 @@ class ZeroMemory(Sharding):
             return self._stage_3(model, share, devices, total, local)
         bucket = self.bucket_for(total)
         buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
-        if self.stage == 2 and self.all_reduce:
-            buckets += min(bucket, total) * self.reduce_itemsize  # one more flattened copy
+        # The gradient being copied into a bucket.
+        buckets += (largest := max((weight.numel for weight in model.trained), default=0) * size)
+        # A full bucket gets one more flattened copy.
+        flat = min(bucket, total) * self.reduce_itemsize if self.stage == 2 and self.all_reduce else 0
+        # If one bucket holds all gradients, it is reduced after the backward pass, otherwise during it.
+        has_one = bucket >= total
         if not self.optimizer_on_host:
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
-            return replace(share, buffers=max(buckets, step))
-        largest = max((weight.numel for weight in model.trained), default=0) * size
+            late = flat + (0 if accumulates else share.gradients) if has_one else 0
+            return replace(share, buffers=max(buckets + flat, step), late=late)
         return replace(
             share,
             gradients=share.gradients if self.stage == 1 else 0,
             optimizer=0,
-            buffers=buckets + largest,
+            buffers=buckets + flat,
+            late=flat if has_one else 0,
             host=share.optimizer + local * (FLOAT32 + 2 * size) + largest,
         )
 
@@ -290,17 +293,19 @@ class ZeroMemory(Sharding):
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
         # The last `reuse / 2` elements stay gathered from forward to backward, since everything after them
-        # runs twice in between. In addition: the weight in use, and prefetched ones.
+        # runs twice in between. In addition: the weight in use, and prefetched ones, also in the buffer.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
-        gathered = size * min(sum(sharded), at_once)
+        gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)
         scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
+        # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
+        excess = max(0, step - gathered, scattered - gathered)
         return replace(
             share,
             weights=weights + unsharded + model.buffers_bytes,
             gathered=gathered,
-            # Gathered weights are free during reduce-scatter and step, so only the excess counts.
-            buffers=bucket * size + max(0, step - gathered, scattered - gathered),
+            buffers=bucket * size + excess,
+            late=excess if bucket >= total else 0,
             host=host,
         )
 
@@ -319,6 +324,8 @@ class ZeroMemory(Sharding):
             )
         elif self.all_reduce:
             lines.append("gradients are all-reduced, as DeepSpeed does by default, not reduce-scattered")
+        if self.stage < 3 and self.bucket is None:
+            lines.append("gradients that fit in one bucket are reduced once activations are freed")
         if self.not_counted:
             lines.append(f"effects of these options are not counted: {', '.join(self.not_counted)}")
         return lines

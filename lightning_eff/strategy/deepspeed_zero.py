@@ -14,9 +14,9 @@ by itself; a custom class declares that with `elementwise = True`.
 Saves: optimizer state (stage 1), gradients (2) and weights (3), divided by the number of devices or
     offloaded.
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
-    tensors. Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights in addition to a
-    16-bit model. A parameter without a gradient on any rank gets a gradient of 0, so weight decay and
-    momentum move it. Ranks must run the same modules; they compare them with 16 bytes per step.
+    tensors. Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights in addition to the
+    model's. A parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum
+    move it. Ranks must run the same modules; they compare them with 16 bytes per step.
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
