@@ -199,8 +199,7 @@ class AtomicFiles(CheckpointIO):
         """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
 
         A collective of all ranks: each verifies a fraction of the files. The number of ranks may differ from
-            the
-        save's.
+        the save's.
 
         Raises:
             CheckpointError: A file is damaged or missing; all ranks raise it.

@@ -94,7 +94,7 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
 
 def _no_experiment(value: Any) -> ConfigError:
-    """Return the error for an experiment that became a key: it has no folder, or a file its own."""
+    """Return the error for an experiment that became a key: its folder or its package line is missing."""
     if isinstance(value, str):
         allowed = f"a file experiment/{value}.yaml in a folder that --config-dir names; none has experiments"
     else:

@@ -142,7 +142,7 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
-    """Reject a key that a class of this package lacks, without an import: its YAML has all parameters."""
+    """Reject a key that a class of this package lacks, without importing it: its YAML has all parameters."""
     module, _, class_name = str(node.get("_target_")).rpartition(".")
     file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
     written: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}

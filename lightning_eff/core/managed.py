@@ -39,7 +39,7 @@ def skip_hook(callback: pl.Callback, trainer: pl.Trainer, name: str, *, of: type
 
 
 def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Hide the hooks for each batch that no class of a callback defines."""
+    """Hide the per-batch hooks that no class of a callback defines."""
     for name in BATCH_HOOKS:
         skip_hook(callback, trainer, name, of=pl.Callback)
 

@@ -26,14 +26,14 @@ Generators = Mapping[str, torch.Generator | np.random.Generator]
 """A user's own generators, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
 MT19937_BYTES = 625 * 4
-"""Size of NumPy's `mt19937_state`: 624 words, and the position in them."""
+"""Size of NumPy's `mt19937_state`: 624 words of 4 bytes, and the position in them."""
 NumpyState = tuple[bytes, int, int, float]
-"""Words, position, and the normal deviate that is kept for the next call: whether, and which."""
+"""Words, position, whether a normal deviate is cached for the next call, and its value."""
 
 
 @lru_cache(maxsize=1)
 def _numpy_state_of(memory: bytes) -> NumpyState:
-    """Return the state of NumPy's global generator, whose memory has these words and this position."""
+    """Return the state of NumPy's global generator; `memory`, its words and position, is the cache key."""
     del memory
     state: Any = cast(Any, np.random).get_state(legacy=False)
     words, gauss = state["state"], (state["has_gauss"], state["gauss"])
@@ -41,19 +41,19 @@ def _numpy_state_of(memory: bytes) -> NumpyState:
 
 
 def numpy_state() -> NumpyState | dict[str, Any]:
-    """Return the state of NumPy's global generator; a dict if somebody has set another than its default."""
+    """Return the state of NumPy's global generator; a dict if the user has replaced the default generator."""
     generator: Any = cast(Any, np.random).get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         return dict(cast(Any, np.random).get_state(legacy=False))
     state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
     _, _, has_gauss, _ = state
-    if has_gauss:  # may be taken without a change of the memory; to keep one, two numbers are drawn
+    if has_gauss:  # taking the cached deviate does not change the memory; caching one draws two numbers
         _numpy_state_of.cache_clear()
     return state
 
 
 def set_numpy_state(state: NumpyState | dict[str, Any]) -> None:
-    """Set the state that `numpy_state` has returned."""
+    """Set a state returned by `numpy_state`."""
     _numpy_state_of.cache_clear()
     if isinstance(state, dict):
         np.random.set_state(state)

@@ -164,8 +164,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
 def _scaled(logits, c, V, pitch, softcap, cooling):
     """Return the scaled logits of columns c [BLOCK] in float32, and -inf beyond V.
 
-    The mask compares with `pitch`, a multiple of 16, if memory reaches that far: with V, loads are not
-    vectors.
+    The mask is `pitch`, a multiple of 16 wherever memory reaches that far; V would prevent vector loads.
     """
     x = tl.load(logits + c, mask=c < pitch, other=0.0).to(tl.float32)
     if softcap is not None:

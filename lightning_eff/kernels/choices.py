@@ -1,9 +1,9 @@
 """Measured choices per GPU: who computes each shape, and how our kernels compare with torch's library.
 
-`dispatch.choices_of` returns them. They are kept in a file of the user's cache folder, one file per kind of
-GPU, versions of torch and Triton, and state of the kernels' sources; a file is valid for its own key only.
-Files in the folder `measured` ship with the package and are read first. A damaged or foreign file counts as
-empty.
+`dispatch.choices_of` returns them. They are kept in files of the user's cache folder. A file's key is the
+kind of GPU, the versions of torch and Triton, and a hash of the kernels' sources; the file is valid for this
+key only. Any edit of these sources changes the hash, comments included. Files in the folder `measured` ship
+with the package and are read first. A damaged or foreign file counts as empty.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Grid:
     """Layers, the sizes between them, and tiles. Level 0 is the input, level n the output of the nth layer.
 
     Args:
-        layers: In their order.
+        layers: The layers in order.
         num_samples: Samples of the input.
         channels: Of each level.
         lengths: Spatial sizes of each level.
@@ -186,7 +186,7 @@ def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | N
     """Return the grid with the fewest cuts whose tiles fit a budget, as far as the halo limit allows.
 
     Args:
-        layers: In their order.
+        layers: The layers in order.
         x: The input.
         budget_bytes: Bytes of the layers' outputs and two gradients on one tile; None for the larger of 64
             MiB and a quarter of `x`, which is held with two gradients of about its size anyway.

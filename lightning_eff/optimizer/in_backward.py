@@ -6,12 +6,10 @@ over the same groups, and each of the two loads the other's checkpoint.
 
 Saves: gradients: only one layer's exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm, only by
-each
-    parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
+    each parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
 When not: gradients are accumulated, clipped by their total norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
-and
-    manual optimization are rejected: each needs the gradients after the backward pass.
+    and manual optimization are rejected: each needs the gradients after the backward pass.
 Source: Lv et al. 2023, https://arxiv.org/abs/2306.09782;
     https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """

@@ -3,8 +3,7 @@
 `precision/quantized_base` makes them with `quantize`. They differ from bitsandbytes 0.50's in four places:
 
 - A state dict loads into a quantized layer, completely and checked. A floating-point weight in it is
-quantized
-  as this layer was. bitsandbytes saves its scales but cannot load them with `load_state_dict`.
+  quantized as this layer was. bitsandbytes saves its scales but cannot load them with `load_state_dict`.
 - A forward pass never casts the bias in place.
 - A forward pass computes the same in evaluation as in training. In evaluation, bitsandbytes repacks 4-bit
   weights on CPUs with AVX512-BF16, after which no gradient passes the layer, and 8-bit layers quantize their

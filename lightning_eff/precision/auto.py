@@ -12,9 +12,8 @@ optimizer, so `fused` AdamW and clipping work in one run.
 
 Saves: time and activations: matrix products in 16 bits where the device computes them.
 Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose
-gradients
-    overflow is skipped). Mixed formats add a copy of each weight during the step: a large model with a small
-    batch can need more memory.
+    gradients overflow is skipped). Mixed formats add a copy of each weight during the step: a large model
+    with a small batch can need more memory.
 When not: the device emulates the format: `auto` then stays with float32 and reports it.
 Conflicts: `Trainer(precision=...)` with this plugin, rejected by Lightning. fp16 with LBFGS, rejected.
 Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;

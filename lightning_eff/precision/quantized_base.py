@@ -14,9 +14,8 @@ loaded unchanged.
 
 Saves: memory of frozen weights: 4.13 bits each in NF4, 8 in int8, 16 in bfloat16.
 Costs: the error in the report: 9 % of a weight's norm in nf4, 11 in fp4, 0.5 in int8. Each pass dequantizes
-the
-    weights. A 16-bit embedding makes the residual stream 16-bit: add it to `skip_modules` if that is too few
-    bits.
+    the weights. A 16-bit embedding makes the residual stream 16-bit: add it to `skip_modules` if that is too
+    few bits.
 When not: the frozen weights fit in bfloat16. Nothing is frozen: such a run is rejected.
 Conflicts: a model without frozen, or without trained, weights is rejected. Strategies that shard weights;
     float64; trained biases of quantized layers (LoRA's `bias`). `callbacks/triton_gemm` does not replace
