@@ -57,7 +57,7 @@ from lightning_eff.kernels import devices
 from lightning_eff.launch.job import check_local
 from lightning_eff.planner.advice import AdvisedRecipe, advise, mutually_exclusive
 from lightning_eff.planner.forecast import DeviceMemory
-from lightning_eff.planner.prediction import quietly
+from lightning_eff.prediction.predict import quietly
 from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4

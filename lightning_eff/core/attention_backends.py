@@ -2,7 +2,7 @@
 
 torch tries backends by priority and takes the first one that rejects nothing. The last is math, which stores
 every score. `torch._fused_sdp_choice` returns that choice for tensors. This table returns it for shapes, with
-the reasons, for a device that need not be present. `callbacks/attention` and the planner use it.
+the reasons, for a device that need not be present. `callbacks/attention` and predictions use it.
 
 Source: the headers of torch 2.13.0, and pytorch's aten/src/ATen/native/transformers files sdp_utils_cpp.cpp
 and cuda/sdp_utils.cpp as of summer 2026 (001f694), except for what the headers of 2.13 lack (memory-efficient

@@ -187,6 +187,21 @@ class CallState:
         return names[0] if names else f"a tensor of {list(tensor.shape)} that it keeps or was given"
 
 
+@contextmanager
+def oldest_graphs_first() -> Generator[None]:
+    """Make a compiled block try its graphs in order of compilation, not of last use.
+
+    Otherwise the recomputation could use another graph than the first call, if several accept the inputs.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
+    reorder(False)  # noqa: FBT003
+    try:
+        yield
+    finally:
+        reorder(True)  # noqa: FBT003
+
+
 def stops_early(module: nn.Module) -> bool:
     """Return whether a recomputation may stop when the last tensor is saved: RReLU fills it later."""
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]

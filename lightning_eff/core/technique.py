@@ -232,6 +232,8 @@ class HasFacts(Protocol):
 
 _DEEPSPEED = ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
 _FSDP = ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
+SHARDED = (*_DEEPSPEED, *_FSDP)
+"""Strategies that keep only a shard of the model on each device."""
 NEEDS_MATRICES = tuple(
     Rule(
         name=name,
@@ -243,6 +245,6 @@ NEEDS_MATRICES = tuple(
 """Rules for optimizers whose update needs a weight's full matrix."""
 PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
-    for name in (*_DEEPSPEED, *_FSDP)
+    for name in SHARDED
 )
 """Rules for optimizers that choose the device of their state."""

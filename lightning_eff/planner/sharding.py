@@ -22,8 +22,8 @@ from lightning_eff.core.model_surgery import select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import callbacks_of
 from lightning_eff.core.technique import name_of
-from lightning_eff.planner.fakes import Fakes
-from lightning_eff.planner.prediction import quietly, reason_of
+from lightning_eff.prediction.fakes import Fakes
+from lightning_eff.prediction.predict import quietly, reason_of
 from lightning_eff.report.model_weights import ModelWeights
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.sharding import DeviceShare, Sharding

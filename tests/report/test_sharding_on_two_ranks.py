@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_eff.planner.prediction import predict
+from lightning_eff.prediction.predict import predict
 from lightning_eff.report.live_bytes import LiveBytes
 from lightning_eff.report.model_weights import ModelWeights
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero

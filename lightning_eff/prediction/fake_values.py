@@ -24,13 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_eff.core.torch_private import real_tensors
-from lightning_eff.planner.fake_results import FakeResults
+from lightning_eff.prediction.fake_results import FakeResults
 from lightning_eff.report.live_bytes import InfraMode
 
 aten: Any = torch.ops.aten
 
 PACKAGE = Path(__file__).parent.parent
-OWN = tuple(PACKAGE / name for name in ("planner", "report"))
+OWN = tuple(PACKAGE / name for name in ("prediction", "planner", "report"))
 """Folders of the code that predicts, as opposed to the training."""
 SMALL = 1 << 20
 """Maximum elements of a tensor whose values are propagated: a batch of a million tokens."""

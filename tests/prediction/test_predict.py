@@ -20,9 +20,9 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from lightning_eff.planner.prediction import Prediction, predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
+from lightning_eff.prediction.predict import Prediction, predict
 from tests.support.prediction import (
     CNN_OF,
     GPT_OF,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy
-from lightning_eff.planner.fakes import COMPILED, Fakes, real_tensors
+from lightning_eff.prediction.fakes import COMPILED, Fakes, real_tensors
 
 
 def test_nothing_is_compiled_and_torch_is_restored_afterwards() -> None:
