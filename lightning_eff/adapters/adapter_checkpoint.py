@@ -10,8 +10,8 @@ shape and the first 64 bits of its SHA-256. So it is the same on each device, an
 tensors that differ. Buffers are not part of it: training may change them, and persistent ones are saved with
 the adapter.
 
-A LightningModule with adapters does this in its own checkpoint hooks (`callbacks/peft_adapter` attaches
-them), so it also applies to weights-only saves and to saves after the run. Why not a callback's hooks:
+A LightningModule with adapters does this in its own checkpoint hooks, which `callbacks/peft_adapter`
+attaches. So it also applies to weights-only saves and to saves after the run. Why not a callback's hooks:
 Lightning omits them in weights-only saves, and calls them only after loading. Why not `strict_loading=False`:
 it accepts another model's adapter and leaves this one's at its initial values. For Fabric, or a custom loop:
 `strip_base` and `load_adapter`.

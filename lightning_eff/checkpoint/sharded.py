@@ -294,8 +294,9 @@ class Ranks:
     def all_or_none(self) -> Generator[Any]:
         """Run a step that fails on all ranks if it fails on one; its end is a collective of all ranks.
 
-        The yielded object has `local`, the plain JSON values that this rank sends at the end of the step, and
-        `gathered`, the values of all ranks, by rank, once the step is over.
+        The yielded object has two attributes. `local` is a dictionary of plain JSON values that this rank
+        sends at the end of the step. `gathered` is the list of all ranks' values, by rank, once the step is
+        over.
 
         Raises:
             CheckpointError: Another rank failed; the text names the first one and its error.

@@ -1,6 +1,6 @@
 """Map names and values of other tools to the equivalent overrides here: `habits.yaml`.
 
-`hydra_errors.py` and the command line's parser look up a row only for a word that cannot be used, so a user's
+`hydra_errors.py` and the command line's parser look up a row only for a word that cannot be used. So a user's
 own option of the same name has precedence. All proposals of a row are shown, since the right one depends on
 the recipe's model.
 """

@@ -1,8 +1,8 @@
 """Observe or replace the training loader of a run; all techniques do so through this module.
 
-Lightning prepares loaders when it creates them, and creates them as soon as the number of steps is needed,
-which may be as early as in `configure_optimizers`. The loader that a strategy returns passes through all
-transforms, ordered by position and then by time of addition.
+Lightning prepares loaders when it creates them. It creates them as soon as the number of steps is needed,
+possibly in `configure_optimizers`. The loader that a strategy returns passes through all transforms, ordered
+by position and then by time of addition.
 """
 
 from __future__ import annotations

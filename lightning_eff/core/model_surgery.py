@@ -1,9 +1,9 @@
 """Changes of a model, in a fixed order and at one moment: after `configure_model`, before a restore.
 
 Techniques that change a model call `queue`. Lightning has no hook between `configure_model` and the restore
-of a checkpoint. So the first `queue` of a run replaces the module's `configure_model` by a function that runs
-the original and then all queued changes, ordered by stage instead of by callback. Lightning calls it again
-for every stage of a run (fit, validate, test), so a change must do nothing the second time.
+of a checkpoint. So the first `queue` of a run replaces the module's `configure_model`. The replacement runs
+the original and then all queued changes, ordered by stage, not by callback. Lightning calls it again for
+every stage of a run (fit, validate, test), so a change must do nothing the second time.
 
 Why not `Strategy.setup` or `convert_module`: they run after the restore. A change that renames or adds keys
 would train, but its checkpoint could not be resumed. Why not `functools.wraps`: Lightning's `is_overridden`

@@ -1,7 +1,7 @@
 """Images to segment that need no download: bright diamonds, discs and squares, a dark background, and noise.
 
 A shape is all pixels within a radius of its centre; the distance measure determines which shape. Each image
-is drawn on request, from its own index alone, so it is the same in every run, on every rank and in every
+is drawn on request, from its own index alone. So it is the same in every run, on every rank and in every
 worker.
 """
 

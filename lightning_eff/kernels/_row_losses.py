@@ -17,9 +17,9 @@ Cross-entropy, with target t, class weights w (1 without), label smoothing s and
     dloss / dl_c = A * p_c - (1 - s) * w_t * [c = t] - s / V * w_c
     A = w_t * (1 - s + 2 * z * lse) + s / V * sum_c w_c
 
-If logits are rounded to 16 bits (a CPU has no 16-bit product with a float32 result), the target's logit is
-computed again in float32, and used in both the loss and lse. Errors of the other logits average out; the
-target's own would not.
+A CPU has no 16-bit product with a float32 result, so there logits are rounded to 16 bits. The target's logit
+is then computed again in float32, and used in both the loss and lse. Errors of the other logits average out;
+the target's own would not.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The three GEMMs of a layer, for T rows of x, need no transposed copy. `callbacks
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
     weight's gradient  W [N, K] = Y [T, N].T @ X [T, K]     tn
 
-While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta = 1), so
+While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta = 1). So
 no second gradient of the weight's size is allocated. In the first micro-batch of a step there is no
 `weight.grad`, and the layer's gradient becomes it (beta = 0).
 

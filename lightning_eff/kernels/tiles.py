@@ -1,9 +1,9 @@
 """Predict what each tile config costs for a GEMM on a device, rank the configs, and explain the best one.
 
 A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
-waves of as many as the device has SMs. Four losses are modelled: wave quantization (SMs without a tile in the
-last wave), tile quantization (elements beyond the edge), operands read again because the L2 cache is too
-small, and rows that do not start at a multiple of 16 bytes, which the tensor memory accelerator (TMA) cannot
+waves of as many as the device has SMs. Four losses are modelled. Wave quantization: SMs without a tile in the
+last wave. Tile quantization: elements beyond the edge. Operands that are read again because the L2 cache is
+too small. Rows that do not start at a multiple of 16 bytes, which the tensor memory accelerator (TMA) cannot
 copy. Times are predictions. dispatch.py uses the ranking, `explain_tiles` is for users.
 """
 

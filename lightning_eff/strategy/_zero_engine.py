@@ -4,8 +4,8 @@ deepspeed_zero.py uses it around the engine's start and each step. ZeRO flattens
 and gives each rank a slice. SGD and Adam compute the same on a slice. An optimizer that uses a full matrix
 (its norm, rows, singular vectors, blocks of quantized state) silently computes something else.
 
-DeepSpeed trains float32 copies of the parameters that require gradients when it starts. A weight that is
-clamped or loaded during the run is overwritten by the next step, an unfrozen weight is never stepped, and a
+DeepSpeed trains float32 copies of the parameters that require gradients when it starts. The next step
+overwrites a weight that is clamped or loaded during the run. An unfrozen weight is never stepped, and a
 frozen one still moves by its momentum. A single device would behave as intended, so such runs are rejected.
 Weights that stay frozen may change (a teacher's average), except in stage 3.
 """

@@ -1,7 +1,7 @@
 """DeepSpeed's partitions of a model: read and write full tensors, and count their bytes.
 
 In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
-concatenated, and each rank has one contiguous slice of them, which may start or end inside a parameter. In
+concatenated. Each rank has one contiguous slice of the result, which may start or end inside a parameter. In
 stage 3 each rank has an equal slice of each parameter, with padding on the last rank. Optimizer state per
 element has the same layout in separate vectors. Weights are read from these vectors, since the model's own
 may be a 16-bit copy.
