@@ -230,6 +230,8 @@ class GradientAccumulation(Managed):
         did = self._description or "no training data yet"
         if self._loop is not None and is_accumulated:
             did = "; ".join(filter(None, (did, self._loop.counts_by, self._loop.mean_check)))
+        if self._loop is not None and self._loop.uneven.did:
+            did += f"; {self._loop.uneven.did}"
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
         for reason, count in reasons.items():
             did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""

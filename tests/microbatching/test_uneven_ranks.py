@@ -1,0 +1,335 @@
+"""Two ranks (gloo, DDP) with different numbers of batches train on all of them, and count the same steps.
+
+One start of two processes for all cases; `main` runs in both of them, the tests read what they have saved.
+The basic case is in test_ddp.py too, which is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_eff.callbacks.exact_resume import ExactResume
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import make_trainer
+from tests.support.ranks import is_equal, results_of_two_ranks
+from tests.support.resuming import save_in
+
+pytestmark = pytest.mark.slow
+TWO_RANKS: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+EPOCHS = 3
+SIZES = [[2, 2, 2, 2, 2, 2, 2, 1], [3, 3, 3, 2]]
+"""Samples of each batch, of each rank."""
+Batch = dict[str, Tensor]
+
+
+class Stream(IterableDataset[Batch]):
+    """Yields this rank's batches; its length, if any, is not always true."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+class Model(pl.LightningModule):
+    """A regression in float64, whose mean is over samples or, if weighted, over some of the targets."""
+
+    def __init__(self, *, is_weighted: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.is_weighted = is_weighted
+        self.batch_ends: list[bool] = []
+        self.evaluated_at: list[int] = []
+
+    def forward(self, batch: Batch) -> Any:
+        errors = (self.layers(batch["x"]) - batch["y"]).square()
+        if not self.is_weighted:
+            return errors.mean()
+        return {"loss": errors[batch["mask"]].mean(), "loss_weight": batch["mask"].sum()}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.evaluated_at.append(self.global_step)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batch_ends.append(batch is not None)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def batches_of(rank: int, sizes: Sequence[Sequence[int]] = SIZES) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3 + rank)
+    draw = {"generator": generator, "dtype": torch.float64}
+    return [
+        {
+            "x": torch.randn(size, 4, **draw),
+            "y": torch.randn(size, 3, **draw),
+            "mask": torch.rand(size, 3, **draw) < 0.7,
+        }
+        for size in sizes[rank]
+    ]
+
+
+class Stated(Stream):
+    def __len__(self) -> int:
+        return 8
+
+
+def loader_of(rank: int, kind: Any = Stream, sizes: Sequence[Sequence[int]] = SIZES) -> DataLoader[Any]:
+    return DataLoader(kind(batches_of(rank, sizes)), batch_size=None)
+
+
+def fit(
+    *callbacks: pl.Callback,
+    model: Model | None = None,
+    kind: Any = Stream,
+    sizes: Sequence[Sequence[int]] = SIZES,
+    ckpt_path: Path | None = None,
+    val_sizes: Sequence[Sequence[int]] = (),
+    **keywords: Any,
+) -> dict[str, Any]:
+    model = Model() if model is None else model
+    trainer = make_trainer(
+        callbacks=[*callbacks], **({"max_epochs": EPOCHS, "max_steps": -1} | TWO_RANKS | keywords)
+    )
+    loader = loader_of(trainer.global_rank, kind, sizes)
+    val_loader = loader_of(trainer.global_rank, sizes=val_sizes) if val_sizes else None
+    trainer.fit(model, loader, val_loader, ckpt_path=ckpt_path)
+    return {
+        "weights": [parameter.detach() for parameter in model.parameters()],
+        "steps": trainer.global_step,
+        "batches": trainer.fit_loop.epoch_loop.batch_progress.total.completed,
+        "ends": model.batch_ends,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "evaluated_at": model.evaluated_at,
+        "estimated": trainer.estimated_stepping_batches,
+    }
+
+
+def reference(window: int, *, is_weighted: bool = False, epochs: int = EPOCHS, sizes: Any = SIZES) -> Any:
+    """Train in a plain loop on the same batches: a step has each rank's of one window, in one mean."""
+    model = Model(is_weighted=is_weighted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)
+    ranks = [batches_of(rank, sizes) for rank in range(2)]
+    starts = range(0, max(map(len, ranks)), window)
+    for start in [*starts] * epochs:
+        step = [batch for batches in ranks for batch in batches[start : start + window]]
+        whole = {key: torch.cat([batch[key] for batch in step]) for key in step[0]}
+        output = model(whole)
+        optimizer.zero_grad()
+        (output["loss"] if is_weighted else output).backward()
+        optimizer.step()
+        schedule.step()
+    return {
+        "weights": [parameter.detach() for parameter in model.parameters()],
+        "steps": len(starts) * epochs,
+        "lr": optimizer.param_groups[0]["lr"],
+    }
+
+
+class Evaluated(Model):
+    """Logs by step and by epoch over the ranks; has a batch norm, whose buffers DDP broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(6).double())
+        self.seen: dict[str, list[Any]] = {"train": [], "val": []}
+        self.epochs: list[dict[str, float]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.seen["train"].append((len(batch["x"]), float(loss)))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self(batch)
+        self.log("val", loss, on_step=dataloader_idx == 0, on_epoch=True, sync_dist=True)
+        self.seen["val"].append((dataloader_idx, len(batch["x"]), float(loss)))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append({key: float(value) for key, value in self.trainer.callback_metrics.items()})
+
+
+def evaluated() -> dict[str, Any]:
+    """Two validation loaders, of which either rank has more batches of one; the second has a length."""
+    model = Evaluated()
+    sizes = [[2, 2], [3, 3, 2]]  # an even sum: under gloo, Lightning 2.6 rounds half of it down
+    trainer = make_trainer(
+        callbacks=[GradientAccumulation(num_batches=1)], max_epochs=2, max_steps=-1, **TWO_RANKS
+    )
+    loaders = [
+        loader_of(trainer.global_rank, sizes=sizes),
+        loader_of(1 - trainer.global_rank, list, sizes=sizes),
+    ]
+    trainer.fit(model, loader_of(trainer.global_rank, sizes=[[2] * 5, [2] * 3]), loaders)
+    return model.seen | {"epochs": model.epochs, "steps": trainer.global_step}
+
+
+class Communicates(Model):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        torch.distributed.all_reduce(torch.zeros(1))
+        return self(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        torch.distributed.all_reduce(torch.zeros(1))
+
+
+def error_of(*arguments: Any, **keywords: Any) -> str:
+    try:
+        fit(*arguments, **keywords)
+    except Exception as error:  # noqa: BLE001 - a rank may see how another one ended
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def resumed(root: Path, kind: Any) -> dict[int, dict[str, Any]]:
+    folder = root / kind.__name__
+    keywords: dict[str, Any] = {"kind": kind, "enable_checkpointing": True}
+    one = GradientAccumulation(num_batches=1)
+    runs = {0: fit(one, ExactResume(), save_in(folder), **keywords)}
+    for step in (3, 4, 6, 8, 13):
+        ckpt_path = folder / f"step={step}.ckpt"
+        keywords["enable_checkpointing"] = False
+        runs[step] = fit(one, ExactResume(), ckpt_path=ckpt_path, **keywords)
+    return runs
+
+
+def main(folder: str) -> dict[str, Any]:
+    one = GradientAccumulation(num_batches=1)
+    results: dict[str, Any] = {"stream": fit(one), "did": one.outcome().did}
+    results["window"] = fit(GradientAccumulation(num_batches=3))
+    results["length"] = fit(GradientAccumulation(num_batches=1), kind=list)
+    results["other"] = fit(GradientAccumulation(num_batches=1), sizes=SIZES[::-1])
+    results["stated"] = fit(one, kind=Stated)
+    results["fixed"] = fit(MicroBatch(micro_batch_size=1))
+    results["auto"] = fit(MicroBatch(), GradientAccumulation(num_batches=3))
+    results["weighted"] = fit(GradientAccumulation(num_batches=3), model=Model(is_weighted=True))
+    results["limit"] = fit(one, limit_train_batches=6, max_epochs=2)
+    results["empty"] = fit(one, sizes=[[2, 2, 2], []])
+    results["interval"] = fit(
+        one, kind=list, val_check_interval=0.5, val_sizes=[[1], [1, 1]], num_sanity_val_steps=0
+    )
+    results["evaluated"] = evaluated()
+    results["resumed"] = [resumed(Path(folder), kind) for kind in (Stream, list)]
+    after_training: Any = {"sizes": [[2], [2]], "val_sizes": [[1], [1, 1, 1]], "num_sanity_val_steps": 0}
+    results["rejected"] = [
+        error_of(one, strategy=FSDP2(blocks=[nn.Linear])),
+        error_of(one, strategy=FSDP2(blocks=[nn.Linear]), **after_training),
+        error_of(one, model=Communicates()),
+        error_of(GradientAccumulation(num_batches=3), model=Communicates()),
+        error_of(one, model=Communicates(), **after_training),
+    ]
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results_of_two_ranks(__name__, tmp_path_factory.mktemp("uneven"))
+
+
+def check(runs: Sequence[Any], expected: Any) -> None:
+    for run in runs:
+        assert run["steps"] == expected["steps"]
+        assert run["lr"] == expected["lr"]
+        for ours, theirs in zip(run["weights"], expected["weights"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    for ours, theirs in zip(runs[0]["weights"], runs[1]["weights"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("case", "window"),
+    [("stream", 1), ("window", 3), ("length", 1), ("stated", 1), ("fixed", 1), ("auto", 3)],
+)
+def test_equals_one_process_with_all_batches(ranks: Any, case: str, window: int) -> None:
+    check([rank[case] for rank in ranks], reference(window))
+
+
+def test_weights_count_in_place_of_samples(ranks: Any) -> None:
+    check([rank["weighted"] for rank in ranks], reference(3, is_weighted=True))
+
+
+def test_the_first_rank_may_end_first(ranks: Any) -> None:
+    check([rank["other"] for rank in ranks], reference(1, sizes=SIZES[::-1]))
+    assert ranks[0]["other"]["ends"] == ([True] * 4 + [False] * 4) * EPOCHS
+
+
+def test_all_ranks_count_the_same_batches(ranks: Any) -> None:
+    assert [rank["stream"]["batches"] for rank in ranks] == [8 * EPOCHS] * 2
+
+
+def test_limits_and_a_rank_without_data(ranks: Any) -> None:
+    sizes = [SIZES[0][:6], SIZES[1]]
+    check([rank["limit"] for rank in ranks], reference(1, epochs=2, sizes=sizes))
+    check([rank["empty"] for rank in ranks], reference(1, sizes=[[2, 2, 2], []]))
+
+
+def test_known_lengths_count_as_the_longest(ranks: Any) -> None:
+    """The first rank has one batch of validation, the other two: each epoch is evaluated twice."""
+    for num_batches, rank in enumerate(ranks, start=1):
+        run = rank["interval"]
+        assert run["estimated"] == 8 * EPOCHS
+        assert run["evaluated_at"] == [step for step in range(4, 25, 4) for _ in range(num_batches)]
+
+
+def test_values_of_an_epoch_are_over_all_samples(ranks: Any) -> None:
+    both = [rank["evaluated"] for rank in ranks]
+    assert [rank["steps"] for rank in both] == [10, 10]
+    epoch, other = (rank["epochs"][-1] for rank in both)
+    for index, key in enumerate(("val/dataloader_idx_0", "val/dataloader_idx_1")):
+        seen = [each[1:] for rank in both for each in rank["val"][-5:] if each[0] == index]
+        assert epoch[key] == other[key] == pytest.approx(mean(seen), rel=1e-6)
+    seen = [*both[0]["train"][-5:], *both[1]["train"][-3:]]
+    assert epoch["loss_epoch"] == other["loss_epoch"] == pytest.approx(mean(seen), rel=1e-6)
+
+
+def test_ranks_evaluate_with_the_first_ranks_buffers(ranks: Any) -> None:
+    """The same batches are in either loader of one rank, and in the other one of the other."""
+    first, second = (rank["evaluated"]["val"] for rank in ranks)
+    for index in range(2):
+        assert [each[1:] for each in first if each[0] == index] == [
+            each[1:] for each in second if each[0] != index
+        ]
+
+
+def mean(seen: Sequence[tuple[int, float]]) -> float:
+    return sum(count * loss for count, loss in seen) / sum(count for count, _ in seen)
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_resumes_where_a_rank_waits(ranks: Any, index: int) -> None:
+    for rank in ranks:
+        runs = rank["resumed"][index]
+        for step in (3, 4, 6, 8, 13):
+            assert is_equal(runs[step]["weights"], runs[0]["weights"])
+            assert runs[step]["ends"] == runs[0]["ends"][step:]
+
+
+def test_what_communicates_in_a_forward_pass_is_rejected_on_all_ranks(ranks: Any) -> None:
+    for rank in ranks:
+        training, validation, *others = rank["rejected"]
+        assert "one has only 4 (train)" in training
+        assert "limit_train_batches=4" in training
+        assert "one has only 1 (val)" in validation
+        assert [text.split(":")[0] for text in others] == ["ConflictError"] * 3
+    assert all("allreduce" in text for text in ranks[0]["rejected"][2:4])
+    assert "allreduce" in ranks[1]["rejected"][4]
