@@ -172,7 +172,9 @@ class ExactStep(_AutomaticOptimization):
         self._epoch, self._loss = self.trainer.current_epoch, None
         is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
         is_weighted = is_split or self._num_batches > 1 or self.uneven.is_on
-        if is_weighted and not self.uneven.has_idle:
+        if self.uneven.has_idle:  # nothing can be agreed on in a forward pass
+            self._window.reference = self._window.reference or 1.0
+        elif is_weighted:
             self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
 
     def _wait(self, optimizer: Optimizer, batch_idx: int, _: Arguments) -> dict[str, Any]:

@@ -17,11 +17,15 @@ those of 2.6.6; DDP's `reducer._rebuild_buckets` is that of torch 2.13.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, cast
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -33,6 +37,11 @@ from lightning.pytorch.loops.fetchers import (
 from lightning.pytorch.trainer.call import (
     _call_callback_hooks,  # pyright: ignore[reportPrivateUsage]
     _call_lightning_module_hook,  # pyright: ignore[reportPrivateUsage]
+)
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,  # pyright: ignore[reportPrivateUsage]
+    _ResultMetric,  # pyright: ignore[reportPrivateUsage]
+    _Sync,  # pyright: ignore[reportPrivateUsage]
 )
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
@@ -71,6 +80,8 @@ class UnevenRanks:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.num_batches = 0  # trained on while some rank had none
+        self._num_own = 0  # this rank's of the current epoch
+        self._is_any_silent = False  # whether a rank has had none in this epoch, and logged nothing
 
     @property
     def did(self) -> str:
@@ -87,6 +98,7 @@ class UnevenRanks:
         self._epoch_loop.advance = self._advance_together
         self._setup_data = fit_loop.setup_data
         fit_loop.setup_data = self._setup_lengths
+        fit_loop.on_advance_end = self._end_epoch
         validation: Any = self._epoch_loop.val_loop
         validation.on_run_start = self._begin_validation
         validation._evaluation_step = self._evaluate  # noqa: SLF001
@@ -96,6 +108,7 @@ class UnevenRanks:
         fit_loop: Any = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
         vars(fit_loop).pop("setup_data", None)
+        vars(fit_loop).pop("on_advance_end", None)
         vars(fit_loop.epoch_loop).pop("advance", None)
         for name in ("on_run_start", "_evaluation_step"):
             vars(validation).pop(name, None)
@@ -149,8 +162,11 @@ class UnevenRanks:
         if last == IS_OVER:
             if not self.has_idle:
                 self.begin_waiting("train", self._epoch_loop.batch_progress.current.ready)
+                (fewest,), _ = self.agree(self._num_own)
+                self._is_any_silent = not fewest
             self.num_batches += 1
         self.has_idle, self.is_idle = last == IS_OVER, state == IS_OVER
+        self._num_own += not self.is_idle
         if self.is_idle:
             raise _NoBatch
         return batch
@@ -174,6 +190,41 @@ class UnevenRanks:
         logger_connector.on_batch_end()
         progress.increment_completed()
         logger_connector.update_train_step_metrics()
+
+    def _end_epoch(self) -> None:
+        if self._is_any_silent:
+            self._share_logged()
+        self._num_own, self.has_idle, self._is_any_silent = 0, False, False
+        fit_loop: Any = self._trainer.fit_loop
+        type(fit_loop).on_advance_end(fit_loop)
+
+    def _share_logged(self) -> None:
+        """Let ranks that logged nothing in this epoch take part in its values, as without samples.
+
+        An epoch's values are reduced over the ranks one by one: those who have none would be left out.
+        """
+        trainer: Any = self._trainer
+        results, device = trainer._results, trainer.strategy.root_device  # noqa: SLF001
+        own = [(key, logged) for key, logged in results.items() if not logged.has_reset]
+        rows = [(key, _plain(each.meta), each.meta.sync.should, _dtype(each)) for key, each in own]
+        written = json.dumps(rows).encode()
+        _, (source, length) = self.agree(trainer.global_rank if own else -1, len(written))
+        if source < 0:
+            return
+        shared = torch.zeros(int(length), dtype=torch.uint8)
+        shared[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+        shared = shared.to(device)
+        dist.broadcast(shared, int(source))
+        text = bytes(shared.tolist()).rstrip(b"\0")
+        for key, fields, is_synced, dtype in json.loads(text) if not own else ():
+            meta = _Metadata(**fields)
+            meta.sync = _Sync(_should=is_synced, fn=trainer.strategy.reduce)
+            results[key] = logged = _ResultMetric(meta, is_tensor=bool(dtype)).to(device)
+            logged._update_count = 1  # noqa: SLF001 - else computing it warns
+            if dtype:
+                logged.value = logged.value.to(getattr(torch, dtype))
+            else:
+                logged.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
 
     def _begin_validation(self) -> None:
         """Let ranks wait for each other at the end of each validation loader, if lengths may differ."""
@@ -207,6 +258,8 @@ class UnevenRanks:
         All ranks call it.
         """
         model = self._trainer.strategy.model
+        if stage == "val" and not num_batches:
+            raise ConfigError("val_dataloaders", 0, allowed="at least one batch of each on every rank")
         if isinstance(model, DistributedDataParallel):
             if stage == "train":
                 if not self.num_batches:
@@ -230,16 +283,9 @@ class UnevenRanks:
 
         Values that are logged by step with `sync_dist` are then those of this rank.
         """
-        results: Any = self._trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        for logged in results.values():
-            if logged.meta.on_step:
-                logged.meta.sync._fn = logged.meta.sync.no_op  # noqa: SLF001
-        try:
-            with without_collectives(cast(Any, self._trainer.strategy.model)), _RejectsCollectives():
-                yield
-        finally:
-            for logged in results.values():  # whose `meta` Lightning may have copied
-                logged.meta.sync._generate_sync_fn()  # noqa: SLF001
+        model, own_value = cast(Any, self._trainer.strategy.model), staticmethod(_Sync.no_op)
+        with patch.object(_Sync, "__call__", own_value), without_collectives(model), _RejectsCollectives():
+            yield
 
     @contextmanager
     def together(self) -> Generator[None]:
@@ -289,13 +335,14 @@ class _AgreedBatches:
 class _AgreedValidation(LoaderWrapper):
     """A data fetcher that waits at the end of each loader until all ranks are there."""
 
-    OWN = ("loader", "ranks", "pending", "num_given")
+    OWN = ("loader", "ranks", "pending", "current", "num_given")
 
     def __init__(self, fetcher: Any, ranks: UnevenRanks) -> None:
         super().__init__(fetcher)
         self.ranks = ranks
         self.pending: Any = None
-        self.num_given = 0  # batches of the current loader
+        self.current = 0.0  # the index of the loader that the ranks are in
+        self.num_given = 0  # its batches so far
 
     def __next__(self) -> Any:
         over = None, None, math.inf
@@ -306,13 +353,15 @@ class _AgreedValidation(LoaderWrapper):
             (first,), (last,) = self.ranks.agree(own)
             if first == FAILED:
                 raise ConflictError(OTHER_FAILED)
+            self.num_given *= first == self.current
+            self.current = first
             if first != last:
                 self.ranks.begin_waiting("val", self.num_given)
             self.ranks.is_validating_alone = first != last
+            self.num_given += 1  # rounds, in which a rank that waits has none
         batch, self.pending = self.pending, None
-        if batch == over:
+        if own == math.inf:
             raise StopIteration
-        self.num_given = batch[1] + 1
         return batch
 
 
@@ -331,6 +380,17 @@ class _RejectsCollectives(TorchDispatchMode):
                 "  try: no synchronized batch norms, and no collectives in training_step or validation_step"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _plain(meta: Any) -> dict[str, Any]:
+    """Return the keywords that make the metadata of a logged value again, as JSON has them."""
+    fields = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
+    del fields["_sync"]
+    return fields | {"reduce_fx": meta.reduce_fx.__name__}
+
+
+def _dtype(logged: Any) -> str:
+    return str(logged.value.dtype).removeprefix("torch.") if logged.is_tensor else ""
 
 
 def has_known_length(loader: Any) -> bool:

@@ -140,19 +140,16 @@ class Window:
         # loss_i * w_i / reference
         self._num_counted += fraction
         self._weight = weight + (self._weight or 0.0)
-        self._agree_on_reference(weight / fraction * self._num_batches)
+        if not self.reference:
+            expected = weight / fraction * self._num_batches
+            # All ranks take part, in their first micro-batch and whatever its weight: later ones would not
+            # match, since ranks may have different numbers of micro-batches.
+            self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 
     def wait(self) -> None:
         """Count a batch that only other ranks have, with weight 0."""
         self._weight = self._weight or 0.0
-        self._agree_on_reference(0.0)
-
-    def _agree_on_reference(self, expected: float) -> None:
-        # All ranks take part, in their first micro-batch and whatever its weight: later ones would not
-        # match, since ranks may have different numbers of micro-batches.
-        if not self.reference:
-            self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
 
     def correct(self) -> None:
         """Multiply the gradients by what makes the scaled losses an exact mean; before they are clipped."""

@@ -119,6 +119,7 @@ def fit(
         "ends": model.batch_ends,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "evaluated_at": model.evaluated_at,
+        "epochs": getattr(model, "epochs", []),
         "estimated": trainer.estimated_stepping_batches,
     }
 
@@ -143,6 +144,23 @@ def reference(window: int, *, is_weighted: bool = False, epochs: int = EPOCHS, s
         "steps": len(starts) * epochs,
         "lr": optimizer.param_groups[0]["lr"],
     }
+
+
+class Logs(Model):
+    """Logs by step and by epoch over the ranks, of which one may have nothing to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += [float(self.trainer.callback_metrics[key]) for key in ("loss_epoch", "largest")]
 
 
 class Evaluated(Model):
@@ -205,11 +223,11 @@ def resumed(root: Path, kind: Any) -> dict[int, dict[str, Any]]:
     folder = root / kind.__name__
     keywords: dict[str, Any] = {"kind": kind, "enable_checkpointing": True}
     one = GradientAccumulation(num_batches=1)
-    runs = {0: fit(one, ExactResume(), save_in(folder), **keywords)}
+    runs = {0: fit(one, ExactResume(), save_in(folder), model=Logs(), **keywords)}
     for step in (3, 4, 6, 8, 13):
         ckpt_path = folder / f"step={step}.ckpt"
         keywords["enable_checkpointing"] = False
-        runs[step] = fit(one, ExactResume(), ckpt_path=ckpt_path, **keywords)
+        runs[step] = fit(one, ExactResume(), ckpt_path=ckpt_path, model=Logs(), **keywords)
     return runs
 
 
@@ -224,7 +242,7 @@ def main(folder: str) -> dict[str, Any]:
     results["auto"] = fit(MicroBatch(), GradientAccumulation(num_batches=3))
     results["weighted"] = fit(GradientAccumulation(num_batches=3), model=Model(is_weighted=True))
     results["limit"] = fit(one, limit_train_batches=6, max_epochs=2)
-    results["empty"] = fit(one, sizes=[[2, 2, 2], []])
+    results["empty"] = fit(one, sizes=[[2, 2, 2], []], model=Logs())
     results["interval"] = fit(
         one, kind=list, val_check_interval=0.5, val_sizes=[[1], [1, 1]], num_sanity_val_steps=0
     )
@@ -234,6 +252,7 @@ def main(folder: str) -> dict[str, Any]:
     results["rejected"] = [
         error_of(one, strategy=FSDP2(blocks=[nn.Linear])),
         error_of(one, strategy=FSDP2(blocks=[nn.Linear]), **after_training),
+        error_of(one, val_sizes=[[1], []]),
         error_of(one, model=Communicates()),
         error_of(GradientAccumulation(num_batches=3), model=Communicates()),
         error_of(one, model=Communicates(), **after_training),
@@ -281,6 +300,8 @@ def test_limits_and_a_rank_without_data(ranks: Any) -> None:
     sizes = [SIZES[0][:6], SIZES[1]]
     check([rank["limit"] for rank in ranks], reference(1, epochs=2, sizes=sizes))
     check([rank["empty"] for rank in ranks], reference(1, sizes=[[2, 2, 2], []]))
+    assert len(ranks[0]["empty"]["epochs"]) == 2 * EPOCHS
+    assert ranks[0]["empty"]["epochs"] == ranks[1]["empty"]["epochs"]
 
 
 def test_known_lengths_count_as_the_longest(ranks: Any) -> None:
@@ -322,14 +343,18 @@ def test_resumes_where_a_rank_waits(ranks: Any, index: int) -> None:
         for step in (3, 4, 6, 8, 13):
             assert is_equal(runs[step]["weights"], runs[0]["weights"])
             assert runs[step]["ends"] == runs[0]["ends"][step:]
+            num_whole = 2 * (EPOCHS - 1 - step // 8)  # values of epochs that begin after the save
+            assert runs[step]["epochs"][-num_whole:] == runs[0]["epochs"][-num_whole:]
+            assert runs[step]["epochs"] == ranks[0]["resumed"][index][step]["epochs"]
 
 
 def test_what_communicates_in_a_forward_pass_is_rejected_on_all_ranks(ranks: Any) -> None:
     for rank in ranks:
-        training, validation, *others = rank["rejected"]
+        training, validation, nothing, *others = rank["rejected"]
+        assert "val_dataloaders=0: expected at least one batch" in nothing
         assert "one has only 4 (train)" in training
         assert "limit_train_batches=4" in training
         assert "one has only 1 (val)" in validation
         assert [text.split(":")[0] for text in others] == ["ConflictError"] * 3
-    assert all("allreduce" in text for text in ranks[0]["rejected"][2:4])
-    assert "allreduce" in ranks[1]["rejected"][4]
+    assert all("allreduce" in text for text in ranks[0]["rejected"][3:5])
+    assert "allreduce" in ranks[1]["rejected"][5]
