@@ -21,7 +21,7 @@ import dataclasses
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
@@ -47,6 +47,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import IterableDataset
+from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_eff.core.dataloaders import LoaderWrapper
@@ -72,8 +73,8 @@ class UnevenRanks:
     """Whether this rank has no batch at the moment, while another one has."""
     has_idle = False
     """Whether any rank has none."""
-    is_last = False
-    """Whether no rank has another batch after the current one."""
+    done = False
+    """Whether no rank has another batch after the current one, as Lightning asks a fetcher."""
     is_validating_alone = False
     """Whether some ranks have reached the end of the validation loader that this one is in."""
 
@@ -90,34 +91,33 @@ class UnevenRanks:
         plural = "es" * (count != 1)
         return f"{count} batch{plural} that not every rank had, counted by samples" if count else ""
 
-    def install(self) -> None:
-        """Have Lightning's loops ask for batches here."""
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        """Return the methods of Lightning's loops that ask here for batches, and what takes their place."""
         fit_loop: Any = self._trainer.fit_loop
-        self._epoch_loop: Any = fit_loop.epoch_loop
-        self._advance = self._epoch_loop.advance
-        self._epoch_loop.advance = self._advance_together
-        self._setup_data = fit_loop.setup_data
-        fit_loop.setup_data = self._setup_lengths
-        fit_loop.on_advance_end = self._end_epoch
-        validation: Any = self._epoch_loop.val_loop
-        validation.on_run_start = self._begin_validation
-        validation._evaluation_step = self._evaluate  # noqa: SLF001
+        validation = fit_loop.epoch_loop.val_loop
+        return [
+            (fit_loop, "setup_data", self._setup_lengths),
+            (fit_loop, "on_advance_end", self._end_epoch),
+            (fit_loop.epoch_loop, "advance", self._advance_together),
+            (validation, "on_run_start", self._begin_validation),
+            (validation, "_evaluation_step", self._evaluate),
+        ]
+
+    def install(self) -> None:
+        """Let Lightning's loops ask here for batches."""
+        for loop, name, replacement in self._replacements():
+            setattr(loop, name, replacement)
 
     def uninstall(self) -> None:
         """Undo it; a second call has no effect."""
-        fit_loop: Any = self._trainer.fit_loop
-        validation = fit_loop.epoch_loop.val_loop
-        vars(fit_loop).pop("setup_data", None)
-        vars(fit_loop).pop("on_advance_end", None)
-        vars(fit_loop.epoch_loop).pop("advance", None)
-        for name in ("on_run_start", "_evaluation_step"):
-            vars(validation).pop(name, None)
+        for loop, name, _ in self._replacements():
+            vars(loop).pop(name, None)
 
     def _setup_lengths(self) -> None:
         """Make the loaders, and count with the longest rank's: schedules and validation depend on it."""
         fit_loop: Any = self._trainer.fit_loop
         before = fit_loop._combined_loader  # noqa: SLF001
-        self._setup_data()
+        type(fit_loop).setup_data(fit_loop)
         loader = fit_loop._combined_loader  # noqa: SLF001
         if loader is None or loader is before:
             return
@@ -135,28 +135,28 @@ class UnevenRanks:
             trainer.val_check_batch = max(1, int(fit_loop.max_batches * interval))
 
     def _advance_together(self, fetcher: Any) -> None:
-        if not self.is_on or isinstance(fetcher, _DataLoaderIterDataFetcher):
-            self._advance(fetcher)
-            return
+        self._epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        is_asked = self.is_on and not isinstance(fetcher, _DataLoaderIterDataFetcher)
+        self._fetcher = fetcher
         try:
-            self._advance(_AgreedBatches(fetcher, self))
+            type(self._epoch_loop).advance(self._epoch_loop, self if is_asked else fetcher)
         except _NoBatch:
             self._advance_idle()
         finally:
             self.is_idle = False
 
-    def next_batch(self, fetcher: Iterator[Any]) -> Any:
-        """Return this rank's next batch, after all ranks have said whether they have one.
+    def __next__(self) -> Any:
+        """Return this rank's next batch, as Lightning's fetchers do, when the ranks know who has one.
 
         Raises:
             StopIteration: No rank has one.
             _NoBatch: This rank has none.
             ConfigError: Some rank has none, and ranks of this strategy cannot wait.
         """
-        batch = next(fetcher, None)
-        state = IS_OVER if batch is None else HAS_LAST if getattr(fetcher, "done", False) else HAS_MORE
+        batch = next(self._fetcher, None)
+        state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         (first,), (last,) = self.agree(state)
-        self.is_last = first == HAS_LAST
+        self.done = first == HAS_LAST
         if first == IS_OVER:
             raise StopIteration
         if last == IS_OVER:
@@ -176,7 +176,7 @@ class UnevenRanks:
         trainer, loop = self._trainer, self._epoch_loop
         logger_connector: Any = trainer._logger_connector  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         progress, batch_idx = loop.batch_progress, loop.batch_idx + 1
-        progress.is_last_batch = self.is_last
+        progress.is_last_batch = self.done
         progress.increment_ready()
         logger_connector.on_batch_start(None)
         progress.increment_started()
@@ -206,17 +206,15 @@ class UnevenRanks:
         trainer: Any = self._trainer
         results, device = trainer._results, trainer.strategy.root_device  # noqa: SLF001
         own = [(key, logged) for key, logged in results.items() if not logged.has_reset]
-        rows = [(key, _plain(each.meta), each.meta.sync.should, _dtype(each)) for key, each in own]
-        written = json.dumps(rows).encode()
-        _, (source, length) = self.agree(trainer.global_rank if own else -1, len(written))
-        if source < 0:
-            return
-        shared = torch.zeros(int(length), dtype=torch.uint8)
-        shared[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
-        shared = shared.to(device)
-        dist.broadcast(shared, int(source))
-        text = bytes(shared.tolist()).rstrip(b"\0")
-        for key, fields, is_synced, dtype in json.loads(text) if not own else ():
+        rows: list[Any] = []
+        for key, logged in own:
+            fields = {each.name: getattr(logged.meta, each.name) for each in dataclasses.fields(logged.meta)}
+            fields |= {"reduce_fx": logged.meta.reduce_fx.__name__, "_sync": None}
+            dtype = str(logged.value.dtype).removeprefix("torch.") if logged.is_tensor else ""
+            rows.append((key, fields, logged.meta.sync.should, dtype))
+        written = torch.tensor([*json.dumps(rows).encode()], dtype=torch.uint8, device=device)
+        of_ranks = [json.loads(bytes(each.tolist())) for each in gather_all_tensors(written)]
+        for key, fields, is_synced, dtype in () if own else max(of_ranks, key=len):
             meta = _Metadata(**fields)
             meta.sync = _Sync(_should=is_synced, fn=trainer.strategy.reduce)
             results[key] = logged = _ResultMetric(meta, is_tensor=bool(dtype)).to(device)
@@ -228,7 +226,7 @@ class UnevenRanks:
 
     def _begin_validation(self) -> None:
         """Let ranks wait for each other at the end of each validation loader, if lengths may differ."""
-        validation: Any = self._epoch_loop.val_loop
+        validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         type(validation).on_run_start(validation)
         fetcher, loaders = validation._data_fetcher, validation._combined_loader.flattened  # noqa: SLF001
         self.is_validating_alone = False
@@ -243,7 +241,7 @@ class UnevenRanks:
             validation._data_fetcher = _AgreedValidation(fetcher, self)  # noqa: SLF001
 
     def _evaluate(self, *args: Any) -> None:
-        validation: Any = self._epoch_loop.val_loop
+        validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         try:
             with self.alone() if self.is_validating_alone else nullcontext():
                 type(validation)._evaluation_step(validation, *args)  # noqa: SLF001
@@ -261,13 +259,10 @@ class UnevenRanks:
         if stage == "val" and not num_batches:
             raise ConfigError("val_dataloaders", 0, allowed="at least one batch of each on every rank")
         if isinstance(model, DistributedDataParallel):
-            if stage == "train":
-                if not self.num_batches:
-                    rank_zero_info(
-                        f"a rank has only {num_batches} training batches, and waits for the others"
-                    )
-                # DDP does it in its second forward pass, with a broadcast.
-                model.reducer._rebuild_buckets()  # noqa: SLF001
+            # DDP does it in its second forward pass, with a broadcast.
+            model.reducer._rebuild_buckets()  # noqa: SLF001
+            if stage == "train" and not self.num_batches:
+                rank_zero_info(f"a rank has only {num_batches} batches, and waits for the others")
             return
         limit = f"limit_{stage}_batches={num_batches}"
         raise ConfigError(
@@ -318,20 +313,6 @@ class _NoBatch(Exception):  # noqa: N818
     """This rank has no batch, while another one has."""
 
 
-class _AgreedBatches:
-    """What Lightning's training loop takes for its data fetcher during one batch."""
-
-    def __init__(self, fetcher: Iterator[Any], ranks: UnevenRanks) -> None:
-        self._fetcher, self._ranks = fetcher, ranks
-
-    @property
-    def done(self) -> bool:
-        return self._ranks.is_last
-
-    def __next__(self) -> Any:
-        return self._ranks.next_batch(self._fetcher)
-
-
 class _AgreedValidation(LoaderWrapper):
     """A data fetcher that waits at the end of each loader until all ranks are there."""
 
@@ -380,17 +361,6 @@ class _RejectsCollectives(TorchDispatchMode):
                 "  try: no synchronized batch norms, and no collectives in training_step or validation_step"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _plain(meta: Any) -> dict[str, Any]:
-    """Return the keywords that make the metadata of a logged value again, as JSON has them."""
-    fields = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
-    del fields["_sync"]
-    return fields | {"reduce_fx": meta.reduce_fx.__name__}
-
-
-def _dtype(logged: Any) -> str:
-    return str(logged.value.dtype).removeprefix("torch.") if logged.is_tensor else ""
 
 
 def has_known_length(loader: Any) -> bool:

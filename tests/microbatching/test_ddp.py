@@ -21,7 +21,7 @@ from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
 from lightning_eff.monitors.gradient_check import GradientCheck
-from tests.microbatching import test_uneven_ranks as uneven
+from tests.support import uneven
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
 from tests.support.language import VOCAB_SIZE, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
