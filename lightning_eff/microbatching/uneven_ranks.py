@@ -205,19 +205,20 @@ class UnevenRanks:
         """
         trainer: Any = self._trainer
         results, device = trainer._results, trainer.strategy.root_device  # noqa: SLF001
-        own = [(key, logged) for key, logged in results.items() if not logged.has_reset]
+        own = {key: value for key, value in results.items() if not value.has_reset}
         rows: list[Any] = []
-        for key, logged in own:
-            fields = {each.name: getattr(logged.meta, each.name) for each in dataclasses.fields(logged.meta)}
-            fields |= {"reduce_fx": logged.meta.reduce_fx.__name__, "_sync": None}
-            dtype = str(logged.value.dtype).removeprefix("torch.") if logged.is_tensor else ""
-            rows.append((key, fields, logged.meta.sync.should, dtype))
+        for key, value in own.items():
+            fields = {each.name: getattr(value.meta, each.name) for each in dataclasses.fields(value.meta)}
+            fields |= {"reduce_fx": value.meta.reduce_fx.__name__, "_sync": None}
+            dtype = str(value.value.dtype).removeprefix("torch.") if value.is_tensor else ""
+            rows.append((key, fields, value.meta.sync.should, dtype))
         written = torch.tensor([*json.dumps(rows).encode()], dtype=torch.uint8, device=device)
         of_ranks = [json.loads(bytes(each.tolist())) for each in gather_all_tensors(written)]
         for key, fields, is_synced, dtype in () if own else max(of_ranks, key=len):
-            meta = _Metadata(**fields)
+            meta: Any = _Metadata(**fields)
             meta.sync = _Sync(_should=is_synced, fn=trainer.strategy.reduce)
-            results[key] = logged = _ResultMetric(meta, is_tensor=bool(dtype)).to(device)
+            logged: Any = _ResultMetric(meta, is_tensor=bool(dtype))
+            results[key] = logged.to(device)
             logged._update_count = 1  # noqa: SLF001 - else computing it warns
             if dtype:
                 logged.value = logged.value.to(getattr(torch, dtype))

@@ -64,7 +64,7 @@ class Model(pl.LightningModule):
 
 def batches_of(rank: int, sizes: Sequence[Sequence[int]] = SIZES) -> list[Batch]:
     generator = torch.Generator().manual_seed(3 + rank)
-    draw = {"generator": generator, "dtype": torch.float64}
+    draw: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     return [
         {
             "x": torch.randn(size, 4, **draw),
