@@ -121,8 +121,7 @@ class ExactStep(_AutomaticOptimization):
         self._num_ranks = trainer.world_size
         self._num_batches = 1
         self._position = 0  # of the current batch in its window, from 1
-        self._is_complete = True
-        self._is_skipped = False
+        self._is_complete, self._is_skipped = True, False
         self._loss: Tensor | None = None  # the last one of the window
         self._epoch = self._batch_idx = -1  # of the current window, and of the last batch trained on
         self._update_lr_schedulers = trainer.fit_loop.epoch_loop.update_lr_schedulers
