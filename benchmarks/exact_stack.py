@@ -30,7 +30,7 @@ from lightning_eff.core.text import text_table
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.prediction import predict
+from lightning_eff.prediction.predict import predict
 
 FULL: dict[str, int] = {
     "vocab_size": 50_304, "context_length": 512, "d_model": 512, "num_layers": 12, "num_heads": 8,

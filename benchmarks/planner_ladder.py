@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from _common import arguments, publish, rows_table
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.prediction import Prediction, predict_step
+from lightning_eff.prediction.predict import Prediction, predict_step
 
 GIB = 2**30
 ROWS, LENGTH, NUM_CHUNKS = 2, 4096, 8

@@ -1,8 +1,9 @@
-"""Measure the microseconds that our loop and MicroBatch add to a step, with a model so small that they show.
+"""Measure the microseconds that plugins add to a step, with a model so small that they show.
 
-One training; from batch to batch the loops take turns in an order drawn anew each round, so that what the
-machine does meanwhile meets all of them alike. Lightning's own takes two turns: their difference is noise.
-Timed is the part of a step that is the loop's.
+One fit for each set of plugins, each in its own thread; the fits take turns of `TURN` steps in an order drawn
+anew each round, so that what the machine does meanwhile meets all of them alike. Lightning alone takes two
+turns: their difference is noise. Timed is the CPU time of whole steps, from one batch's start to the next,
+and nothing of the first steps, in which the report counts and probes.
 
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py --json benchmarks/step_overhead.json
 """
@@ -12,8 +13,12 @@ from __future__ import annotations
 import logging
 import random
 import statistics
+import tempfile
+import threading
 import time
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,19 +26,78 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from _common import arguments, publish, rows_table
-from lightning_eff.microbatching import lightning_loop
-from lightning_eff.microbatching.oom_retry import MicroBatchSize
+from lightning_eff import (
+    EfficiencyReport,
+    EmptyCache,
+    ExactResume,
+    GradientAccumulation,
+    GradientCheck,
+    MicroBatch,
+    Progress,
+)
 
-WARM_UP = 200
-"""Steps of each loop that are not counted."""
+WARM_UP, TURN = 50, 10
+"""Steps of each fit that are not counted, and those of a turn."""
+
+
+class Empty(pl.Callback):
+    """Does nothing; as for any callback, Lightning calls six hooks in a step."""
+
+
+class Turns:
+    """Lets one of several threads run at a time.
+
+    Args:
+        names: Of the threads.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._changed = threading.Condition()
+        self._left = list(names)
+        self._round = list(names)
+
+    def wait(self, name: str) -> None:
+        """Return when it is this thread's turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._round[-1] == name)
+
+    def end(self, name: str, *, is_last: bool = False) -> None:
+        """End this thread's turn."""
+        with self._changed:
+            if is_last:
+                self._left.remove(name)
+            self._round.pop()
+            if not self._round:
+                self._round = random.sample(self._left, len(self._left))
+            self._changed.notify_all()
 
 
 class Model(pl.LightningModule):
-    """One layer."""
+    """One layer; its steps take turns with the ones of other fits.
 
-    def __init__(self) -> None:
+    Args:
+        name: Of its fit.
+        turns: Of all fits.
+    """
+
+    def __init__(self, name: str, turns: Turns) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+        self.step_us: list[float] = []
+        """Mean of each turn."""
+        self._name, self._turns = name, turns
+        self._began_s = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wait for the next turn where one has ended."""
+        del batch
+        if batch_idx < WARM_UP or (batch_idx - WARM_UP) % TURN:
+            return
+        if batch_idx > WARM_UP:
+            self.step_us.append((time.thread_time() - self._began_s) / TURN * 1e6)
+        self._turns.end(self._name)
+        self._turns.wait(self._name)
+        self._began_s = time.thread_time()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         """Return some loss."""
@@ -44,77 +108,93 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Turns:
-    """Stands for the loop, hands each batch to the next of several, and takes the time.
+def sets() -> dict[str, list[pl.Callback]]:
+    """Return the callbacks of each fit; together, the recipe `lm` without tiled loss and text samples."""
 
-    Args:
-        loops: By name.
-    """
+    def of_lm() -> list[pl.Callback]:
+        return [
+            Progress(), GradientCheck(), EfficiencyReport(), ExactResume(),
+            GradientAccumulation(global_batch_size=4), EmptyCache(),
+        ]  # fmt: skip
 
-    def __init__(self, loops: dict[str, Any]) -> None:
-        self.loops = loops
-        self.times_us: dict[str, list[float]] = {name: [] for name in loops}
-        self._left: list[str] = []
+    alone = {type(each).__name__: [each] for each in of_lm()}
+    return {
+        "lightning": [],
+        "lightning again": [],
+        "six empty callbacks": [Empty() for _ in range(6)],
+        **alone,
+        "all of these": of_lm(),
+        "MicroBatch(4)": [MicroBatch(micro_batch_size=4)],
+        "MicroBatch()": [MicroBatch()],
+    }
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loops["lightning"], name)
 
-    def run(self, *arguments: Any) -> Any:
-        """Run a batch in the loop whose turn it is."""
-        if not self._left:
-            self._left = random.sample(list(self.loops), len(self.loops))
-        name = self._left.pop()
-        began = time.perf_counter()
-        result = self.loops[name].run(*arguments)
-        self.times_us[name].append((time.perf_counter() - began) * 1e6)
-        return result
+def fit(name: str, callbacks: list[pl.Callback], turns: Turns, num_steps: int, folder: Path) -> Model:
+    """Train with one set; return the model, which has the times."""
+    model = Model(name, turns)
+    turns.wait(name)
+    try:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            callbacks=callbacks,
+            default_root_dir=folder / name,
+            logger=False,
+            enable_progress_bar=any(isinstance(each, Progress) for each in callbacks),
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            max_steps=num_steps,
+        )
+        data = TensorDataset(torch.randn(4 * (num_steps + 10), 4))
+        trainer.fit(model, DataLoader(data, batch_size=4))
+    finally:
+        turns.end(name, is_last=True)
+    return model
 
 
 def measure(num_steps: int) -> dict[str, list[float]]:
-    """Return the times of all steps by loop."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        max_steps=num_steps,
-    )
-    epoch_loop: Any = trainer.fit_loop.epoch_loop
-    plain = epoch_loop.automatic_optimization
-    exact, cut, auto = (lightning_loop.ExactStep(trainer, plain) for _ in range(3))
-    cut.micro_batch_size = MicroBatchSize(4, is_auto=False)
-    auto.micro_batch_size = MicroBatchSize(None, is_auto=True)
-    names = ("lightning", "lightning again", "loop.py", "MicroBatch(4)", "MicroBatch()")
-    turns = Turns(dict(zip(names, (plain, plain, exact, cut, auto), strict=True)))
-    epoch_loop.automatic_optimization = turns
-    data = TensorDataset(torch.randn(4 * (num_steps + 10), 4))
-    trainer.fit(Model(), DataLoader(data, batch_size=4))
-    return {name: times[WARM_UP:] for name, times in turns.times_us.items()}
+    """Return the mean times of all turns by set."""
+    found: dict[str, list[float]] = {}
+    plugins = sets()
+    turns = Turns(list(plugins))
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(name: str) -> None:
+            found[name] = fit(name, plugins[name], turns, num_steps, Path(folder)).step_us
+
+        threads = [threading.Thread(target=run, args=(name,)) for name in plugins]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return {name: found[name] for name in plugins}
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each loop."""
-    rows = content["rows"]
-    return rows_table(rows, {key: ".1f" for key in rows[0] if key != "loop"})
+    """Return a row for each set."""
+    formats = {"step_us": ".0f", "added_us": ".1f", "of_lightning": ".1%"}
+    return rows_table(content["rows"], formats)
 
 
 def main() -> None:
     """Measure, print the table, and keep the figures."""
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=1000, help="of each fit")
     given = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     times = measure(given.steps)
-    rows: list[dict[str, Any]] = []
-    for name, own in times.items():
-        added = [a - b for a, b in zip(own, times["lightning"], strict=False)]
-        rows.append(
-            {"loop": name, "step_us": statistics.median(own), "added_us": statistics.median(added)}
-            | {f"step_us_{q}": statistics.quantiles(own, n=20)[i] for q, i in (("p5", 0), ("p95", 18))}
-        )
+    least = {name: statistics.quantiles(own, n=10)[0] for name, own in times.items()}
+    added = {name: own - least["lightning"] for name, own in least.items()}
+    rows: list[dict[str, Any]] = [
+        {
+            "plugins": name,
+            "step_us": least[name],
+            "added_us": added[name],
+            "of_lightning": added[name] / least["lightning"],
+        }
+        for name in times
+    ]
     publish(given.json, {"rows": rows}, table)
 
 

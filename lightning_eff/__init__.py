@@ -1,8 +1,8 @@
 """Training-efficiency techniques for PyTorch Lightning, one plugin each.
 
 Public names are imported on first use (PEP 562), so `import lightning_eff` imports neither torch nor
-Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is `callbacks/empty_cache.py`. The
-types of all public names are in `__init__.pyi`, which `make stubs` writes.
+Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is in `callbacks/empty_cache.py`.
+`__init__.pyi` has the types of all public names; `make stubs` writes it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TECHNIQUE_FOLDERS = (
     "scheduler",
     "monitors",
 )
-"""Folders with one technique a module; its class has the module's name without underscores, in any
-case, or with the folder's name after it: `precision/auto` is AutoPrecision."""
+"""Folders with one technique per module. Its class has the module's name without underscores, in any
+case, optionally followed by the folder's name: `precision/auto` is AutoPrecision."""
 PUBLIC = {
     "ExactGradient": "lightning_eff.microbatching.fabric",
     "FSDP2Fabric": "lightning_eff.strategy.fsdp2",
@@ -41,8 +41,8 @@ PUBLIC = {
     "gemm": "lightning_eff.kernels.matmul",
     "linear_cross_entropy": "lightning_eff.kernels.cross_entropy",
     "linear_kl": "lightning_eff.kernels.cross_entropy",
-    "predict": "lightning_eff.planner.prediction",
-    "predict_step": "lightning_eff.planner.prediction",
+    "predict": "lightning_eff.prediction.predict",
+    "predict_step": "lightning_eff.prediction.predict",
     "recompute": "lightning_eff.callbacks.gradient_checkpointing",
     "register": "lightning_eff.config.recipes",
     "release": "lightning_eff.callbacks.empty_cache",
@@ -55,7 +55,7 @@ PUBLIC = {
     "to_float8": "lightning_eff.precision.float8",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }
-"""Public names besides the techniques, by module; a technique's class comes before a name here."""
+"""Public names besides the techniques, by module; a technique's class takes precedence over a name here."""
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from lightning_eff.callbacks.attention import Attention as Attention
 from lightning_eff.callbacks.channels_last import ChannelsLast as ChannelsLast
+from lightning_eff.callbacks.contrastive import Contrastive as Contrastive
 from lightning_eff.callbacks.data_preload import DataPreload as DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache as EmptyCache
 from lightning_eff.callbacks.empty_cache import release as release
@@ -14,6 +15,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch as MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice as OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter as PeftAdapter
 from lightning_eff.callbacks.peft_adapter import adapt as adapt
+from lightning_eff.callbacks.skip_bad_steps import SkipBadSteps as SkipBadSteps
 from lightning_eff.callbacks.tiled_conv import TiledConv as TiledConv
 from lightning_eff.callbacks.tiled_conv import tile_convs as tile_convs
 from lightning_eff.callbacks.tiled_loss import TiledLoss as TiledLoss
@@ -46,13 +48,13 @@ from lightning_eff.optimizer.cpu_offload import CpuOffload as CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward as InBackward
 from lightning_eff.optimizer.module import ModuleOptimizer as ModuleOptimizer
 from lightning_eff.optimizer.muon import Muon as Muon
-from lightning_eff.planner.prediction import predict as predict
-from lightning_eff.planner.prediction import predict_step as predict_step
 from lightning_eff.precision.auto import AutoPrecision as AutoPrecision
 from lightning_eff.precision.auto import step_context as step_context
 from lightning_eff.precision.float8 import Float8 as Float8
 from lightning_eff.precision.float8 import to_float8 as to_float8
 from lightning_eff.precision.quantized_base import QuantizedBase as QuantizedBase
+from lightning_eff.prediction.predict import predict as predict
+from lightning_eff.prediction.predict import predict_step as predict_step
 from lightning_eff.scheduler.warmup_decay import WarmupDecay as WarmupDecay
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero as DeepSpeedZero
 from lightning_eff.strategy.deepspeed_zero import ZeroFabric as ZeroFabric

@@ -1,4 +1,4 @@
-"""The command `lightning-eff`: run a verb, and turn what it raises into a few lines and an exit code.
+"""The command `lightning-eff`: run a verb, and turn its errors into a few lines and an exit code.
 
 `--help`, `ls` and completion must answer in under a second, so nothing here imports torch, Lightning or
 Hydra.
@@ -26,7 +26,7 @@ GOES_ON = {
     "train": "; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one",
     "tune": "; the same command goes on with what it has measured",
 }
-"""What is said of a verb that was stopped, and can go on."""
+"""Advice printed for an interrupted verb that can continue."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with keep_overrides():
             return _dispatch(words)
-    except BaseException as error:  # noqa: BLE001 - also Ctrl-C and SystemExit end in an exit code
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C and SystemExit end in an exit code too
         code = exit_code(error)
         if code != EXIT_OK:
             frames = "".join(traceback.format_exception(error)) if "--debug" in words else ""
@@ -54,16 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command in a process of its own, and end that with the exit code.
+    """Run the command and end the process with its exit code.
 
-    While the interpreter of a rank on CPUs ends, gloo (torch 2.13) aborts now and then, with plain DDP too:
-    its exit code would be that of a failure. Here a rank ends after what libraries do at exit.
+    When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, with plain DDP too, and the
+    exit code would report a failure. So a rank exits right after the libraries' exit handlers.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # `>&-`: the process was started without it
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
-        with contextlib.suppress(AttributeError):  # a stream of the caller's
-            getattr(sys, name).reconfigure(errors="backslashreplace")  # where the locale lacks a character
+        with contextlib.suppress(AttributeError):  # the caller's own stream
+            getattr(sys, name).reconfigure(errors="backslashreplace")  # for characters that the locale lacks
     code = main()
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -73,14 +73,14 @@ def run() -> NoReturn:
 
 
 def _passed_on(code: int) -> int:
-    """Return the exit code once the output is written: that of a failure where it cannot be."""
+    """Return the exit code once the output is written, or a failure's if it cannot be written."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError as error:  # a full disk, or a pipe whose reader has gone
+    except OSError as error:  # a full disk, or a pipe whose reader has exited
         with contextlib.suppress(OSError):
             sys.stderr.write(f"error: {root_cause_line(error)}\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not tried again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # do not try to write the rest again
         return code or EXIT_FAILED
     return code
 
@@ -98,13 +98,13 @@ def _dispatch(words: list[str]) -> int:
     from lightning_eff.core.log_filters import ignore_library_messages
 
     ignore_library_messages()
-    # For the user's own classes: a console script starts without the current folder on the path.
+    # For the user's own classes: a console script starts without the working directory on the path.
     sys.path.insert(0, str(Path.cwd()))
     return int(module.main(options))
 
 
 def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
-    """Return root cause, line of code and the traceback's file; nothing if another rank prints it."""
+    """Return root cause, line of code and the traceback's file; empty if another rank prints them."""
     if error.__dict__.get("is_reported"):
         return []
     if isinstance(error, (SystemExit, KeyboardInterrupt)):

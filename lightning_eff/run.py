@@ -1,4 +1,7 @@
-"""Build a Trainer from a checked config and run `fit`: the only caller of Hydra's `instantiate`."""
+"""Build a Trainer from a checked config and run `fit`: the only caller of Hydra's `instantiate`.
+
+`train`, `plan`, `compare`, `tune`, `export`, the planner and the verbs that evaluate call it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ from lightning_eff.optimizer.module import ModuleOptimizer
 log = logging.getLogger(__name__)
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
-"""What a constructor raises for bad arguments; anything else is a failure of the run."""
+"""Errors that a constructor raises for bad arguments; any other error is a failure of the run."""
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Run:
     ckpt_path: Path | None
     values: Mapping[str, Any]
     is_finished: bool = False
-    """Whether `ckpt_path=auto` has found that an earlier run with these settings has trained it all."""
+    """Whether `ckpt_path=auto` found that an earlier run with these settings has finished."""
 
     @keep_overrides()
     def fit(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class _LastStepCheckpoint(Checkpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.global_step
-        # Lightning 2.6's ModelCheckpoint keeps the step it saved last in a private attribute.
+        # Lightning 2.6's ModelCheckpoint keeps its last saved step in a private attribute.
         saved = [
             getattr(callback, "_last_global_step_saved", None) for callback in rules.callbacks_of(trainer)
         ]
@@ -108,10 +111,10 @@ class _LastStepCheckpoint(Checkpoint):
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None) -> Run:
     """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
 
-    `launch` says how this process was started; None reads it from the environment.
+    `launch` describes how this process was started; None reads it from the environment.
 
     Raises:
-        ConfigError: A constructor rejects a value, the checkpoint does not exist, or as `check_parts`.
+        ConfigError: A constructor rejects a value, the checkpoint does not exist, or as in `check_parts`.
         ConflictError: Techniques exclude each other; raised before data and model are built.
         EnvironmentLacksError: The machine lacks what a technique needs.
         UsageError: A third-party class rejects its arguments.
@@ -127,7 +130,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
             callback.recipe = recipe
     rules.raise_rejected(rules.verdict_on(trainer))
     data = make("data", values["data"])
-    # Seeded again: the initial weights depend on the seed alone, whatever the techniques above have drawn.
+    # Seed again: initial weights depend only on the seed, not on random numbers that techniques have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model = make("model", values["model"])
     is_own = type(model).__module__.partition(".")[0] == "lightning_eff"
@@ -153,15 +156,17 @@ def check_parts(
 ) -> None:
     """Reject parts of a run that do not fit each other, before any data are prepared.
 
-    A model may have a method `check_data(data)` that raises ValueError for a data module it cannot train on.
+    A model may have a method `check_data(data)`, which raises ValueError for a data module that it cannot
+    use.
 
     Raises:
-        ConfigError: The global batch does not fit, a monitor needs another module, or as `choose_optimizers`.
-        ConflictError: A technique excludes something of the module.
+        ConfigError: The global batch does not fit, a monitor needs another module, or as in
+            `choose_optimizers`.
+        ConflictError: A technique excludes something in the module.
         UsageError: The model rejects the data.
     """
     choose_optimizers(trainer, model)
-    # Rules about the module; the others were applied before, by `plan` perhaps for another device.
+    # Rules about the module. `plan` may have applied the other rules before, for another device.
     applied = rules.run_facts(trainer)
     findings = rules.verdict_on(trainer, model)
     rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
@@ -176,10 +181,10 @@ def check_parts(
 
 
 def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
-    """Replace the model's `configure_optimizers` by the recipe's, or check that it has one to keep.
+    """Replace the model's `configure_optimizers` by the recipe's, or check that the model has one to keep.
 
     Raises:
-        ConfigError: With `optimizer=module` it has none; otherwise it optimizes manually.
+        ConfigError: With `optimizer=module` the model has none; otherwise it optimizes manually.
     """
     for callback in rules.callbacks_of(trainer):
         if isinstance(callback, OptimizerChoice):
@@ -189,7 +194,7 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 
 def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's settings without pretrained weights, which have no memory to be read into."""
+    """Return a model's settings without pretrained weights, since there is no memory to read them into."""
     return {**model, "pretrained": False} if model.get("pretrained") is True else model
 
 
@@ -198,8 +203,8 @@ def model_without_memory(
 ) -> pl.LightningModule:
     """Instantiate only the model, on the meta device, with the adapters of `adapted_by` inserted.
 
-    What it prints goes to the standard error; its warnings are ignored, because it does not train. It raises
-    what `build` does, and whatever its class raises for tensors without values.
+    Its output goes to stderr; its warnings are ignored, because it does not train. It raises what `build`
+    raises, and whatever its class raises for tensors without values.
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -214,7 +219,7 @@ def model_without_memory(
 def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     """Instantiate a run's model on the CPU, with its base and fresh adapters, to load a checkpoint into.
 
-    A base that was quantized in the run is quantized here too. It raises what `build` does.
+    A base that was quantized in the run is quantized here too. It raises what `build` raises.
     """
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     adapter = {k: v for k, v in (values.get("callbacks") or {}).items() if k == "peft_adapter"}
@@ -227,7 +232,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
         model.configure_model()
     adding = [each for each in rules.callbacks_of(trainer) if isinstance(each, model_surgery.AddsAdapters)]
     changes = [change for callback in adding for change in callback.changes()]
-    model.trainer = trainer  # its callbacks decide what is frozen, and so may be quantized
+    model.trainer = trainer  # its callbacks decide which layers are frozen, and so may be quantized
     model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])
     return model
 
@@ -244,7 +249,7 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
     optimizer = make("optimizer", values["optimizer"])
     if isinstance(optimizer, ModuleOptimizer):
         return optimizer
-    try:  # on one value, so that it rejects its options now and not in the middle of `fit`
+    try:  # on a dummy parameter, so that invalid options fail now and not during `fit`
         optimizer([torch.zeros(1, 1, requires_grad=True)])
     except ConfigError as error:
         raise error.under("optimizer") from error
@@ -308,7 +313,7 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
         return None
     try:
         return instantiate(dict(node), _convert_="all")
-    except OmegaConfBaseException as unset:  # a variable of the environment, which a secret names
+    except OmegaConfBaseException as unset:  # a missing environment variable, named by a secret
         raise UsageError(f"{path}: {str(unset).splitlines()[0]}") from unset
     except InstantiationException as wrapper:
         error: BaseException = wrapper
@@ -319,4 +324,4 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
         if isinstance(error, (*CONSTRUCTOR_ERRORS, ModuleNotFoundError)):
             kind = EnvironmentLacksError if isinstance(error, ModuleNotFoundError) else UsageError
             raise kind(f"{path}: {error}") from error
-        raise error from error.__cause__  # without the wrapper, which has `error` as its cause
+        raise error from error.__cause__  # without the wrapper, whose cause is `error`

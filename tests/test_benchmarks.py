@@ -20,6 +20,7 @@ FOLDER = benchmarks.FOLDER
 SMALLEST = {
     "bf16_rounding": ["--small", "--seeds", "1", "--folder", "{folder}"],
     "compile_cache": ["--starts", "2", "model.num_layers=2", "model.d_model=32"],
+    "contrastive": ["--rounds", "1", "--batches", "40"],
     "data_preload": ["--repeats", "1", "--length", "16"],
     "float8": ["--steps", "1", "model.num_layers=2", "model.d_model=32", "data.batch_size=1"],
     "host_time": ["--rounds", "1"],
@@ -29,7 +30,7 @@ SMALLEST = {
     "optimizers": ["--repeats", "1", "--only", "sgd", "in_backward"],
     "memory_timeline": ["model.num_layers=1", "model.d_model=32"],
     "planner_ladder": ["--only", "plain"],
-    "step_overhead": ["--steps", "1100"],
+    "step_overhead": ["--steps", "100"],
     "tiled_conv": ["--rounds", "1", "--sides", "32", "8"],
     "tiled_loss": ["--rounds", "1", "--sizes", "8", "16", "64"],
     "tiled_mlp": ["--rounds", "1"],

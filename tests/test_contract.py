@@ -34,6 +34,7 @@ from lightning_eff.monitors.progress import Progress
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8
 from lightning_eff.precision.quantized_base import QuantizedBase
+from lightning_eff.report.meter import FETCH_METHODS
 from tests.support.models import Deep, make_loader, make_trainer
 from tests.support.techniques import NUM_STEPS, SGD, assert_equal, plain_loop
 
@@ -216,7 +217,7 @@ def test_names_and_identity_are_kept_what_is_patched_is_restored_and_a_checkpoin
     keys, before = list(model.state_dict()), traces(model, case)
     switched = switches()
     _, trainer = case.trainer(tmp_path, max_steps=2)
-    profiler = trainer.profiler
+    epoch_loop = trainer.fit_loop.epoch_loop
     trainer.fit(model, make_loader())
     after, new_keys = dict(model.named_parameters()), list(model.state_dict())
     if case.prepare:
@@ -225,7 +226,7 @@ def test_names_and_identity_are_kept_what_is_patched_is_restored_and_a_checkpoin
     assert {name: id(parameter) for name, parameter in after.items()} == parameters
     assert new_keys == keys
     assert switches() == switched
-    assert {"start", "stop"}.isdisjoint(profiler.__dict__)
+    assert set(FETCH_METHODS).isdisjoint(vars(epoch_loop))
     assert traces(model, case) == before
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     if hasattr(trainer.strategy.checkpoint_io, "teardown"):
@@ -244,14 +245,14 @@ def test_everything_patched_is_restored_after_a_failure(
         raise RuntimeError("broken on purpose")
 
     _, trainer = case.trainer(tmp_path)
-    profiler = trainer.profiler
+    epoch_loop = trainer.fit_loop.epoch_loop
     with monkeypatch.context() as patch:
         patch.setattr(model, "training_step", fail)
         with pytest.raises(RuntimeError, match="broken on purpose"):
             trainer.fit(model, make_loader())
     model.__dict__.pop("training_step", None)
     assert traces(model, case) == before
-    assert {"start", "stop"}.isdisjoint(profiler.__dict__)
+    assert set(FETCH_METHODS).isdisjoint(vars(epoch_loop))
     assert torch.get_default_dtype() == torch.float32
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

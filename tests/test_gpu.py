@@ -112,6 +112,7 @@ TECHNIQUES: dict[str, Callable[[], Any]] = {
     "empty_cache": lambda: EmptyCache(every_n_steps=1),
     "gradient_checkpointing": GradientCheckpointing,
     "offload": lambda: GradientCheckpointing(policy="offload"),
+    "fit": lambda: GradientCheckpointing(policy="fit"),
     "micro_batch": lambda: MicroBatch(micro_batch_size=2),
     "tiled_loss": lambda: TiledLoss(tile_budget_mib=0.1),
     "tiled_mlp": lambda: TiledMLP(min_tokens=1, tile_budget_mib=0.1),

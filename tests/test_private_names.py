@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_eff.core.errors import EnvironmentLacksError
 from lightning_eff.core.torch_private import torch_private
-from lightning_eff.report.meter import FETCH_ACTION
+from lightning_eff.report.meter import FETCH_METHODS
 from tests.support.techniques import ROOT
 
 LOOPS = "lightning.pytorch.loops"
@@ -169,7 +169,8 @@ def test_objects_keep_what_is_looked_at() -> None:
     from torchmetrics import MeanMetric
 
     assert pl.callbacks.ModelCheckpoint()._last_global_step_saved == 0
-    assert f"[{_TrainingEpochLoop.__name__}].train_dataloader_next" == FETCH_ACTION
+    source = inspect.getsource(_TrainingEpochLoop.on_run_start)
+    assert all(f"profiler = self.{name}" in source for name in FETCH_METHODS)
     assert inspect.getsource(_TrainingEpochLoop).count("self._should_accumulate()") >= 4
     assert isinstance(pl.Trainer._results, property)
     assert pl.LightningModule().to(torch.bfloat16)._dtype == torch.bfloat16

@@ -42,7 +42,8 @@ MORE = {
 NAMES = [entry.name for entry in catalog.recipes()]
 OF_TRANSFORMERS = ("full_finetune", "qlora", "long_context")
 ON_TWO_RANKS = ("zero2", "zero3_offload", "fsdp2")
-"""In tests/launch/test_stop.py; `lora`, which needs a run of `lm`, has a test of its own."""
+"""In tests/launch/test_stop.py; `lora`, which needs a run of `lm`, and `mine` have their own tests."""
+OWN = ["model._target_=tests.support.gan.GAN", "data._target_=tests.support.gan.Numbers"]
 
 
 def test_recipes_say_what_they_are_in_a_flat_list_of_options() -> None:
@@ -55,7 +56,7 @@ def test_recipes_say_what_they_are_in_a_flat_list_of_options() -> None:
         assert not any("override callbacks" in str(line) for line in defaults), name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*ON_TWO_RANKS, "lora")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*ON_TWO_RANKS, "lora", "mine")])
 def test_recipe_trains_two_steps(name: str, tiny: list[str], tiny_llama: Path, command: Command) -> None:
     trainer = tiny[:5]
     finetune = [*trainer, *SMALL_FINETUNE, f"model.name={tiny_llama}"]
@@ -104,6 +105,19 @@ def test_only_a_technique_differs_between_lm_and_baseline(empty_folder: Path) ->
     differing = {key for key in {*lm, *baseline} if lm.get(key) != baseline.get(key)}
     assert differing == {"precision", "callbacks"}
     assert lm["callbacks"]["gradient_accumulation"]["global_batch_size"] == baseline["data"]["batch_size"]
+
+
+def test_the_users_own_classes_are_planned_and_trained_with_their_own_optimizers(
+    empty_folder: Path, command: Command
+) -> None:
+    assert "try: model._target_=..." in command("train", "mine", code=2)[2]
+    assert "predicted peak" in command("plan", "mine", *OWN, "model.lr=0.02", code=0)[1]
+    words = ["trainer.max_epochs=1", "trainer.accelerator=cpu", "trainer.devices=1", "--json"]
+    report = json.loads(command("train", "mine", *OWN, "model.lr=0.02", *words, code=0)[1])
+    (optimizer,) = (row for row in report["ledger"] if row["technique"] == "optimizer/module")
+    assert "lr 0.02" in optimizer["did"]
+    composed = composition.compose_recipe("mine", OWN).values
+    assert (composed["trainer"]["gradient_clip_val"], composed.get("callbacks")) == (None, None)
 
 
 def test_what_is_mandatory_is_named(empty_folder: Path, command: Command) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff import FSDP2Fabric
+from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -70,6 +71,8 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (GradientCheckpointing, {"memory_budget": 1.5}, "memory_budget=1.5"),
     (MicroBatch, {"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto', or a whole number"),
     (MicroBatch, {"headroom": 1.0}, "headroom=1.0: expected a fraction"),
+    (Contrastive, {"keep": [1], "splitter": len}, "keep="),
+    (Contrastive, {"micro_batch_size": 0}, "micro_batch_size=0: expected 'auto', or a whole number"),
     (MicroBatch, {"micro_batch_size": 4, "find": True}, "false with micro_batch_size=4"),
     (OptimizerChoice, {"optimizer": PLAIN}, "a class, or functools"),
     (OptimizerChoice, {}, "optimizer=None: expected an optimizer"),

@@ -1,18 +1,20 @@
-"""What a checkpoint of a model with adapters holds, and what it must hold to be loaded.
+"""The content of a checkpoint with adapters, and the checks before it is loaded.
 
-It holds what cannot be had elsewhere: trained parameters (adapters, `modules_to_save`, biases) and buffers,
-and in place of the frozen base its fingerprint. The base comes from where the model got it before. Nothing is
-assigned before all of it fits: the method and its config, each key and shape, the base.
+It contains what exists nowhere else: trained parameters (adapters, `modules_to_save`, biases) and buffers.
+The frozen base is replaced by its fingerprint; it is loaded from where the model first got it. Nothing is
+assigned unless everything fits: the method and its config, each key and shape, the base.
 
-An adapter is a difference, and noise on another base; no key or shape shows that, since they are the same for
-all models of an architecture. The fingerprint is, by name, the dtype, the shape and the first 64 bits of the
-SHA-256 of each frozen tensor, so it is the same on each device, and an error can name what differs. Buffers
-are not part of it: training may change them, and persistent ones are saved with the adapter.
+An adapter is a difference to its base, and noise on another base. Keys and shapes do not show that, since all
+models of an architecture share them. The fingerprint lists, for each frozen tensor by name, the dtype, the
+shape and the first 64 bits of its SHA-256. So it is the same on each device, and an error can name the
+tensors that differ. Buffers are not part of it: training may change them, and persistent ones are saved with
+the adapter.
 
-A LightningModule with adapters does this in its own checkpoint hooks, so that it holds for weights-only saves
-and for saves after the run too. Why not a callback's hooks: Lightning omits them in weights-only saves, and
-calls them after it has loaded. Why not `strict_loading=False`: it accepts another model's adapter and leaves
-this one's at its initial values. For Fabric, or a loop of your own: `strip_base` and `load_adapter`.
+A LightningModule with adapters does this in its own checkpoint hooks, which `callbacks/peft_adapter`
+attaches. So it also applies to weights-only saves and to saves after the run. Why not a callback's hooks:
+Lightning omits them in weights-only saves, and calls them only after loading. Why not `strict_loading=False`:
+it accepts another model's adapter and leaves this one's at its initial values. For Fabric, or a custom loop:
+`strip_base` and `load_adapter`.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "
 
 
 def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a module's state into the frozen base, and the rest: what is trained or may change.
+    """Split a module's state into the frozen base, and the rest, which is trained or may change.
 
-    The base is parameters without a gradient, and all state of quantized layers. Persistent buffers belong to
-    the rest, since running statistics change in frozen modules too; so do an adapter's own frozen tensors,
-    which may be random.
+    The base is all parameters without a gradient, and all state of quantized layers. Persistent buffers
+    belong to the rest, since running statistics change in frozen modules too. An adapter's own frozen
+    tensors, which may be random, also belong to the rest.
 
     Example:
         >>> layer = nn.BatchNorm1d(2).requires_grad_(False)
@@ -58,7 +60,7 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     wrappers = [f"{name}." for name in wrapped_layers(module)]
     frozen: set[str] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        # a name outside of all wrappers counts as the base's
+        # a name outside of all wrappers belongs to the base
         inner = next((name.removeprefix(w) for w in wrappers if name.startswith(w)), "base_layer")
         if not parameter.requires_grad and {"base_layer", "original_module"} & {*inner.split(".")}:
             frozen.add(name)
@@ -83,31 +85,31 @@ def format_names(names: Iterable[str]) -> str:
 
 
 class Fingerprint:
-    """Fingerprint a module's frozen tensors, with a cache of digests by tensor and version.
+    """Fingerprints a module's frozen tensors, and caches digests by tensor and version.
 
-    Hashing reads all frozen bytes once, through host memory, and again only when PyTorch counts a change of a
-    tensor in place; changes through `.data` are not counted.
+    Hashing reads all frozen bytes through host memory once, and again only if PyTorch counts an in-place
+    change of a tensor; changes through `.data` are not counted.
 
     Args:
-        exact: False lets values of quantized layers differ, as long as all other frozen tensors are the same:
-            another device rounds differently when it quantizes.
+        exact: False accepts different values in quantized layers if all other frozen tensors are equal,
+            because quantization rounds differently on another device.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self.exact = exact
         self.others: list[str] = []
-        """Names of tensors that differed and were accepted."""
+        """Names of tensors that differed but were accepted."""
         self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
 
     def record(self, module: nn.Module) -> dict[str, Any]:
-        """Return the fingerprint in plain types, as a checkpoint keeps it."""
+        """Return the fingerprint in plain types, in the format of a checkpoint."""
         return {"tensors": self._hash(module, {})}
 
     def check(self, module: nn.Module, record: Any) -> None:
         """Compare a module's frozen tensors with a fingerprint from a checkpoint, which may be anything.
 
         Raises:
-            CheckpointError: It is another base; the first tensors that differ are named.
+            CheckpointError: The base differs; the first tensors that differ are named.
         """
         expected: Any = record.get("tensors") if isinstance(record, dict) else None
         texts = [text for pair in expected.items() for text in pair] if isinstance(expected, dict) else [None]
@@ -117,9 +119,9 @@ class Fingerprint:
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))
         quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
-        # Only if frozen tensors that are not quantized prove that it is the same base.
+        # Only if frozen tensors that are not quantized prove that the base is the same.
         if not self.exact and any(not name.startswith(quantized) for name in tensors):
-            # Rounding explains other values in quantized layers, but no other layout.
+            # Rounding explains different values in quantized layers, but not a different layout.
             layouts = [
                 {n: known.get(n, "").partition(" ")[0] for n in others} for known in (tensors, expected)
             ]
@@ -134,13 +136,14 @@ class Fingerprint:
             raise CheckpointError(f"it holds an adapter for another base: {differ}\n  try: {base}")
 
     def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> dict[str, str]:
-        """Return each frozen tensor's `dtype[shape]` and start of its digest, by plain name.
+        """Return `dtype[shape]` and the start of the digest of each frozen tensor, by plain name.
 
-        A floating-point tensor of another dtype is compared in the recorded one, unless that has 8 bits: a
-        `-true` precision converts the model after its checkpoint is restored.
+        A floating-point tensor is converted to the recorded dtype first, unless that has 8 bits: a `-true`
+        precision converts the model after its checkpoint is restored.
         """
         base = {name: value for name, value in split_state(module)[0].items() if isinstance(value, Tensor)}
-        # In the state of a quantized layer a tensor is new in each call; its parameter is not.
+        # The state of a quantized layer contains new tensors at each call; its parameters stay the same
+        # objects.
         parameters = base | dict(module.named_parameters(remove_duplicate=False))
 
         def layout_and_digest(name: str) -> str:
@@ -154,14 +157,15 @@ class Fingerprint:
 
         names = sorted(base)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            # Gathering a sharded tensor is a collective of all ranks: one after the other, in one order.
+            # Gathering a sharded tensor is a collective: all ranks must gather one after the other, in the
+            # same order.
             each = map if any(is_sharded(value) for value in base.values()) else pool.map
             texts = list(each(layout_and_digest, names))
         return {plain_name(name): text for name, text in zip(names, texts, strict=True)}
 
     def _digest(self, name: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> str:
         """Return the SHA-256 of a tensor in a dtype, from the cache if its parameter is unchanged."""
-        version = parameter._version  # noqa: SLF001 - torch 2.13's count of changes in place
+        version = parameter._version  # noqa: SLF001 - torch 2.13's count of in-place changes
         cached = self._digests_by_name.get(name)
         if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
             return cached[3]
@@ -208,19 +212,19 @@ def strip_base(
 def check_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint, *, strict: bool = True
 ) -> set[str]:
-    """Compare a checkpoint with a model with adapters; nothing is assigned.
+    """Compare a checkpoint with a model that has adapters; nothing is assigned.
 
     Args:
-        model: With adapters.
-        checkpoint: Read from a file, so it may be anything.
-        fingerprint: Caches digests; one for each model.
-        strict: False requires only what is trained.
+        model: The model, with adapters.
+        checkpoint: Read from a file, so it may contain anything.
+        fingerprint: Caches digests; use one per model.
+        strict: False requires only trained tensors.
 
     Returns:
-        The names of the tensors that the checkpoint does not hold: those of the base, or none.
+        The names of the tensors that the checkpoint lacks: the base's, or none.
 
     Raises:
-        CheckpointError: Method, keys, shapes or base do not fit; the first are named.
+        CheckpointError: Method, keys, shapes or base do not fit; the first ones are named.
     """
     state, stamp = _checked_state(checkpoint), checkpoint.get(CHECKPOINT_KEY)
     stamp = stamp if isinstance(stamp, dict) else {}
@@ -230,7 +234,7 @@ def check_adapter(
     has_base = stamp.get("base") is None
     if has_base and not any(name in state for name in trained):
         raise CheckpointError(NO_ADAPTER)
-    # A quantized layer checks in its own `_load_from_state_dict` which formats it can load.
+    # A quantized layer's own `_load_from_state_dict` checks which formats it can load.
     unchecked = quantized_prefixes(model) if has_base else ()
     state_here = base | rest if has_base else rest
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
@@ -244,7 +248,7 @@ def check_adapter(
 
 
 def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
-    """Reject an adapter whose config computes something else; `saved` is from a file."""
+    """Reject an adapter whose config would compute something else; `saved` is from a file."""
     saved = saved if isinstance(saved, Mapping) else {}
     different = [key for key, value in here.items() if key in saved and saved[key] != value]
     if not different:
@@ -254,7 +258,7 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
     was, now = str(saved[key])[:60], str(here[key])[:60]
     text = f"it holds an adapter with {name} {was!a}, and this run has {now!a}"
     value = was.lower() if key == "peft_type" else saved[key]
-    # A remedy only of a value that is safe to paste: it is from a file.
+    # Show a remedy only for a value that is safe to paste, because it is from a file.
     if isinstance(value, (int, float)) or (isinstance(value, str) and value.isidentifier()):
         argument = f"method={value!r}" if name == "method" else f"options={{{key!r}: {value!r}}}"
         override = f"callbacks.peft_adapter.{name}={value if isinstance(value, str) else str(value).lower()}"
@@ -265,15 +269,15 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
 def load_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None = None
 ) -> None:
-    """Load an adapter, or a full model with adapters, into a model that has its base and new adapters.
+    """Load an adapter, or a full model with adapters, into a model with its base and new adapters.
 
     Raises:
-        CheckpointError: It does not fit; nothing was assigned.
+        CheckpointError: It does not fit; nothing has been assigned.
     """
     check_adapter(model, checkpoint, fingerprint or Fingerprint())
     model.load_state_dict(
         checkpoint["state_dict"], strict=False
-    )  # the base may be missing; all else is checked
+    )  # the base may be missing; everything else is checked
 
 
 @torch.no_grad()
@@ -281,11 +285,11 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     """Load the weights of a model without adapters, all or none; return the number of tensors.
 
     Raises:
-        CheckpointError: Keys or shapes do not fit; the first are named.
+        CheckpointError: Keys or shapes do not fit; the first ones are named.
     """
     weights = _checked_state({"state_dict": state})
     own = model.state_dict(keep_vars=True)
-    loaded = {id(own[name]) for name in weights if name in own}  # a tied weight may be under one of its names
+    loaded = {id(own[name]) for name in weights if name in own}  # a tied weight may have one of its names
     _check_tensors(
         weights,
         own,
@@ -297,7 +301,7 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     for name in weights:
         names_by_tensor.setdefault(id(own[name]), []).append(name)
     for first, *others in names_by_tensor.values():
-        # load_state_dict would assign one after the other, and the last would stay
+        # load_state_dict would assign one after the other, and keep the last
         different = [name for name in others if not torch.equal(weights[name], weights[first])]
         if different:
             raise CheckpointError(
@@ -338,11 +342,11 @@ def _check_tensors(
 
 
 class AdapterCheckpointHooks:
-    """Extend a LightningModule's checkpoint hooks, from now on, for as long as it has adapters."""
+    """Extends a LightningModule's checkpoint hooks, for as long as it has adapters."""
 
     @classmethod
     def attach(cls, module: pl.LightningModule) -> AdapterCheckpointHooks:
-        """Return the hooks that a module has, or new ones."""
+        """Return the module's existing hooks, or new ones."""
         attached = getattr(module.__dict__.get("on_save_checkpoint"), "__self__", None)
         return attached if isinstance(attached, cls) else cls(module)
 
@@ -361,8 +365,8 @@ class AdapterCheckpointHooks:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Call the module's own hook, then remove the base.
 
-        Only rank 0 writes; where parameters are sharded, all ranks join in, since reading the base for its
-        fingerprint gathers them.
+        Only rank 0 writes. If parameters are sharded, all ranks take part, because the fingerprint of the
+        base gathers them.
         """
         self._own_save(checkpoint)
         if self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters()):
@@ -370,7 +374,7 @@ class AdapterCheckpointHooks:
             self.num_saved += 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Call the module's own hook, then reject what does not fit, before Lightning loads it."""
+        """Call the module's own hook, then reject a checkpoint that does not fit, before it is loaded."""
         self._own_load(checkpoint)
         try:
             strict = self.module.strict_loading
@@ -380,6 +384,6 @@ class AdapterCheckpointHooks:
             raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
 
     def after_load(self, _: nn.Module, keys: Any) -> None:
-        """Accept that the base is missing in the load that was checked; PyTorch stays strict otherwise."""
+        """Accept a missing base in the load that was checked; otherwise PyTorch stays strict."""
         keys.missing_keys[:] = [name for name in keys.missing_keys if name not in self._absent]
         self._absent = set()

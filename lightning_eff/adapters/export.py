@@ -1,8 +1,8 @@
 """Write a model's adapters in PEFT's own format, or merged into its weights, for use without lightning_eff.
 
-PEFT collects the tensors, writes its config and merges; here names become those of a plain model. They are
-relative to the Hugging Face model if the module has one and no other state, so that
-`PeftModel.from_pretrained` accepts that model; else they are relative to the module.
+The verb `export` calls it. PEFT collects the tensors, writes its config and merges; this module restores a
+plain model's names. If the module's only state is a Hugging Face model, names are relative to that model, so
+that `PeftModel.from_pretrained` accepts it. Otherwise they are relative to the module.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from lightning_eff.adapters.layers import is_quantized, outermost, plain_name, u
 from lightning_eff.core.errors import ConfigError
 
 IN_PEFT_MODEL = "base_model.model."
-"""Prefix of a model's names in PEFT's wrapper, and so in its files."""
+"""Prefix of a model's names in PEFT's wrapper, and therefore in its files."""
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does."""
     prefix, part = _exported_part(model)
     config = _exported_config(model, prefix, part)
-    # PEFT's function expects a PeftModel: its names, and its config
+    # PEFT's function expects a PeftModel, for its names and its config
     wrapper: Any = nn.Module()
     wrapper.base_model, wrapper.peft_config = model.__dict__[TUNER], {ADAPTER_NAME: config}
     state = get_peft_model_state_dict(wrapper, save_embedding_layers=False)
@@ -59,9 +59,9 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def merge_adapters(model: nn.Module) -> list[str]:
-    """Merge adapters into their layers, which become the model's own again.
+    """Merge adapters into their layers, which become plain layers again.
 
-    An adapted layer with a tied weight gets its own. Returns the names of weights that were one before.
+    An adapted layer with a tied weight gets a separate weight. Returns the names of weights untied that way.
 
     Raises:
         ConfigError: The method, or a layer, cannot be merged, or the base is quantized.
@@ -83,9 +83,9 @@ def merge_adapters(model: nn.Module) -> list[str]:
         with plain_module(model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")  # untied above
             tuner.merge_and_unload(safe_merge=True)
-    except (*PEFT_ERRORS, AttributeError) as error:  # of a Conv3d whose kernel begins with 1 x 1
+    except (*PEFT_ERRORS, AttributeError) as error:  # for example a Conv3d whose kernel starts with 1 x 1
         raise peft_rejects(error, "--merge", method) from error
-    # a layer that the model has under a second name
+    # layers that the model has under a second name
     replace_modules(model, {layer: model.get_submodule(name) for name, layer in wrappers.items()})
     del model.__dict__[TUNER]
     tied: dict[int, list[str]] = {}
@@ -99,7 +99,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
 def save_full_model(model: nn.Module, folder: Path) -> None:
     """Write a model without adapters as safetensors, tied weights once.
 
-    A Hugging Face model gets its config, changed where it ties weights that differ, and its tokenizer.
+    A Hugging Face model also gets its config, corrected if weights are no longer tied, and its tokenizer.
     """
     _, part = _exported_part(model)
     if not isinstance(part, PreTrainedModel):
@@ -108,7 +108,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
     own: Any = part
     pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
     if any(part.get_parameter(target) is not part.get_parameter(source) for target, source in pairs.items()):
-        # transformers 5.23 has one flag for all tied weights: those that are still tied become copies
+        # transformers 5.23 has one flag for all tied weights, so weights that are still tied become copies
         for name in pairs:
             untie(part, part.get_submodule(name.rpartition(".")[0]))
         models: list[Any] = [module for module in part.modules() if isinstance(module, PreTrainedModel)]
@@ -117,7 +117,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
         for submodel in models:
             submodel.all_tied_weights_keys = {}
     part.save_pretrained(str(folder))
-    if part.name_or_path:  # a folder, or the name of a model in the local cache
+    if part.name_or_path:  # a folder, or a model's name in the local cache
         with contextlib.suppress(OSError, ValueError):  # it has no tokenizer
             tokenizer = AutoTokenizer.from_pretrained(part.name_or_path, local_files_only=True)
             tokenizer.save_pretrained(str(folder))
@@ -132,7 +132,7 @@ def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _exported_config(model: nn.Module, prefix: str, part: nn.Module) -> PeftConfig:
-    """Return the config of a model's adapters, for the same layers as they are named inside of a part."""
+    """Return the config of a model's adapters, with layer names relative to a part."""
     present: Any = peft_config_of(model)
     config: Any = dataclasses.replace(present)
     for key in ("target_modules", "modules_to_save", "exclude_modules"):

@@ -1,14 +1,16 @@
-"""Put PEFT's adapters around layers of any model, in place: by PEFT's configs, its targets and its tuner.
+"""Put PEFT's adapters around layers of any model, in place, with PEFT's configs, targets and tuner.
 
-A layer that gets an adapter becomes the `base_layer` of a PEFT layer; all other names stay. The model itself
-is not wrapped, so a LightningModule keeps its class. What PEFT rejects is reported in its words, under the
-setting that led to it. What PEFT would accept, and adapt wrongly or to no effect, is rejected here before the
-model is changed. What PEFT does in its wrapper, or not at all, is done here: a layer that a model has under
-two names is replaced under both, and the fused path of PyTorch's encoder layer, which bypasses adapters in
-evaluation, is switched off.
+`callbacks/peft_adapter` calls `make_config` and `inject_adapters`. A layer that gets an adapter becomes the
+`base_layer` of a PEFT layer; all other names stay. The model itself is not wrapped, so a LightningModule
+keeps its class. PEFT's own rejections are reported in its words, under the setting that caused them. Models
+that PEFT would accept but adapt wrongly, or without effect, are rejected before the model is changed.
 
-Why not `get_peft_model`: it renames each key of the model, and the PeftModel is no LightningModule. Its inner
-part, the tuner, stays reachable as the model's `peft_tuner`: it merges adapters.
+This module also does what PEFT does only in its wrapper, or not at all. A layer that a model has under two
+names is replaced under both. The fused inference path of PyTorch's encoder layer, which bypasses adapters, is
+switched off.
+
+Why not `get_peft_model`: it renames every key of the model, and the PeftModel is not a LightningModule. Its
+inner part, the tuner, stays reachable as the model's `peft_tuner`; it merges adapters.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ CONFIGS = {
 }
 """PEFT's config class of each method that only changes layers."""
 NOT_LINEAR = ("ln_tuning", "trainable_tokens")
-"""Methods for other layers than linear ones."""
+"""Methods for layers other than linear ones."""
 FOR_QUANTIZED = (
     *("beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora", "road"),
     "vera",
 )
-"""Methods that leave the base weight to its layer, or dequantize it; others would read codes as values."""
+"""Methods that do not read the base weight, or dequantize it; others would read codes as values."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
     "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
@@ -72,35 +74,35 @@ ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = 
     "hra": ((nn.Conv2d,), {"kernel_size"}),
     "oft": ((nn.Conv2d,), {"padding"}),
 }
-"""By method, which convolutions PEFT 0.21 adapts, and which of their unusual settings it respects.
+"""By method: the convolutions that PEFT 0.21 adapts, and the unusual settings that it respects.
 
-LoRA's own convolutions are neither dilated nor padded as the layer's (`padding_mode`), so that the adapter
-sees other pixels, and cannot be merged if they are grouped; OFT turns the wrong axes of a kernel, and does
-not start from the unchanged model. Other methods adapt none; `ln_tuning` trains any layer in full.
+LoRA's convolutions ignore the layer's dilation and `padding_mode`, so the adapter would see other pixels;
+with groups, they cannot be merged. OFT rotates the wrong axes of a kernel, and does not start from the
+unchanged model. Other methods adapt no convolutions; `ln_tuning` trains any layer in full.
 """
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "fourierft": {"init_weights": True},  # the first step starts from the unchanged model
-    "ia3": {"feedforward_modules": []},  # PEFT has defaults for Hugging Face architectures only
+    "fourierft": {"init_weights": True},  # so that the first step starts from the unchanged model
+    "ia3": {"feedforward_modules": []},  # PEFT has defaults only for Hugging Face architectures
 }
 """Defaults that differ from PEFT's."""
 HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-"""Tasks for which PEFT's own wrapper trains the head too, which it finds by its name."""
+"""Tasks for which PEFT's own wrapper also trains the head, which it finds by name."""
 ARGUMENTS = {"target_modules", "modules_to_save"}
 """Config fields that are parameters of `PeftAdapter`."""
 RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_model_name_or_path"}
-"""Config fields that are not options: the arguments, and what PEFT sets itself."""
+"""Config fields that are not options: parameters of `PeftAdapter`, and fields that PEFT sets itself."""
 FREE_FIELDS = RESERVED - {"peft_type"} | {
     *("auto_mapping", "revision", "task_type", "runtime_config", "ephemeral_gpu_offload"),
     *("lora_dropout", "module_dropout", "rank_dropout"),
-    # the keys and shapes of the state dict show them
+    # visible in the keys and shapes of the state dict
     *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform"),
     *("target_parameters", "rank_pattern"),
 }
-"""Fields of a method's config that may change when training is resumed; so may those of initial values."""
+"""Fields of a method's config that may change on a resume, including those for initial values."""
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
 TUNER = "peft_tuner"
-"""Attribute of a model with adapters; in its `__dict__`, since PEFT's tuner has the model as a module."""
+"""Attribute of a model with adapters. It is in `__dict__`, since PEFT's tuner has the model as a module."""
 WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 
@@ -108,7 +110,7 @@ PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 def make_config(
     method: str, options: Mapping[str, Any], targets: Targets, modules_to_save: Sequence[str] | None
 ) -> PeftConfig:
-    """Make a method's config, by PEFT's names; `targets` and the rest are as in `PeftAdapter`.
+    """Build a method's config from PEFT's names; `targets` and the rest are as in `PeftAdapter`.
 
     Raises:
         ConfigError: PEFT has no such method, or the method has no such option or value.
@@ -137,7 +139,7 @@ def make_config(
 
 
 def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
-    """Check names and types before a model exists: PEFT would find a wrong type only in a layer."""
+    """Check names and types before a model exists: PEFT would notice a wrong type only inside a layer."""
     known = {field.name for field in dataclasses.fields(kind) if field.init} - RESERVED
     hints = typing.get_type_hints(kind)
     for name, value in options.items():
@@ -157,7 +159,7 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
 
 
 def name_of_method(config: PeftConfig | None) -> str:
-    """Return the name of a config's method, in lower case; empty without one."""
+    """Return the name of a config's method in lower case; empty without a config."""
     return str(getattr(getattr(config, "peft_type", None), "value", "")).lower()
 
 
@@ -178,7 +180,7 @@ def method_error(config: PeftConfig, allowed: str, *remedies: Remedy) -> ConfigE
 
 
 def peft_rejects(error: Exception, key: str, value: object) -> ConfigError:
-    """Return an error of PEFT's as one of the setting that led to it."""
+    """Turn an error of PEFT into a ConfigError that names the setting at fault."""
     allowed = f"what PEFT accepts; PEFT rejects it: {' '.join(str(error).split())}"
     return ConfigError(key=key, value=value, allowed=allowed)
 
@@ -194,7 +196,7 @@ def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def peft_config_of(model: nn.Module) -> PeftConfig | None:
-    """Return the config that a model's adapters were made with; None without adapters."""
+    """Return the config of a model's adapters; None without adapters."""
     configs = getattr(model, "peft_config", None)
     config = configs.get(ADAPTER_NAME) if isinstance(configs, dict) else None
     return config if isinstance(config, PeftConfig) else None
@@ -206,8 +208,8 @@ def inject_adapters(
     """Put adapters into a model, in place, and freeze all other parameters.
 
     Args:
-        model: Any module; one that has these adapters already is left as it is.
-        config: From `make_config`; a copy of it stays with the model, as `peft_config`.
+        model: Any module; a module that has these adapters already is left unchanged.
+        config: From `make_config`; the model keeps a copy as `peft_config`.
         upcast: Keep adapters of half-precision layers in float32.
         on_meta: Accept parameters on the meta device, whose layers can be inspected but not trained.
 
@@ -215,7 +217,7 @@ def inject_adapters(
         The new layers by name; empty if the model had its adapters.
 
     Raises:
-        ConfigError: No layer is targeted, or the method cannot adapt one, or the model has other adapters.
+        ConfigError: No layer is targeted, the method cannot adapt one, or the model has other adapters.
     """
     if adapted_layers(model):
         present = peft_config_of(model)
@@ -233,7 +235,7 @@ def inject_adapters(
         raise peft_rejects(error, "method", name_of_method(config)) from error
     names = [name for name, _ in (*tuner.named_parameters(), *tuner.named_buffers())]
     outside = [name for name in names if not name.startswith("model.")]
-    if outside:  # no optimizer and no checkpoint would include them
+    if outside:  # neither optimizer nor checkpoint would include them
         raise method_error(config, f"a method whose tensors are all in layers, unlike {outside[0]}")
     _replace_all_names(model)
     add_in_place(model)
@@ -244,19 +246,20 @@ def inject_adapters(
 
 
 def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None:
-    """Reject what PEFT would adapt wrongly or to no effect; replace `all-linear` in the config by layers."""
+    """Reject models that PEFT would adapt wrongly or without effect; resolve `all-linear` to layers."""
     fields: Any = config
     for name, parameter in model.named_parameters():
-        # Materializing calls `reset_parameters`, which draws random values for lora_B, zero at the start.
+        # Materializing calls `reset_parameters`, which draws random values for lora_B; it has to start at
+        # zero.
         if isinstance(parameter, UninitializedParameter) or (parameter.is_meta and not on_meta):
             where = "lazy" if isinstance(parameter, UninitializedParameter) else "on the meta device"
             raise method_error(config, f"a model with values: {name} is {where}")
     modules = {name: module for name, module in model.named_modules() if name}
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = getattr(config, key, None) or ()
-        if not isinstance(names, str):  # PEFT ignores a name that matches no layer if another one does
+        if not isinstance(names, str):  # PEFT ignores a name that matches no layer if another name does
             check_module_names(key if key in ARGUMENTS else f"options.{key}", names, modules)
-    if str(fields.target_modules).lower() == ALL_LINEAR:  # as PEFT has it
+    if str(fields.target_modules).lower() == ALL_LINEAR:  # case-insensitive, as in PEFT
         fields.target_modules = exact_targets(_all_linear(model, config), model)
     try:
         layers = {name: m for name, m in modules.items() if check_target_module_exists(config, name)}
@@ -272,9 +275,9 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
 
 
 def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
-    """Return all linear layers, without heads of Hugging Face models and layers that are never called.
+    """Return all linear layers, except heads of Hugging Face models and layers that are never called.
 
-    PEFT looks for a head only if the model itself is Hugging Face's, not a module that has such a model.
+    PEFT looks for a head only if the model itself is Hugging Face's, not if it is inside a module.
     """
     heads = {part.get_output_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)}
     names = [
@@ -295,7 +298,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
 
 
 def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
-    """Return targets that match these layers only: PEFT also matches a name with the ends of other names.
+    """Return targets that match only these layers: PEFT also matches a name with the ends of other names.
 
     Example:
         >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
@@ -310,7 +313,7 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
 
 
 def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
-    """Reject a targeted convolution that PEFT adapts wrongly, in silence or with an error about shapes."""
+    """Reject a targeted convolution that PEFT adapts wrongly, silently or with an error about shapes."""
     if not isinstance(layer, CONVOLUTIONS) or method == "ln_tuning":
         return
     unusual = {
@@ -331,9 +334,9 @@ def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
 
 
 def _reject_tied_copies(model: nn.Module, config: Any) -> None:
-    """Reject modules to save, and tokens to train, of a tied weight: only a copy would be trained.
+    """Reject `modules_to_save` and trained tokens with a tied weight: only a copy would be trained.
 
-    In a model that is Hugging Face's own, PEFT ties trained tokens itself, and modules too if it is told to.
+    If the model itself is Hugging Face's, PEFT ties trained tokens, and modules too if requested.
     """
     is_hugging_face = isinstance(model, PreTrainedModel)
     is_tied_by_peft = is_hugging_face and getattr(config, "ensure_weight_tying", False)
@@ -357,10 +360,10 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
 
 @contextmanager
 def plain_module(model: nn.Module) -> Generator[None]:
-    """Show PEFT a model without the attributes that it takes for a Hugging Face model's.
+    """Hide attributes of a model by which PEFT takes it for a Hugging Face model.
 
-    Those are `config`, and Lightning's device mesh. The flags of quantized layers, by which PEFT chooses its
-    own layers, are set as transformers sets them. Warnings about options that PEFT 0.21 corrects itself, and
+    These are `config` and Lightning's device mesh. Flags of quantized layers, by which PEFT chooses its layer
+    classes, are set as transformers sets them. Warnings about options that PEFT 0.21 corrects itself, and
     about its calls of transformers 5.23, are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
@@ -381,7 +384,7 @@ def plain_module(model: nn.Module) -> Generator[None]:
 
 
 def _replace_all_names(model: nn.Module) -> None:
-    """Put an adapted layer under all names that the model has for it, and in the path of evaluation too."""
+    """Put an adapted layer under all its names in the model, and in the evaluation path too."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in wrapped_layers(model).values():
         inner = getattr(layer, "base_layer", getattr(layer, "original_module", None))
@@ -390,12 +393,12 @@ def _replace_all_names(model: nn.Module) -> None:
     replace_modules(model, new)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and adapted_layers(module):
-            # torch 2.13's fused inference path reads the base weights and calls no layer; 0 switches it off.
+            # torch 2.13's fused inference path reads the base weights and calls no layer; 0 disables it.
             module.activation_relu_or_gelu = 0
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace modules under all names that a model has for them, except inside of PEFT's wrappers."""
+    """Replace modules under all their names in a model, except inside PEFT's wrappers."""
     for parent in list(model.modules()):
         for name, child in list(parent.__dict__["_modules"].items()):  # named_children skips second names
             if child in new and not isinstance(parent, WRAPPERS):

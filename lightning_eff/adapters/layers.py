@@ -1,11 +1,10 @@
-"""Find layers of a model: by name, by the weights that they share, and by whether these are quantized.
+"""Find layers of a model by name, by shared weights, and by whether they are quantized.
 
-Nothing here imports PEFT, which takes seconds, nor bitsandbytes, which is optional: a layer of bitsandbytes
-is recognized by its class's name and package.
+Adapters, `precision/quantized_base` and Float8 use it. It imports neither PEFT, which takes seconds, nor
+bitsandbytes, which is optional: bitsandbytes' layers are recognized by class name and package.
 
-A head that is tied to an embedding is one parameter under two names. What an adapter adds to the head belongs
-to the head alone, so no shared weight can hold it: a merged layer, or a copy that is trained, needs a weight
-of its own.
+A head that is tied to an embedding is one parameter under two names. An adapter of the head changes only the
+head, so a shared weight cannot contain that change: a merged layer, or a trained copy, needs its own weight.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BITSANDBYTES_FLAGS = {"Linear4bit": "is_loaded_in_4bit", "Linear8bitLt": "is_loa
 
 
 def outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the modules of a model, itself included, that match and are inside no other match, by name."""
+    """Return a model's modules, itself included, that match and are not inside another match, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # parents come before their children
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -60,7 +59,7 @@ def is_in_module(name: str, modules: Iterable[str]) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a module or tensor has without adapters around its layer.
+    """Return the name of a module or tensor without the adapter around its layer.
 
     Example:
         >>> plain_name("blocks.0.linear.base_layer.weight"), plain_name("head.original_module")
@@ -70,7 +69,7 @@ def plain_name(name: str) -> str:
 
 
 def tied_parameters(model: nn.Module, part: nn.Module) -> dict[str, str]:
-    """Return a part's parameters that the model also has outside of it: name in the part, name in the model.
+    """Return the parameters that a part shares with the rest of a model: name in the part, in the model.
 
     Example:
         >>> model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})
@@ -90,7 +89,7 @@ def tied_parameters(model: nn.Module, part: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def untie(model: nn.Module, part: nn.Module) -> None:
-    """Replace the parameters that a part shares with the rest of a model by copies."""
+    """Replace the parameters that a part shares with the rest of the model by copies."""
     for name in tied_parameters(model, part):
         parent, _, key = name.rpartition(".")
         parameter = part.get_parameter(name)
@@ -99,7 +98,7 @@ def untie(model: nn.Module, part: nn.Module) -> None:
 
 
 def bitsandbytes_flag(layer: nn.Module) -> str | None:
-    """Return the attribute that PEFT looks for on a model with such a quantized layer; None for others."""
+    """Return the model attribute that PEFT requires for such a quantized layer; None for other layers."""
     for base in type(layer).__mro__:
         if base.__module__.partition(".")[0] == "bitsandbytes" and base.__name__ in BITSANDBYTES_FLAGS:
             return BITSANDBYTES_FLAGS[base.__name__]
@@ -107,7 +106,7 @@ def bitsandbytes_flag(layer: nn.Module) -> str | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Return whether a layer is one of bitsandbytes, or derived from one."""
+    """Return whether a layer's class is bitsandbytes' or derived from one of its classes."""
     return bitsandbytes_flag(layer) is not None
 
 
@@ -117,6 +116,6 @@ def quantized_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def num_weights(parameter: Tensor) -> int:
-    """Return how many weights a parameter holds: with 4 bits, a byte holds two."""
+    """Return the number of weights in a parameter; with 4 bits, a byte holds two."""
     state: Any = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()

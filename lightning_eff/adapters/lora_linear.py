@@ -1,11 +1,11 @@
-"""Add LoRA's product to the result of its layer in place: one operation of its size instead of PEFT's four.
+"""Add LoRA's product to its layer's result in place: one large operation instead of PEFT's four.
 
     y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
 
-PEFT computes `(x @ A.T) @ B.T`, multiplies it by s, and adds it to y: each step reads and writes tensors of
+PEFT computes `(x @ A.T) @ B.T`, multiplies it by s, and adds it to y. Each step reads and writes tensors of
 the size of y, and so does the multiplication's backward pass. Here `addmm_` adds the product with alpha = s,
-and rounds once where PEFT rounds three times. Parameters, names and checkpoints are PEFT's, and PEFT computes
-whatever is more than one plain adapter in the dtype of the result.
+with one rounding instead of PEFT's three. Parameters, names and checkpoints are PEFT's. Anything but a single
+plain adapter in the dtype of the result is left to PEFT. `callbacks/peft_adapter` calls `add_in_place`.
 
 Source: learned from https://github.com/huggingface/peft, tuners/lora/layer.py
 """
@@ -27,11 +27,11 @@ from lightning_eff.kernels.matmul import is_traced
 
 PLAIN = (nn.Linear, TritonLinear)
 GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
-"""They make views of results, which must not be changed in place."""
+"""Hooks that turn results into views, which must not be changed in place."""
 
 
 class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
-    """PEFT's LoRA around a linear layer; assigning it to `__class__` converts one."""
+    """PEFT's LoRA around a linear layer; assigning it to `__class__` converts a layer."""
 
     @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +39,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         adapter = None if args or kwargs else self._plain_adapter(x)
         if adapter is None:
             return super().forward(x, *args, **kwargs)
-        # As matrices, since the gradient of an operation in place on a view is copied.
+        # As matrices, since the gradient of an in-place operation on a view would be copied.
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         y: Tensor = self.base_layer(rows)
         low: Tensor = self.lora_A[adapter](self.lora_dropout[adapter](rows))  # [T, r]
@@ -49,7 +49,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _plain_adapter(self, x: Tensor) -> str | None:
-        """Return the name of the only adapter, if its product can be added in place; else None."""
+        """Return the name of the only adapter if its product can be added in place, else None."""
         names, base = self.active_adapters, self.base_layer
         if len(names) != 1 or self.disable_adapters or self.merged or names[0] not in self.lora_A:
             return None
@@ -60,7 +60,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         is_number = isinstance(self.scaling[name], (int, float))
         if not is_number or any(type(part) not in PLAIN for part in parts[:3]):
             return None
-        # Hooks of the base layer would see its result change, those of A another shape; B is not called.
+        # Hooks of the base layer would see its result change, and A's another shape; B is not called.
         if any(map(has_hooks, parts)) or any(vars(torch_module)[hooks] for hooks in GLOBAL_HOOKS):
             return None
         b = self.lora_B[name]
@@ -69,13 +69,13 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks, or a forward of its own."""
+    """Return whether a module has hooks, or a custom forward on the instance."""
     state = vars(module)
     return "forward" in state or any(state[hooks] for hooks in MODULE_HOOKS)
 
 
 def _keeps_results() -> bool:
-    """Return whether selective checkpointing, or a compiler, keeps results, which must not change then."""
+    """Return whether selective checkpointing or a compiler keeps results, which must then stay unchanged."""
     if is_traced():
         return True
     modes = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "LoRA")()
@@ -85,7 +85,7 @@ def _keeps_results() -> bool:
 
 
 def add_in_place(model: nn.Module) -> int:
-    """Convert all of a model's LoRA layers that are PEFT's for linear ones, and return their number."""
+    """Convert a model's LoRA layers around linear layers; return their number."""
     layers = [module for module in model.modules() if type(module) is PeftLinear]
     for layer in layers:
         layer.__class__ = LoraLinear

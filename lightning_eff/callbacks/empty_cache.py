@@ -119,7 +119,9 @@ class EmptyCache(Managed):
             "eff/empty_cache_returned_bytes": float(released.returned_bytes),
             "eff/empty_cache_ms": released.elapsed_s * 1e3,
         }
-        pl_module.log_dict(metrics, batch_size=1)
+        # Not `pl_module.log_dict`: from then on Lightning would collect them again after each batch.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

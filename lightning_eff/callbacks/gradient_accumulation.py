@@ -159,7 +159,7 @@ class GradientAccumulation(Managed):
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
         if self.schedule is not None:
-            self._loop.before_window = lambda: self._set_current(trainer)
+            self._loop.before_window.append(lambda: self._set_current(trainer))
         if self.num_batches is not None:
             self._accumulate_grad_batches = {0: self.num_batches}
             self._describe("a step", trainer.world_size)

@@ -1,8 +1,8 @@
 """Checkpoint files that appear in one step, are verified before use, and hold only tensors and plain values.
 
-`AtomicFiles` writes and reads them, and folders with a file for each rank (sharded.py).
-`checkpoint_io/durable` is this for a Trainer. Strategies that were given no CheckpointIO fall back to it,
-since what Lightning falls back to writes over the previous checkpoint.
+`AtomicFiles` writes and reads single files, and folders with one file per rank (sharded.py).
+`checkpoint_io/durable` makes it available to a Trainer. Strategies that got no CheckpointIO use it instead
+of Lightning's default, which overwrites the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _TO_TORCH = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
 class Statistics:
     """Counts of one run."""
 
-    num_saves: int = 0  # checkpoints on the disk
+    num_saves: int = 0  # checkpoints that the disk has confirmed
     saved_bytes: int = 0
     writing_s: float = 0.0  # from a save's start until the disk has confirmed it
-    waited_s: float = 0.0  # seconds of these that blocked the run; fewer only with `asynchronous`
-    num_verified: int = 0  # checkpoints that were loaded after their SHA-256 was compared
+    waited_s: float = 0.0  # seconds of `writing_s` that blocked the run; fewer only with `asynchronous`
+    num_verified: int = 0  # checkpoints that were loaded after their SHA-256 matched
     num_without_digest: int = 0  # checkpoints of stock Lightning that were loaded
     num_removed: int = 0
-    num_kept: int = 0  # files that Lightning asked to remove and that this plugin did not write
-    num_orphans: int = 0  # temporary files of dead processes that were removed
+    num_kept: int = 0  # files that Lightning asked to remove but this plugin did not write
+    num_orphans: int = 0  # temporary files of dead processes, now removed
 
 
 class AtomicFiles(CheckpointIO):
@@ -61,8 +61,8 @@ class AtomicFiles(CheckpointIO):
         require_digest: Reject checkpoints without a digest.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has weights that are
-            not finite, is damaged, or holds more than tensors and plain values.
+        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
+            weights, is damaged, or holds more than tensors and plain values.
     """
 
     @check_arguments
@@ -70,18 +70,18 @@ class AtomicFiles(CheckpointIO):
         self.asynchronous = asynchronous
         self.require_digest = require_digest
         self._statistics = Statistics()
-        self._own_files: set[Path] = set()  # written, or loaded with a digest: may be removed
-        self._own_folders: set[Path] = set()  # saved to in this run
+        self._own_files: set[Path] = set()  # written, or loaded with a digest: safe to remove
+        self._own_folders: set[Path] = set()  # folders that this run saves to
         self._cleaned: set[Path] = set()
         self._writer = BackgroundWriter()
         self._is_run_over = False
-        self._nonfinite: set[str] | None = None  # tensors of the first checkpoint: buffers, on purpose
+        self._nonfinite: set[str] | None = None  # non-finite tensors of the first checkpoint: on purpose
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save, or raise and leave the previous file unchanged; with `asynchronous` return after copying."""
+        """Save, or raise and leave the previous file unchanged; with `asynchronous`, return after copying."""
         start = time.perf_counter()
         target = _local(path, storage_options=storage_options)
         self._prepare_save(checkpoint, target)
@@ -90,7 +90,8 @@ class AtomicFiles(CheckpointIO):
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
             state = buffer.getbuffer()
-            # Lightning may link into the folder before the thread writes; the write reports the error.
+            # Lightning may link to the file before the thread writes it. A failed write is reported by the
+            # write itself.
             with contextlib.suppress(OSError):
                 make_folder(target.parent)
             self._writer.add(lambda: self._write(target, lambda file: file.write(state)))
@@ -105,9 +106,9 @@ class AtomicFiles(CheckpointIO):
         ranks: sharded.Ranks,
         storage_options: Any | None = None,
     ) -> None:
-        """Save a checkpoint with DTensors to a folder, each rank its rows, at the call.
+        """Save a checkpoint with DTensors to a folder: each rank its own rows, synchronously.
 
-        A collective of all ranks; `checkpoint` and the errors are as in `sharded.save`.
+        A collective of all ranks. `checkpoint` and the errors are as in `sharded.save`.
         """
         start = time.perf_counter()
         target = _local(path, TO_FULL_CHECKPOINTS, storage_options=storage_options)
@@ -118,9 +119,9 @@ class AtomicFiles(CheckpointIO):
         self._statistics.waited_s += time.perf_counter() - start
 
     def _prepare_save(self, checkpoint: Mapping[str, Any], target: Path) -> None:
-        """Wait for the save before, check that weights are finite, and clean up where they will lie.
+        """Wait for the previous save, check that weights are finite, and clean up the target folder.
 
-        In a first save, also weights that are not finite are accepted while the optimizer's state is finite.
+        The first save accepts non-finite weights too, as long as the optimizer's state is finite.
         """
         self._writer.wait()
         found = nonfinite(nested_dict(checkpoint, "state_dict"))
@@ -162,7 +163,7 @@ class AtomicFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Verify, then load tensors and plain values, to the CPU by default."""
+        """Verify a checkpoint, then load tensors and plain values, to the CPU by default."""
         target = _local(path, weights_only=weights_only)
         self._writer.wait()
         if target.is_dir():
@@ -171,7 +172,7 @@ class AtomicFiles(CheckpointIO):
             return sharded.materialize(sharded.lazy_checkpoint(index), map_location or "cpu")
 
         def load(file: IO[bytes]) -> Any:
-            # The SHA-256 is computed while the file is read; its error comes before the reader's.
+            # The SHA-256 is computed while the file is read; its error takes precedence over the reader's.
             with ThreadPoolExecutor(1) as pool:
                 verified = pool.submit(digest.verify, file)
                 try:
@@ -197,8 +198,8 @@ class AtomicFiles(CheckpointIO):
     ) -> dict[str, Any]:
         """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
 
-        A collective of all ranks: each verifies a share of the files. They may be more or fewer than have
-        saved.
+        A collective of all ranks: each verifies a fraction of the files. The number of ranks may differ from
+        the save's.
 
         Raises:
             CheckpointError: A file is damaged or missing; all ranks raise it.
@@ -215,7 +216,7 @@ class AtomicFiles(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint of this plugin, after the saves before it; other files stay, with a warning."""
+        """Remove a checkpoint of this plugin after pending saves; keep any other file, with a warning."""
         target = _local(path)
         self._writer.add_if_successful(lambda: self._remove(target))
 
@@ -236,7 +237,7 @@ class AtomicFiles(CheckpointIO):
             self._statistics.num_removed += 1
 
     def _reason_to_keep(self, path: Path) -> str:
-        """Say why a file is not removed: a foreign checkpoint may have named it in Lightning's request."""
+        """Return why a file is kept, empty if it is not: a foreign checkpoint may have named it."""
         is_own, is_folder = path in self._own_files, sharded.is_sharded_checkpoint(path)
         if path.parent not in self._own_folders and not is_own:
             return "it lies outside the folders that this run saves to"
@@ -250,7 +251,7 @@ class AtomicFiles(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Wait for the last save; Lightning calls this after a run, under Fabric you must."""
+        """Wait for the last save. Lightning calls this after a run; with Fabric, call it yourself."""
         self._is_run_over = True
         self._writer.wait(end=True)
 
@@ -263,14 +264,14 @@ class BackgroundWriter:
         self._pending: list[Future[None]] = []
 
     def add(self, job: Callable[[], None]) -> None:
-        """Run a job after those before it."""
+        """Run a job after the jobs before it."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_writer")
             atexit.register(self._log_errors)
         self._pending.append(self._pool.submit(job))
 
     def add_if_successful(self, job: Callable[[], None]) -> None:
-        """Run a job if none of the pending ones fails; at once if none is pending."""
+        """Run a job if no pending job fails; at once if none is pending."""
         before = list(self._pending)
         if before:
             self.add(lambda: None if any(future.exception() for future in before) else job())
@@ -278,7 +279,7 @@ class BackgroundWriter:
             job()
 
     def wait(self, *, end: bool = False) -> None:
-        """Wait for all jobs, then raise the first error, once; with `end` the thread ends too."""
+        """Wait for all jobs, then raise the first error, once; with `end`, end the thread too."""
         pending, self._pending = self._pending, []
         errors = [error for future in pending if (error := future.exception()) is not None]
         if end and self._pool is not None:
@@ -289,7 +290,7 @@ class BackgroundWriter:
             raise errors[0]
 
     def _log_errors(self) -> None:
-        """Log errors when a program ends without `wait`."""
+        """Log errors if a program ends without calling `wait`."""
         for future in self._pending:
             if error := future.exception():
                 log.error("%s", error)
@@ -302,7 +303,7 @@ def _local(
     storage_options: Any | None = None,
     weights_only: bool | None = None,
 ) -> Path:
-    """Return a path on a local disk, and reject what was asked for beside it."""
+    """Return a path on a local disk; reject other file systems and unsupported options."""
     if storage_options is not None:
         raise TypeError(f"storage_options={storage_options!r}: local disks have no options")
     if "://" in str(path):
@@ -318,5 +319,5 @@ def _local(
 
 
 def _resolve_folder(path: Path) -> Path:
-    """Return a path with its folder resolved, but not its own name, which may be a link."""
+    """Resolve a path's folder but not its last component, which may be a link."""
     return path.parent.resolve() / path.name

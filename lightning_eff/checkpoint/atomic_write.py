@@ -1,10 +1,12 @@
-"""Replace a file or a folder in one step: a kill, a full disk or an error leaves the old one as it was.
+"""Replace a file or a folder in one step: after a kill, a full disk or an error the old one is unchanged.
 
-A temporary file in the same folder (a rename across file systems is a copy, which a kill cuts in two),
-readable by its owner only, is written and synced, renamed over the old file, and the folder is synced too. A
-process that dies meanwhile leaves its temporary file, which the next save or start removes. The kernel
-decides whether its writer still lives: a writer holds a lock (`flock`) on its temporary file, released when
-the process ends for any reason. Where a file system has no such locks nothing is removed.
+atomic_io.py and sharded.py write all checkpoints through this module. A temporary file is written in the same
+folder, because a rename across file systems is a copy, which a kill can cut in two. Only its owner can read
+it. It is synced, renamed over the old file, and the folder is synced too.
+
+A process that dies in between leaves its temporary file, which the next save or start removes. The kernel
+decides whether the writer is alive: it holds a lock (`flock`) on its temporary file, which is released when
+the process ends for any reason. On file systems without such locks nothing is removed.
 
 Why not a process id in the file name: it would be wrong in another container, after a restart, or once the
 number is reused.
@@ -50,18 +52,18 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written: its SHA-256 and its size in bytes."""
+    """SHA-256 and size in bytes of a file that was written."""
 
     digest: str
     num_bytes: int
 
 
 def write_with_digest(path: Path, fill: Callable[[Any], object]) -> Written:
-    """Replace a file by one with its SHA-256, which `fill` writes to a file object as `torch.save` does.
+    """Replace a file with a new one and its SHA-256; `fill` writes to a file object, as `torch.save` does.
 
     Raises:
-        CheckpointError: As `atomic_replace`.
-        OSError: The disk failed (also where torch raised its own error for it); `path` is as it was.
+        CheckpointError: As in `atomic_replace`.
+        OSError: The disk failed, even if torch raised its own error for it; `path` is unchanged.
     """
     with atomic_replace(path) as fd:
         writer = DigestWriter(fd)
@@ -76,20 +78,22 @@ def write_with_digest(path: Path, fill: Callable[[Any], object]) -> Written:
 
 @contextlib.contextmanager
 def atomic_replace(path: Path) -> Generator[int]:
-    """Yield the descriptor of a file that replaces `path` when the block ends and is removed if it raises.
+    """Yield the descriptor of a file that replaces `path` when the block ends, and is removed on error.
 
     Raises:
-        CheckpointError: `path` exists and is not a checkpoint; or it was replaced, but not its folder synced.
-        OSError: The disk failed; `path` is as it was.
+        CheckpointError: `path` exists and is not a checkpoint; or it was replaced, but syncing its folder
+            failed.
+        OSError: The disk failed; `path` is unchanged.
     """
-    if os.path.lexists(path) and not path.is_symlink():  # a link is replaced itself, not its target
+    if os.path.lexists(path) and not path.is_symlink():  # a link itself is replaced, not its target
         if path.is_dir():
             raise CheckpointError(f"checkpoint {path} was not saved: a folder of that name exists")
+        # A device or FIFO is never replaced.
         head = b"?"
         if path.is_file():
             with open_regular(path) as file:
                 head = file.read(512)
-        # An empty file may be replaced, and one that begins as `torch.save` begins.
+        # An existing file may be replaced only if it is empty or starts like a file of `torch.save`.
         if head and not (head.startswith(FIRST_BYTES) and b"/data.pkl" in head):
             text = f"checkpoint {path} was not saved: the existing file is not a checkpoint and is not "
             text += "overwritten"
@@ -100,9 +104,10 @@ def atomic_replace(path: Path) -> Generator[int]:
         fd, temporary = _open_temporary(path.parent)
         try:
             yield fd
+            # The new file gets the old one's mode, else the default one: it was readable by its owner only.
             is_file = path.is_file() and not path.is_symlink()
             os.fchmod(fd, stat.S_IMODE(path.stat().st_mode) if is_file else 0o666 & ~_umask())
-            os.fsync(fd)  # content before the name: else a power loss could leave an empty file
+            os.fsync(fd)  # content before the rename: else a power loss could leave an empty file
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -123,7 +128,7 @@ def atomic_replace(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder that becomes the new `folder` when the block ends and is removed if it raises."""
+    """Yield an empty folder; it becomes the new `folder` when the block ends, or is removed on error."""
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     make_folder(folder.parent)
@@ -139,7 +144,7 @@ def atomic_folder(folder: Path) -> Generator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and sync each of them."""
+    """Create a folder and its missing parents, and sync each of them."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -147,7 +152,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> list[Path]:
-    """Remove and return the temporary files of dead writers; a living writer's file stays."""
+    """Remove and return the temporary files of dead writers; files of living writers stay."""
     removed: list[Path] = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
@@ -166,7 +171,7 @@ def remove_temporary_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def writer_lock(folder: Path) -> Generator[None]:
-    """Keep a temporary file in a folder until the block ends, which shows others that it is written to."""
+    """Keep a locked temporary file in a folder until the block ends, to mark it as being written."""
     fd, path = _open_temporary(folder)
     try:
         yield
@@ -178,9 +183,9 @@ def writer_lock(folder: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
-    """Explain a disk's error in a save to `path`: cause, bytes needed and free, what is left, remedy.
+    """Explain a disk error in a save to `path`: cause, bytes needed and free, leftover files, remedy.
 
-    `fill` writes the checkpoint to a file object, here to measure its size.
+    `fill` writes the checkpoint to a file object, here only to measure its size.
 
     Raises:
         CheckpointError: The disk failed.
@@ -189,7 +194,7 @@ def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
         yield
     except OSError as error:
         sizes: list[int] = []
-        # torch 2.13 ignores what `write` returns.
+        # torch 2.13 ignores the return value of `write`.
         fill(SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None))
         folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
         left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
@@ -201,7 +206,7 @@ def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
 
 
 def _open_temporary(folder: Path) -> tuple[int, Path]:
-    """Create and lock a temporary file; retry if another process removed it between the two."""
+    """Create and lock a temporary file; retry if another process removes it before it is locked."""
     while True:
         path = folder / f".durable-{secrets.token_hex(8)}.tmp"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -221,7 +226,7 @@ def _open_temporary(folder: Path) -> tuple[int, Path]:
 
 
 def _umask() -> int:
-    mask = os.umask(0o077)  # it can only be read by setting it
+    mask = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(mask)
     return mask
 

@@ -1,14 +1,14 @@
 """Checkpoint files that carry their own SHA-256, and their verification.
 
-`torch.save` writes a zip archive, and an archive may end with a comment. Here the comment is
-`lightning-eff sha256:` followed by the SHA-256 of every byte before those last 64 characters. `torch.load`,
-stock Lightning and `unzip -z` read the file as usual, and two commands verify it anywhere:
-`head -c -64 FILE | sha256sum` and `tail -c 64 FILE`.
+`torch.save` writes a zip archive, which may end with a comment. Here the comment is `lightning-eff sha256:`
+followed by the SHA-256 of every byte before those last 64 characters. `torch.load`, stock Lightning and
+`unzip -z` read the file as usual. Two commands verify it anywhere: `head -c -64 FILE | sha256sum` and
+`tail -c 64 FILE`. atomic_io.py and sharded.py verify files before they load them.
 
 Why not a separate digest file: two files cannot be replaced in one step, so a kill could leave a good
-checkpoint with another one's digest; and a digest must travel when its file is copied or renamed.
-Why not the archive's own CRC-32: torch does not check it when it loads, and it covers neither headers, sizes
-nor names.
+checkpoint with another one's digest. A digest must also travel with the file when it is copied or renamed.
+Why not the archive's own CRC-32: torch does not check it on load, and it covers neither headers, sizes nor
+names.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ NUM_COMMENT_BYTES = len(DIGEST_PREFIX) + NUM_DIGEST_BYTES
 FIRST_BYTES = b"PK\x03\x04"
 END_RECORD = b"PK\x05\x06"
 NUM_END_BYTES = 22
-"""Length of an archive's last record without a comment; its last two bytes are the comment's length."""
+"""Length of an archive's end record without a comment; its last two bytes hold the comment's length."""
 _CHUNK_BYTES = 1 << 22
 _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
-"""Errors that `zipfile` raises about a damaged archive."""
+"""Errors that `zipfile` raises for a damaged archive."""
 
 
 class DigestWriter:
-    """File object for `torch.save`: hash what is written, and append the digest as the archive's comment."""
+    """File object for `torch.save`: hash the written bytes, append the digest as the archive's comment."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._hash = hashlib.sha256()
-        # Always ends with the last NUM_END_BYTES that were written: `finish` rewrites the end record.
+        # Holds back the last NUM_END_BYTES: `finish` rewrites the end record.
         self._buffer = bytearray()
         self.num_bytes = 0
         self.error: OSError | None = None
-        """Why the file could not be written; torch raises its own RuntimeError instead of it."""
+        """Why the file could not be written; torch raises its own RuntimeError instead."""
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write `data`, except the last bytes, which may be the archive's end record."""
+        """Write `data` except its last bytes, which may be the archive's end record."""
         if len(data) < _CHUNK_BYTES:
             self._buffer += data
             if len(self._buffer) >= _CHUNK_BYTES:
@@ -61,7 +61,7 @@ class DigestWriter:
             self._buffer = bytearray(data[-NUM_END_BYTES:])
 
     def flush(self) -> None:
-        """Do nothing: `finish` writes the end."""
+        """Do nothing: `finish` writes the remaining bytes."""
 
     def finish(self) -> str:
         """Write the archive's comment and return the SHA-256 in it."""
@@ -70,6 +70,7 @@ class DigestWriter:
             raise CheckpointError(
                 "torch.save did not write a zip archive without a comment, as torch 2.13 does"
             )
+        # The last 2 bytes of the end record are the length of the comment, which follows it.
         self._write_out(self._buffer[:-2] + struct.pack("<H", NUM_COMMENT_BYTES) + DIGEST_PREFIX)
         digest = self._hash.hexdigest()
         self._write_out(digest.encode())
@@ -88,14 +89,15 @@ class DigestWriter:
 
 
 def verify(file: IO[bytes]) -> str | None:
-    """Compare a checkpoint file with its digest, and return that; another thread may read the file meanwhile.
+    """Compare a checkpoint file with its digest, and return the digest.
 
-    None for a file of stock torch, which has none: its CRC-32s were compared, which cover the values only.
+    Another thread may read the file at the same time. A file of stock torch has no digest: its CRC-32s are
+    compared, which cover the values only, and None is returned.
 
     Raises:
         CheckpointError: The file is damaged, cut off, or not a checkpoint.
     """
-    fd = file.fileno()  # read at positions given here: the file's own stays where it is
+    fd = file.fileno()  # `pread` below leaves the position of the file object unchanged
     size = os.fstat(fd).st_size
     tail = os.pread(fd, NUM_COMMENT_BYTES, max(0, size - NUM_COMMENT_BYTES))
     is_archive = os.pread(fd, len(FIRST_BYTES), 0) == FIRST_BYTES
@@ -125,7 +127,7 @@ def verify(file: IO[bytes]) -> str | None:
 
 
 def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
-    """Open a checkpoint file and return `reader(file)`; every error names the file.
+    """Open a checkpoint file and return `reader(file)`; each error names the file.
 
     Raises:
         CheckpointError: It is not a regular file, cannot be read, or `reader` rejects it.
@@ -141,14 +143,14 @@ def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; opening a FIFO would block, and a device may never end."""
+    """Open a regular file for reading; reject FIFOs, which would block, and devices, which may never end."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"it is {'a folder' if path.is_dir() else 'not a regular file'}")
     return path.open("rb")
 
 
 def has_digest(path: Path) -> bool:
-    """Return whether a file ends with a digest of this module; only its last bytes are read."""
+    """Return whether a file ends with a digest of this module; reads only its last bytes."""
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_COMMENT_BYTES))
         return file.read().startswith(DIGEST_PREFIX)

@@ -1,13 +1,14 @@
-"""Checkpoints of a sharded model, laid out as a single device would write them.
+"""Checkpoints of a sharded model, in the layout that a single device writes.
 
-Ranks that hold shards of every tensor save and load what one device without a strategy would: full weights in
-the dtype that is trained, and the optimizer's state by the parameter's index in its groups. So a checkpoint
-goes from any strategy to any other, on any number of ranks, and techniques that read checkpoints (adapters,
+Ranks that hold shards of every tensor save and load what one device without a strategy would. That is full
+weights in the dtype that is trained, and the optimizer's state by the parameter's index in its groups. So a
+checkpoint moves between strategies and any number of ranks, and techniques that read checkpoints (adapters,
 averages) need no code per strategy.
 
-All ranks call these functions, since gathering a tensor is a collective; only rank 0 keeps the result, on the
-host, one tensor after another. A strategy takes them as its own hooks, and returns its `ShardedState` from
-`sharded_state`. Where that leaves tensors sharded (for a checkpoint folder), every rank keeps its own shard.
+All ranks call these functions, since gathering a tensor is a collective. Only rank 0 keeps the result, on the
+host, one tensor after another. strategy/fsdp2.py and strategy/deepspeed_zero.py use them as their own hooks,
+and return their `ShardedState` from `sharded_state`. If that leaves tensors sharded (for a checkpoint
+folder), every rank keeps its own shard.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
-"""Optimizer state that is one number per parameter, even if the parameter is a scalar too."""
+"""Optimizer state with one number per parameter, even if the parameter is a scalar too."""
 
 
 class IncompatibleKeys(NamedTuple):
-    """What torch passes to hooks after it has loaded a state dict; they may remove keys."""
+    """Passed by torch to hooks after loading a state dict; hooks may remove keys."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -38,22 +39,22 @@ class ShardedState(Protocol):
 
     @property
     def groups(self) -> Sequence[Sequence[Tensor]]:
-        """Parameters of the optimizer's groups, as the optimizer was built with them."""
+        """Parameters of the optimizer's groups, in the order in which the optimizer got them."""
         ...
 
     @property
     def options(self) -> Sequence[dict[str, Any]]:
-        """Live options of each group; changed in place when they are loaded."""
+        """Live options of each group; loading changes them in place."""
         ...
 
     full_tensor: Callable[[Tensor], Tensor]
-    """Return a parameter or a buffer unsharded, in the dtype that is trained."""
+    """Return a parameter or buffer unsharded, in the dtype that is trained."""
     load_tensor: Callable[[Tensor, Tensor], None]
-    """Set a parameter or a buffer from its full value."""
+    """Set a parameter or buffer from its full value."""
     state_of: Callable[[Tensor], dict[str, Any]]
     """Return the optimizer's state of a parameter, with unsharded tensors."""
     load_state: Callable[[Tensor, Mapping[str, Any]], None]
-    """Set the optimizer's state of a parameter from full tensors; empty before its first step."""
+    """Set the optimizer's state of a parameter from full tensors; it is empty before the first step."""
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def load_model_state_dict(
 def module_state(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[str, Any]:
     """Return a module's unsharded state dict; tied tensors stay tied.
 
-    The module's `state_dict` defines which tensors are saved. Ranks that do not `keep` them return names and
-    shapes, on `meta`.
+    The module's `state_dict` defines which tensors are saved. Ranks without `keep` return names and shapes,
+    on `meta`.
     """
     known: dict[int, Tensor] = {}  # tied tensors are gathered once
     state: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def load_module_state(
     """Set a sharded module's state from full tensors.
 
     Raises:
-        CheckpointError: A name or a shape does not fit; nothing was assigned then.
+        CheckpointError: A name or a shape does not fit; nothing has been assigned.
     """
     everything = module.state_dict(keep_vars=True)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}

@@ -26,7 +26,7 @@ UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, 
 
 
 def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Return the content of a file whose digest is verified too: torch accepts most files with a flipped bit.
+    """Load a file's tensors and plain values; verify its digest too, since torch accepts most flipped bits.
 
     Args:
         file: Open, or a path.
@@ -51,7 +51,7 @@ def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool 
 
 
 HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
-"""Lightning's keys of hyperparameters in a checkpoint, and of their class if it is OmegaConf's."""
+"""Lightning's keys for hyperparameters in a checkpoint, and for their class if OmegaConf's."""
 TORCH = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
 BASIC: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
 CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -66,11 +66,11 @@ CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint with hyperparameters that `load_plain` accepts.
 
-    Paths become text, enums and NumPy's numbers and arrays their values; configs, namespaces and dataclasses
-    become dictionaries. Other objects and secrets are left out.
+    Paths become strings; enums and NumPy numbers and arrays become their values; configs, namespaces and
+    dataclasses become dictionaries. Other objects and secrets are dropped.
 
     Warns:
-        CheckpointWarning: Names what was left out.
+        CheckpointWarning: Names the dropped entries.
     """
     result, left_out = dict(checkpoint), list[str]()
     for key, class_key in HPARAMS.items():
@@ -86,10 +86,10 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, left_out: list[str]) -> Any:
-    """Return a value as plain ones; entries of a mapping for which there are none are listed in `left_out`.
+    """Return a value in plain types; entries of mappings that have no plain form are listed in `left_out`.
 
     Raises:
-        TypeError: There are none for the value itself, or it is a secret.
+        TypeError: The value itself has no plain form, or is a secret.
     """
     for kinds, convert in CONVERSIONS:
         if isinstance(value, kinds):

@@ -1,29 +1,29 @@
-"""Checkpoints in a folder: one file of rows per rank, and an index that makes them one checkpoint.
+"""Checkpoints in a folder: one file of rows per rank, and an index that joins them.
 
     step-10.ckpt/
         index.ckpt                              all that is not sharded, and the shards' SHA-256
         part-0123456789abcdef-0-of-2.ckpt       rows of rank 0, by each tensor's path in the checkpoint
         part-0123456789abcdef-1-of-2.ckpt       the rows that follow them
 
-In the index each sharded tensor is an outline: a `meta` tensor, shape and dtype only. Its rows are those of
-all shards, in the order of the ranks, under the path of its first appearance. A rank saves its rows from
-where they are. For loading each outline becomes a `LazyShardedTensor`, which reads only the rows that are
-asked for.
+atomic_io.py calls `save` and `verified_index` for strategies that shard. In the index each sharded tensor is
+an outline: a `meta` tensor, with shape and dtype only. Its rows are the rows of all shards, in rank order,
+stored under the path of its first appearance. A rank saves its rows without gathering them. On loading, each
+outline becomes a `LazyShardedTensor`, which reads only the requested rows.
 
 Every file is written by `torch.save`, carries its own SHA-256 (digest.py), appears in one step
-(atomic_write.py), and holds only tensors and plain values. A save writes shards under new names, then
-replaces the index, then removes the shards that it does not name. So at any moment the index names the
-complete shards of one save, and an interrupted save leaves the previous checkpoint intact. The next save or
-start removes the files that no index names, unless a writer still holds the folder's lock. A folder without
-an index is not a checkpoint.
+(atomic_write.py), and holds only tensors and plain values. A save writes shards under new names, replaces the
+index, then removes the shards that the new index does not name. So at any moment the index names the complete
+shards of one save, and an interrupted save leaves the previous checkpoint intact. The next save or start
+removes files that no index names, unless a writer still holds the folder's lock. A folder without an index is
+not a checkpoint.
 
-The index holds no file names, since text from a checkpoint must never become a path: names follow from a
-token of 16 hexadecimal digits and the number of shards.
+The index holds no file names, because text from a checkpoint must never become a path. Names are derived from
+a token of 16 hexadecimal digits and the number of shards.
 
-Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code when
-it is loaded; its HuggingFaceStorageWriter holds tensors only; neither has digests or replaces a checkpoint in
-one step. Why not safetensors: a file is written from a copy of all its bytes in memory, or read again for its
-digest, and torch maps files as lazily. The loops' and optimizers' plain values would need this index anyway.
+Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code on
+load. Its HuggingFaceStorageWriter holds tensors only. Neither has digests or replaces a checkpoint in one
+step. Why not safetensors: a file is written from a full copy in memory, or read again for its digest, and
+torch maps files as lazily. Plain values of loops and optimizers would need this index anyway.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ SHARD_FILE = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 NO_INDEX = f"""a folder without {INDEX}: an incomplete save, or the format of another library
   try: that library's own script, which converts it to one file"""
-"""What a folder is that is no checkpoint of this package, and what to do with it."""
+"""Describes a folder that is not a checkpoint of this package, and what to do with it."""
 _NEED_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout")),
     *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
 }
-"""Functions of a lazy tensor that are answered by its outline."""
+"""Functions of a lazy tensor that its outline answers."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ class Index:
 
     folder: Path
     token: str  # of the save
-    digests: tuple[str, ...]  # the SHA-256 of each shard, by rank
-    checkpoint: dict[str, Any]  # with outlines of the tensors that are sharded
+    digests: tuple[str, ...]  # SHA-256 of each shard, by rank
+    checkpoint: dict[str, Any]  # with outlines in place of sharded tensors
 
 
 class LazyShardedTensor(Tensor):
-    """A tensor whose rows are read when they are needed; any use but `rows` makes it the full tensor.
+    """A tensor whose rows are read when needed; any use except `rows` loads the full tensor.
 
     So hooks that read a checkpoint need no special case, and a full model is in memory only if something uses
     all of it. Why not outlines and a table of rows: a hook that computes with a value would get no values,
-    and one that renames tensors would lose them.
+    and a hook that renames tensors would lose them.
     """
 
     outline: Tensor
@@ -99,13 +99,14 @@ class LazyShardedTensor(Tensor):
     """Consecutive rows, mapped from files."""
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor, always the same object, so that changes in place persist."""
+        """Return the full tensor, always the same object, so that in-place changes persist."""
         if len(self.shards) > 1:
             self.shards = [torch.cat(self.shards)]
         return self.shards[0]
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Return rows `first` to `end` and read no others; a view if they lie in one shard."""
+        """Return rows `first` to `end`, reading no others; a view if they lie in one shard."""
+        # Starts with an empty tensor, so that no rows still have a shape and a dtype.
         found, start = [self.shards[0][:0]], 0
         for shard in self.shards:
             part = shard[max(first - start, 0) : max(end - start, 0)]
@@ -120,16 +121,17 @@ class LazyShardedTensor(Tensor):
     ) -> Any:
         if func in _NEED_NO_VALUES:
             return func(args[0].outline, *args[1:], **(kwargs or {}))
+        # Any other function gets the full tensor.
         given: Any = (tuple(args), dict(kwargs or {}))
         args, kwargs = tree_map_only(LazyShardedTensor, LazyShardedTensor.full_tensor, given)
         return func(*args, **(kwargs or {}))
 
 
 def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
-    """Return the tensor with an outline (on `meta`) whose rows are those of the shards, in their order.
+    """Return a lazy tensor with an outline's shape and dtype, whose rows are the shards' in order.
 
     Raises:
-        CheckpointError: The shards, which may be anything, are not the rows of that tensor.
+        CheckpointError: The shards, which may be any objects, are not the rows of that tensor.
 
     Example:
         >>> lazy = join(torch.empty(3, 1, device="meta"), [torch.zeros(2, 1), torch.ones(1, 1)])
@@ -151,9 +153,10 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
 
 
 def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Return a copy of nested containers; `change` gets each tensor's path, as a subscript, and the tensor.
+    """Return a copy of nested containers with each tensor replaced by `change(path, tensor)`.
 
-    It is called once for a tensor under several names, with the first: what is tied stays tied.
+    The path is a subscript. A tensor under several names is changed once, with its first path, so tied
+    tensors stay tied.
 
     Example:
         >>> map_tensors({"a": [torch.ones(1), 2]}, lambda path, _: path)
@@ -168,14 +171,14 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 
 def materialize(value: Any, device: Any = "cpu") -> Any:
-    """Return nested containers with full tensors on `device` instead of lazy ones."""
+    """Return nested containers with lazy tensors replaced by full ones on `device`."""
     return map_tensors(
         value, lambda _, each: each.full_tensor().to(device) if isinstance(each, LazyShardedTensor) else each
     )
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Return whether a folder has an index; its content is not read."""
+    """Return whether a folder has an index; the index is not read."""
     return path.is_dir() and (path / INDEX).is_file()
 
 
@@ -185,10 +188,10 @@ def shard_path(folder: Path, token: str, rank: int, num_ranks: int) -> Path:
 
 
 def read_index(path: Path) -> Index:
-    """Verify and return a folder's index; shards are not read.
+    """Verify and return a folder's index, without reading shards.
 
     Raises:
-        CheckpointError: It is damaged, or of another format.
+        CheckpointError: It is damaged, or has another format.
         FileNotFoundError: The folder does not exist.
     """
     if not is_sharded_checkpoint(path):
@@ -204,7 +207,7 @@ def read_index(path: Path) -> Index:
     loaded = read_with(path / INDEX, content)
     loaded = loaded if isinstance(loaded, dict) else {}
     version = loaded.get("version")
-    # type() and not isinstance: True == 1, and a file may hold anything.
+    # type() instead of isinstance: True == 1, and a file may hold anything.
     if loaded.get("format") != FORMAT or type(version) is not int or version != VERSION:
         newer = f", but of version {version}" if isinstance(version, int) and version > VERSION else ""
         raise CheckpointError(
@@ -214,17 +217,17 @@ def read_index(path: Path) -> Index:
     if (
         not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
         or not isinstance(digests, list)
-        or {*map(type, digests)} != {str}  # also where none is listed
+        or {*map(type, digests)} != {str}  # also if the list is empty
     ):
         raise CheckpointError(f"checkpoint {path / INDEX} is not loaded: it does not list its shards")
     return Index(path, token, tuple(digests), checkpoint)
 
 
 def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
-    """Verify a folder's index and every `num_ranks`-th shard from `rank` on (all by default).
+    """Verify a folder's index and every `num_ranks`-th shard, starting at `rank` (by default all).
 
     Raises:
-        CheckpointError: A file is missing, damaged, or of another save; the text names it.
+        CheckpointError: A file is missing, damaged, or from another save; the text names it.
         FileNotFoundError: The folder does not exist.
     """
     index = read_index(path)
@@ -244,7 +247,7 @@ def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
 
 
 def lazy_checkpoint(index: Index) -> dict[str, Any]:
-    """Return a checkpoint whose shards are verified; its sharded tensors are read on first use.
+    """Return the checkpoint of a verified index; its sharded tensors are read on first use.
 
     Raises:
         CheckpointError: The shards do not hold the rows of the index's outlines.
@@ -267,7 +270,7 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
 
 
 class Ranks:
-    """The ranks of the default process group; one rank if there is none.
+    """The ranks of the default process group; a single rank if there is none.
 
     Messages are JSON, as bytes in a tensor; nothing is unpickled.
 
@@ -289,10 +292,11 @@ class Ranks:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Generator[Any]:
-        """Run a step that fails on all ranks if it fails on one; a collective of all ranks at its end.
+        """Run a step that fails on all ranks if it fails on one; its end is a collective of all ranks.
 
-        It yields an object: its `local` is what this rank sends at the end of the step, plain JSON values;
-        its `gathered` is what each rank sent, by rank, once the step is over.
+        The yielded object has two attributes. `local` is a dictionary of plain JSON values that this rank
+        sends at the end of the step. `gathered` is the list of all ranks' values, by rank, once the step is
+        over.
 
         Raises:
             CheckpointError: Another rank failed; the text names the first one and its error.
@@ -301,6 +305,7 @@ class Ranks:
         try:
             yield step
         except BaseException as error:
+            # The other ranks wait in their all-gather: send them the error.
             self._all_gather({"failed": str(error) or repr(error)})
             raise
         step.gathered = self._all_gather(step.local)
@@ -318,34 +323,36 @@ class Ranks:
 
 @torch.no_grad()
 def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
-    """Save a checkpoint with DTensors to a folder, or leave the previous one; a collective of all ranks.
+    """Save a checkpoint with DTensors to a folder, or keep the previous one; a collective of all ranks.
 
     Args:
-        checkpoint: Of this rank; rank 0's is taken for what is not sharded.
-        path: The folder; rank 0's is taken.
-        ranks: Each of its steps fails on all ranks or on none.
+        checkpoint: This rank's; whatever is not sharded is saved from rank 0.
+        path: The folder; rank 0's is used.
+        ranks: Makes each step fail on all ranks or on none.
 
     Returns:
-        Bytes of all files.
+        Total bytes of all files.
 
     Raises:
         CheckpointError: A rank cannot write its files.
     """
     with contextlib.ExitStack() as saving:  # ends with rank 0's clean-up
-        # 1. Rank 0 makes the folder, locks it against clean-up and names the save.
+        # 1. Rank 0 creates the folder, locks it against clean-up and names the save.
         with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(checkpoint, file)):
             if ranks.rank == 0:
                 step.local = {"path": str(path), "token": saving.enter_context(new_save(path))}
         path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
-        # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
+        # Tensors that are sharded in another way than by rows are gathered here, by all ranks in the same
+        # order.
         rest, rows = split_shards(checkpoint, _own_rows)
+        # All ranks must have shards of the same tensors; compared before the index is replaced.
         names = hashlib.sha256("\n".join(rows).encode()).hexdigest()
         # 2. Each rank writes its shard.
         with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rows, file)):
             shard = write_shard(path, token, ranks.rank, ranks.size, rows)
             step.local = {"digest": shard.digest, "bytes": shard.num_bytes, "names": names}
         shards = step.gathered
-        # 3. Rank 0 replaces the index. Only now the folder is the new checkpoint.
+        # 3. Rank 0 replaces the index. Only now does the folder hold the new checkpoint.
         with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rest, file)):
             if len({shard["names"] for shard in shards}) > 1:
                 raise CheckpointError(
@@ -362,7 +369,7 @@ def split_shards(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return a checkpoint with outlines in place of its sharded tensors, and this rank's rows by path.
 
-    `rows_of` returns this rank's rows of a tensor; None for one that is not sharded.
+    `rows_of` returns this rank's rows of a tensor, or None if the tensor is not sharded.
     """
     shards: dict[str, Tensor] = {}
 
@@ -387,14 +394,13 @@ def _own_rows(tensor: Tensor) -> Tensor | None:
 
 @contextlib.contextmanager
 def new_save(path: Path) -> Generator[str]:
-    """Make the folder to save to, and yield the save's token; one process does this for all ranks.
+    """Create the folder to save to, and yield the save's token; one process does this for all ranks.
 
-    Until the block ends, no clean-up takes shards in the folder for leftovers. Then those that the index does
-    not name are removed: of the save before, or of this one if it failed. A link is replaced itself, not its
-    target.
+    Until the block ends, no clean-up removes shards in the folder. Then shards that the index does not name
+    are removed: the previous save's, or this one's if it failed. A link itself is replaced, not its target.
 
     Raises:
-        CheckpointError: A file or a folder with other content exists; it is not touched.
+        CheckpointError: A file or a folder with other content exists; it is left untouched.
         OSError: The disk failed.
     """
     if path.is_symlink():
@@ -418,16 +424,16 @@ def new_save(path: Path) -> Generator[str]:
 
 
 def write_shard(path: Path, token: str, rank: int, num_ranks: int, rows: Mapping[str, Tensor]) -> Written:
-    """Write the rows of a rank, by the paths of their tensors in the checkpoint."""
+    """Write the rows of a rank, by the path of each tensor in the checkpoint."""
     file = shard_path(path, token, rank, num_ranks)
     return write_with_digest(file, lambda file: torch.save(dict(rows), file))
 
 
 def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[str, Any]) -> Written:
-    """Make the shards of a save, whose digests are listed by rank, the checkpoint, in one step.
+    """Turn the shards of a save into the checkpoint, in one step; `digests` lists theirs by rank.
 
     Raises:
-        CheckpointError: A shard is missing, as on a disk that ranks do not share.
+        CheckpointError: A shard is missing, for example on a disk that ranks do not share.
         OSError: The disk failed; the previous checkpoint is unchanged.
     """
     missing = [r for r in range(len(digests)) if not shard_path(path, token, r, len(digests)).exists()]
@@ -441,7 +447,7 @@ def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, its index first, so that a kill leaves no partial checkpoint; other files stay."""
+    """Remove a checkpoint, index first, so that a kill leaves no partial checkpoint; other files stay."""
     (path / INDEX).unlink()
     for file in _shards_in(path):
         file.unlink(missing_ok=True)  # another rank may be cleaning up
@@ -451,8 +457,9 @@ def remove(path: Path) -> None:
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove what no index names from a folder that nothing writes to, then the folder if it is empty."""
-    # In this order: a save that began before the list was made still has its lock, or has its index now.
+    """Remove files that no index names from a folder without a writer, then the folder if it is empty."""
+    # In this order: a save that began before the listing still holds its lock, or its index is in place by
+    # now.
     shards = _shards_in(path)
     removed = remove_temporary_files(path)
     if any(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):

@@ -1,8 +1,8 @@
 """Read weights from files, and find the newest intact checkpoint; files are verified before they are read.
 
-A checkpoint's SHA-256 is compared, then the file is mapped into memory, so that unused optimizer state is
-never read; the same holds for the shards of a folder. Only tensors and plain values are loaded. A
-`.safetensors` file holds only tensors.
+Adapters, the verbs and `config/ckpt_path.py` use it. A checkpoint's SHA-256 is compared, then the file is
+mapped into memory, so that unused optimizer state is never read. The same holds for the shards of a folder.
+Only tensors and plain values are loaded. A `.safetensors` file holds only tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) -> Path | None:
-    """Return the newest intact checkpoint of a folder of runs, and log a warning for each damaged one.
+    """Return the newest intact checkpoint in a folder of runs, and log a warning for each damaged one.
 
-    The newest is the last run's, of the greatest step: both are in the names and files, not in files' times.
-    With `is_wanted`, only of those for which it returns True; it is called before a file is read.
+    The newest has the greatest step of the last run. Both are read from names and contents, not from file
+    times. `is_wanted`, if given, is called before a file is read; paths for which it returns False are
+    skipped.
     """
-    # Links to a checkpoint that is found by its own name, and dangling links, are dropped.
+    # Drop dangling links, and links to a checkpoint that is found under its own name.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
     by_run = sorted(by_file.values(), key=lambda path: (began(path.parent.parent), path.parent), reverse=True)
@@ -46,7 +47,7 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
             log.warning("skipped: %s", error)
             has_skipped = True
         except FileNotFoundError:
-            continue  # removed meanwhile by its own run
+            continue  # its own run has removed it in the meantime
         else:
             if has_skipped:
                 log.warning("using instead: %s", path)
@@ -55,9 +56,9 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
 
 
 def _step(path: Path) -> tuple[float, float]:
-    """Return a checkpoint's `global_step`, and its file's time for equal steps and files without one.
+    """Return a checkpoint's `global_step`, and its file's time, for ties and files without a step.
 
-    A file that cannot be read comes first, to be verified and named.
+    A file that cannot be read sorts first, so that it is verified and reported.
     """
     try:
         content, is_folder = outline(path), path.is_dir()
@@ -69,7 +70,7 @@ def _step(path: Path) -> tuple[float, float]:
 
 
 def outline(path: Path) -> Any:
-    """Return what a checkpoint holds, without the values of tensors; only a folder's index is verified.
+    """Return a checkpoint's content without tensor values; in a folder, only the index is verified.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -98,7 +99,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> Mapping[str, Any]:
-    """Return the weights of a checkpoint or of a `.safetensors` file; errors as in `checkpoint`."""
+    """Return the weights in a checkpoint or a `.safetensors` file; raises like `checkpoint`."""
     if path.suffix != ".safetensors":
         state = checkpoint(path).get("state_dict")
         return state if isinstance(state, dict) else {}
@@ -111,10 +112,11 @@ def weights(path: Path) -> Mapping[str, Any]:
 def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     """Load the weights of a model that has no adapters yet; return the number of tensors.
 
-    `path` is a checkpoint, or a folder of runs, for its newest intact one; `key` the setting that names it.
+    `path` is a checkpoint, or a folder of runs, which stands for its newest intact one. `key` is the setting
+    that names it.
 
     Raises:
-        ConfigError: The file is missing, damaged, or of another model; nothing was assigned.
+        ConfigError: The file is missing, damaged, or of another model; nothing has been assigned.
     """
     path = path.expanduser()
     check_path(key, path)
@@ -124,7 +126,7 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
         allowed = "a checkpoint, or a folder of runs with at least one"
         remedies = [
             f"lightning-eff train {path.name} output_root={path.parent}"
-        ]  # a recipe's runs lie in a folder of its name
+        ]  # a recipe's runs lie in a folder with its name
         raise ConfigError(key=key, value=str(path), allowed=allowed, remedies=remedies)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):

@@ -1,28 +1,28 @@
 """Write checkpoints that survive a kill or a full disk, verify them before use, never execute their content.
 
-Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. From another
-disk that move is a copy: a kill or a full disk in its middle destroys the checkpoint that was there. Here a
-file is written in the same folder, synced and renamed (checkpoint/atomic_write.py), and carries its own
-SHA-256 (checkpoint/digest.py), which is compared before a tensor is assigned: torch accepts most files with a
-flipped bit. Only tensors and plain values are unpickled. A checkpoint also names older files, which Lightning
-removes later; here only a file written by this plugin is removed, in a folder that this run saves to, so that
-a foreign checkpoint cannot choose what is deleted.
+Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. If that folder
+is on another disk, the move is a copy: a kill or a full disk in its middle destroys the old checkpoint. Here
+a file is written in the same folder, synced and renamed (checkpoint/atomic_write.py). It carries its own
+SHA-256 (checkpoint/digest.py), which is compared before any tensor is assigned: torch accepts most files with
+a flipped bit. Only tensors and plain values are unpickled. A checkpoint also names older files, which
+Lightning removes later. Here a file is removed only if this plugin wrote it, in a folder that this run saves
+to, so a foreign checkpoint cannot choose what is deleted.
 
-Weights that are no longer finite are not saved: the error ends the run, and the last finite checkpoint stays.
+Non-finite weights are not saved: the error ends the run, and the last finite checkpoint stays.
 
-With `asynchronous` the state is serialized into memory at the call and written by a thread, one save at a
-time. A removal waits for the save before it and is skipped if that failed. An error is raised at the next
-save, load or end of the run.
+With `asynchronous`, the state is serialized into memory at the call, and a thread writes it, one save at a
+time. A removal waits for the save before it and is skipped if that save failed. An error is raised at the
+next save, load or end of the run.
 
-Saves: the checkpoint: it is whole or absent after a kill or on a full disk.
+Saves: the checkpoint: after a kill or on a full disk it is complete or absent.
 Costs: SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk. `asynchronous` takes both off
-    the run at a save, for the checkpoint's size in host memory.
+    the run at a save, for host memory of the checkpoint's size.
 When not: checkpoints on object stores (`s3://`): `checkpoint_io=torch`.
-Conflicts: FSDP2's checkpoint folders are written by its ranks at the call, also with `asynchronous`; they are
-    verified, loaded and removed here like files. Folders of other formats are not touched. Paths with a
+Conflicts: FSDP2's checkpoint folders are written synchronously by its ranks, even with `asynchronous`. They
+    are verified, loaded and removed here like files. Folders of other formats are not touched. Paths with a
     protocol (`s3://`) are rejected. POSIX systems only. `AsyncCheckpointIO` around it works, but removes the
-    old checkpoint before the new one is written: use `asynchronous`, with file names that differ by step or
-    epoch, since Lightning looks for a free name before the last file is written.
+    old checkpoint before the new one is written. Use `asynchronous` instead, with file names that differ by
+    step or epoch, since Lightning looks for a free name before the last file is written.
 Source: rename(2), fsync(2), flock(2); https://lwn.net/Articles/457667/; the comment of a zip archive,
     APPNOTE.TXT 4.3.16.
 """
@@ -47,12 +47,13 @@ class Durable(AtomicFiles):
         require_digest: Reject checkpoints without a digest, such as stock Lightning's.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has weights that are
-            not finite, is damaged, or holds more than tensors and plain values.
+        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
+            weights, is damaged, or holds more than tensors and plain values.
         ConfigError: A flag is neither True nor False.
 
     Warns:
         CheckpointWarning: A checkpoint without a digest was loaded, a file that this plugin did not write was
+            not removed, hyperparameters are dropped, or the first checkpoint holds other objects.
             not removed, hyperparameters are left out, or the first checkpoint holds other objects.
 
     Example:
@@ -70,7 +71,7 @@ class Durable(AtomicFiles):
     __repr__ = rules.plugin_repr
 
     def facts(self) -> Facts:
-        """Warn of strategies that write their checkpoints without this plugin."""
+        """Warn about strategies that write their checkpoints without this plugin."""
         reason = "sharded checkpoints are folders that the strategy writes itself; they are neither verified"
         reason += " nor removed here"
         names = [rule.name for rule in PLACES_STATE if rule.name.startswith("lightning/")]
@@ -84,7 +85,7 @@ class Durable(AtomicFiles):
         return Facts(excludes=tuple(excludes))
 
     def outcome(self) -> Outcome:
-        """Report what was saved, loaded and removed."""
+        """Report saved, loaded and removed checkpoints."""
         done = self._statistics
         counts = (done.num_saves, done.num_verified, done.num_without_digest)
         saves, verified, without = ("once" if count == 1 else f"{count} times" for count in counts)

@@ -1,4 +1,4 @@
-"""Shell completion: the script of each shell, and the words that it asks for."""
+"""Shell completion: the script for each shell, and the words that it requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_eff.commands import _parser
 from lightning_eff.core import catalog
 
 SCRIPTS = {
-    # bash begins a new word after "=" and ":", and replaces only what follows: the rest is cut off.
+    # bash starts a new word after "=" and ":", and replaces only the part after it: cut off the rest.
     "bash": """_lightning_eff() {
   local line="${COMP_LINE:0:COMP_POINT}" words
   read -ra words <<< "${line#* }"
@@ -31,7 +31,7 @@ compdef _lightning_eff lightning-eff
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return the completions of the last of `words`.
+    """Return the completions of the last word in `words`.
 
     Example:
         >>> complete(["tr"]), complete(["train", "bas"]), complete(["train", "lm", "precision=tf"])

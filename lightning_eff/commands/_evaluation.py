@@ -1,9 +1,9 @@
-"""What `validate`, `test` and `predict` do: load a checkpoint and evaluate it on the data of its recipe.
+"""Shared by `validate`, `test` and `predict`: load a checkpoint and evaluate it on its recipe's data.
 
-One device evaluates, whatever the run trained on, unless `trainer.devices` or a strategy is typed or a
-launcher has started the ranks: Lightning gives ranks equal numbers of samples, and repeats some for that.
-Techniques, precision and data are those of the config. Nothing is logged, so that the files of the run that
-is evaluated stay as they are.
+One device evaluates, whatever the run trained on, unless the user typed `trainer.devices` or a strategy, or a
+launcher has started the ranks. Several ranks are less exact: Lightning repeats samples so that all ranks get
+the same number. Techniques, precision and data are the config's. Nothing is logged, so the files of the
+evaluated run stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(options: argparse.Namespace) -> int:
             run_ranks(options.arguments, saved.run_dir, saved.values["trainer"], verb=options.verb)
             return EXIT_OK
         check_tasks(saved.values["trainer"], launch)
-        with redirect_stdout(sys.stderr):  # what the model prints
+        with redirect_stdout(sys.stderr):  # output of the model
             found = _evaluate(saved)
         if not launch.rank:
             _show(found, as_json=options.json)
@@ -42,11 +42,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _evaluate(saved: SavedRun) -> dict[str, Any]:
-    """Load a checkpoint and evaluate it; return what is shown of it, in plain types.
+    """Load a checkpoint and evaluate it; return the results in plain types.
 
     Raises:
         ConfigError: The checkpoint does not fit the model, or the config cannot be used.
-        UsageError: Model or data lack what the verb needs, or there is no batch.
+        UsageError: The model or the data lack something that the verb needs, or there is no batch.
     """
     from lightning_eff.commands._predictions import Predictions
     from lightning_eff.core.rules import callbacks_of

@@ -1,4 +1,4 @@
-"""The command line as one argparse tree: what each verb takes, its options and examples.
+"""The command line as one argparse tree: words, options and examples of each verb.
 
 Nothing here imports torch, Lightning or Hydra, so that `--help` and completion answer at once.
 """
@@ -35,14 +35,14 @@ VERB_HABITS = {
     "fit": "train", "run": "train", "finetune": "train", "resume": "train", "eval": "validate",
     "evaluate": "validate", "infer": "predict", "list": "ls",
 }  # fmt: skip
-"""Verbs of other tools, and the one that does the same here."""
+"""Other tools' verbs, and the equivalent verb here."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would exit, and suggests the nearest choice where it would list all."""
+    """Raises where argparse would exit, and suggests the nearest choice where argparse would list all."""
 
     takes = ""
-    """What a verb takes besides options."""
+    """The words that a verb takes, besides options."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
-    """Return the type of an option that is a number of at least `least`."""
+    """Return an argparse type for numbers of at least `least`."""
 
     def number(text: str) -> float:
         value = kind(text)  # argparse reports a ValueError
@@ -235,7 +235,7 @@ VERBS: dict[str, Callable[[Parser], None]] = {
     "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "launch": _launch,
     "generate": _generate, "export": _export, "report": _report, "migrate": _migrate,
 }  # fmt: skip
-"""What adds the options of a verb."""
+"""Functions that add the options of a verb."""
 WITHOUT_OPTIONS = {
     "doctor": ("", ""),
     "validate": (
@@ -274,11 +274,11 @@ WITHOUT_OPTIONS = {
 """,
     ),
 }
-"""What the other verbs take, and their examples."""
+"""Words and examples of the other verbs."""
 
 
 def build() -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of the command line, and that of each verb."""
+    """Return the parser of the command line, and the parser of each verb."""
     common = argparse.ArgumentParser(add_help=False)
     for flag, about in (
         ("--json", "print JSON on the standard output"),
@@ -321,13 +321,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; options and other words of a verb may come in any order.
 
     Returns:
-        The options, `verb`, and `arguments` (the words after it). A verb of recipes has `recipe`, the word
-        `given` for it and `overrides`, any other one `words` and the first of them, `word`, which is empty if
-        there is none. The folder of a recipe that is named by its file comes first in `config_dir`; a run's
-        folder, which is in `run`, has such a file.
+        The options, `verb`, and `arguments` (the words after it). Verbs of recipes also have `recipe`, the
+        word `given` for it, and `overrides`. Other verbs have `words`, and `word`, the first of them or an
+        empty string. The folder of a recipe that is named by its file comes first in `config_dir`. A run's
+        folder contains such a file; it is returned in `run`.
 
     Raises:
-        UsageError: There is an unknown option, no recipe, no such file, or a word too many.
+        UsageError: An option is unknown, the recipe or its file is missing, or there is a word too many.
 
     Example:
         >>> options = parse(["train", "seed=2", "lm", "-m", "~callbacks"])
@@ -360,7 +360,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -> None:
-    """Set recipe and overrides from the words of a verb, and what else it takes."""
+    """Set recipe and overrides from the words of a verb, and the verb's other words."""
     if parser.takes == ON_CLUSTER:
         options.kind = rest.pop(0) if rest else ""
         if options.kind not in CLUSTERS:
@@ -382,7 +382,7 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -
 
 
 def as_overrides(words: Sequence[str]) -> list[str]:
-    """Return the overrides that options like `--trainer.max_steps 5` mean; none if any is no setting.
+    """Return the overrides that options like `--trainer.max_steps 5` mean; empty if one is not a setting.
 
     Example:
         >>> as_overrides(["--trainer.max_steps", "5", "--lr=0.1"]), as_overrides(["--rounds", "3"])
@@ -403,11 +403,11 @@ def as_overrides(words: Sequence[str]) -> list[str]:
 
 
 def _setting(key: str, value: str) -> str:
-    """Return the override that sets a key, which may be another tool's name for it; empty if none does."""
+    """Return the override that sets a key, which may be another tool's name; empty if there is none."""
     habits = proposals(key, value)
     if len(habits) == 1:
         return habits[0]
     own = {folder.name for folder in catalog.CONF.iterdir() if folder.is_dir()}
     own |= {name for name, _, _ in catalog.yaml_parameters(catalog.CONF / "run.yaml")}
-    is_known = bool(habits) or key.partition(".")[0] in own  # of several habits `train` lists all
+    is_known = bool(habits) or key.partition(".")[0] in own  # if a key has several habits, `train` lists all
     return f"{key}={value}" if is_known else ""

@@ -1,4 +1,4 @@
-"""Write what `predict_step` returns to a file, one for each rank."""
+"""Write the results of `predict_step` to a file, one file per rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_eff.checkpoint.atomic_io import AtomicFiles
 
 
 class Predictions(BasePredictionWriter):
-    """Saves `predictions`, an entry for each batch, and `indices`, those of its samples in the data set.
+    """Saves `predictions`, one entry per batch, and `indices`, their samples' positions in the data set.
 
-    With several loaders both have such a list for each. An earlier file of the same name is replaced.
+    With several loaders, both contain one such list per loader. An existing file of that name is replaced.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

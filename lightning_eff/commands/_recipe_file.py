@@ -1,4 +1,4 @@
-"""Take a word that names a recipe's file for the recipe, found in the file's folder."""
+"""Find a recipe that a word names by its file, in the file's folder; the parser calls it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_eff.core.errors import UsageError, check_path, suggest_name
 
 SUFFIX = ".yaml"
 OF_RUNS = ("validate", "test", "predict", "generate")
-"""Verbs that take a run's folder in place of a recipe."""
+"""Verbs that accept a run's folder instead of a recipe."""
 
 
 def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, list[str]]:
-    """Return a recipe's name, and the user's folders in the order in which they are searched.
+    """Return a recipe's name, and the user's folders in search order.
 
-    A word that has a slash or ends in `.yaml` is a file, whose folder is searched first; below a folder of
-    `config_dir` it may be a recipe as well.
+    A word with a slash or the ending `.yaml` is a file; its folder is searched first. Below a folder of
+    `config_dir`, such a word may also name a recipe.
 
     Raises:
         UsageError: There is no such file.
@@ -42,7 +42,7 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
 
 
 def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
-    """Return the words that name a recipe in another command, from its word and what `find_recipe` returned.
+    """Return the words that name the same recipe in another command, given the results of `find_recipe`.
 
     Example:
         >>> words_of("mine/my.yaml", ["mine", "parts"]), words_of("lm", [])
@@ -53,7 +53,7 @@ def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
 
 
 def _missing(verb: str, word: str, file: Path) -> str:
-    """Say why there is no such file, with what there is instead."""
+    """Return the error for a missing file, with the recipes that exist instead."""
     path = Path(word)
     found = [each.stem for each in (path if path.is_dir() else file.parent).glob(f"*{SUFFIX}")]
     if path.is_dir():

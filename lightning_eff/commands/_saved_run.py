@@ -1,4 +1,4 @@
-"""Load what `validate`, `test`, `predict` and `generate` need: a run's config and one of its checkpoints."""
+"""Load a run's config and one of its checkpoints, for `validate`, `test`, `predict` and `generate`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ CHOOSES_DEVICES = ("trainer.devices", "trainer.num_nodes", "strategy")
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A config, for one device unless the user has chosen others, and a checkpoint."""
+    """A checkpoint with its config, which is for one device unless the user has chosen others."""
 
     verb: str
     values: Mapping[str, Any]
     checkpoint: Path
     which: str
-    """What was asked for: `last`, `best` or a path."""
+    """The requested checkpoint: `last`, `best` or a path."""
     notes: list[str]
     run_dir: Path
-    """Where ranks that are to be started would log errors."""
+    """Where ranks that are still to be started log errors."""
 
     def build(self, **changes: Any) -> tuple[pl.Trainer, Any, Any, dict[str, Any]]:
-        """Return Trainer, data and model as `train` builds them, without loggers, and what is loaded."""
+        """Return Trainer, data and model as in `train`, without loggers, and a summary of the checkpoint."""
         import lightning.pytorch as pl
 
         from lightning_eff import run
@@ -58,19 +58,19 @@ class SavedRun:
         return trainer, data, model, found
 
     def run(self, trainer: pl.Trainer, model: Any, **options: Any) -> Any:
-        """Call the Trainer's method, with short errors in place of Lightning's long ones.
+        """Call a method of the Trainer, with short errors in place of Lightning's long ones.
 
         Raises:
             ConfigError: The checkpoint does not fit the model.
-            UsageError: Model or data lack what the verb needs.
+            UsageError: The model or the data lack something that the verb needs.
         """
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
         method = getattr(trainer, "predict" if self.verb == "generate" else self.verb)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # logs twice what is loaded
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # logs the file twice
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")  # nothing is resumed
-            warnings.simplefilter("ignore", NoEffectWarning)  # of techniques that only training needs
+            warnings.simplefilter("ignore", NoEffectWarning)  # of techniques for training
             try:
                 return method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
             except MisconfigurationException as error:
@@ -78,7 +78,7 @@ class SavedRun:
             except RuntimeError as error:
                 if "Error(s) in loading state_dict" not in str(error):
                     raise
-                # PyTorch lists every key that differs: the first ones tell enough.
+                # PyTorch lists every key that differs; the first ones are enough.
                 keys = " ".join(line.strip() for line in str(error).splitlines()[1:])
                 keys = textwrap.shorten(keys, 200, placeholder=" ...")
                 run, allowed = self.checkpoint.parent.parent, f"a checkpoint of this model; {keys}"
@@ -103,7 +103,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
     from lightning_eff.config.ckpt_path import find_evaluated, task_folder, with_base
 
     typed = any(word.startswith("ckpt_path=") for word in options.overrides)
-    # A run's own config has what it resumed from.
+    # A run's own config contains the checkpoint that it resumed from.
     which = values["ckpt_path"] if typed or not options.run else None
     folder = Path(options.run) if options.run else task_folder(values, options.recipe)
     task = [word for word in options.overrides if word.startswith("task_name=")]
@@ -118,7 +118,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
 def _on_one_device(
     values: dict[str, Any], overrides: Sequence[str], launch: Launch
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a config for one device, unless the user has chosen the devices, and a note about it."""
+    """Return a config for one device, unless the user has chosen devices, and a note about it."""
     ranks = num_ranks(values["trainer"])
     if launch.by or any(word.lstrip("+").startswith(CHOOSES_DEVICES) for word in overrides):
         return values, []

@@ -46,7 +46,7 @@ from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
-"""Groups that a row sets itself; the user's settings of them hold for the recipe as it is."""
+"""Groups that a row sets itself; the user's settings of them apply only to the recipe as it is."""
 IN_A_PROCESS = "a trial is a process of this machine"
 
 
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         _measure(options, values, comparison)
-    finally:  # what was measured before an interruption is shown too
+    finally:  # also show what was measured before an interruption
         shutil.rmtree(folder / "runs", ignore_errors=True)
         rows = comparison.table_rows()
         reports = [result.report for result in comparison.results.get(BASELINE, []) if result.report]
@@ -90,7 +90,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: TrialRounds) -> None:
-    """Run all rounds; the trials that helped alone are combined."""
+    """Run all rounds; trials that helped alone are combined."""
     planned = _selected(options, values)
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
@@ -104,7 +104,7 @@ def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: Tr
 
 
 def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the trials that `--only` names, with the baseline, and the user's own on top of it."""
+    """Return the trials that `--only` names, and the baseline, with the user's settings added to each."""
     trials = single_technique_trials(values)
     if options.only is not None:
         kept = {BASELINE}
@@ -123,7 +123,7 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
 
 
 def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
-    """Return whether the rules allow a combination; of all other trials their own process says it."""
+    """Return whether the rules allow a combination; every other trial is checked in its own process."""
     from lightning_eff.core import rules
     from lightning_eff.run import build_trainer
 
@@ -141,7 +141,7 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
 def recipe_trial(
     options: argparse.Namespace, name: str, own: Sequence[str], *, without: Sequence[str] = ()
 ) -> Trial:
-    """Return a trial of the recipe with the user's overrides, but those of some groups, and its own."""
+    """Return a trial: the recipe, the user's overrides except for the groups in `without`, and `own`."""
     path = RecipePath.of(options.config_dir)
     words = [options.recipe, *_overrides(options, own, without), *path.options()]
     return Trial(name, list(own), functools.partial(train_recipe, words))

@@ -34,7 +34,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         allowed = f"a file that can be written ({error.strerror or error})"
         raise ConfigError(key="FILE", value=options.file, allowed=allowed) from error
-    # The copy finds what it needs there; the folder of the copy itself is searched without being named.
+    # The copy needs these folders; its own folder is searched without being named.
     needed = [folder for folder in path.folders if folder != target.parent.resolve()]
     words = ["lightning-eff", "train", str(target), *RecipePath(tuple(needed)).options()]
     if options.json:
@@ -52,14 +52,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _target(word: str, source: Path) -> Path:
-    """Return the file to write, in a folder that exists, by a name that `train` takes for a recipe's file."""
+    """Return the file to write, in an existing folder, with a name that `train` accepts."""
     check_path("FILE", word)
     target = Path(word)
     if target.is_dir():
         allowed, remedies = f"a file that ends in {SUFFIX}; this is a folder", [str(target / source.name)]
     elif target.suffix != SUFFIX:
         allowed, remedies = f"a file that ends in {SUFFIX}", [f"{word}{SUFFIX}"]
-    elif "=" in word or word.startswith("~"):  # on the command line it would be an override
+    elif "=" in word or word.startswith("~"):  # the command line would read it as an override
         allowed, remedies = "a path without = and without ~ at its front", []
     elif not target.parent.is_dir():
         allowed = f"a file in a folder that exists; {target.parent} does not"

@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _find_run(run: str, root: Path) -> Path:
-    """Return a run's folder: the one named, or that of a recipe's newest run."""
+    """Return a run's folder: the named one, or the folder of a recipe's newest run."""
     from lightning_eff.checkpoint.stored_weights import newest_valid
     from lightning_eff.core.catalog import RESOLVED
 
@@ -64,7 +64,7 @@ def _find_run(run: str, root: Path) -> Path:
     newest = newest_valid(root / run) if is_inside else None
     if newest is not None:
         return newest.parent.parent
-    # A folder without runs, of a cache for example, is no recipe's.
+    # A folder without runs, for example a cache, does not belong to a recipe.
     recipes = {path.parents[1].name for path in root.glob(f"*/*/{RESOLVED}")}
     has_runs = is_inside and (root / run).is_dir()
     hint = f"{root / run} has no complete checkpoint" if has_runs else suggest_name(run, recipes)
@@ -89,7 +89,7 @@ def _find_checkpoint(run: str, folder: Path, which: str) -> Path:
 
 
 def _read_values(run_dir: Path) -> dict[str, Any]:
-    """Return the config that a run was built from, checked like a config to be trained."""
+    """Return the config that a run was built from, checked like a config for training."""
     from lightning_eff.config.strict_yaml import read_yaml
     from lightning_eff.config.validate import TOP_LEVEL, check_config_values, check_folders
     from lightning_eff.core.catalog import RESOLVED
@@ -105,7 +105,7 @@ def _read_values(run_dir: Path) -> dict[str, Any]:
 
 
 def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is_adapted: bool) -> list[str]:
-    """Build the run's model, load its checkpoint and write the files at once; return remarks."""
+    """Build the run's model, load its checkpoint and write all files in one step; return remarks."""
     from lightning_eff import run
     from lightning_eff.adapters import export as adapter_export
     from lightning_eff.checkpoint.atomic_write import atomic_folder
@@ -119,7 +119,7 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
                 adapter_export.save_adapter(model, folder)
                 return notes
             if is_adapted and isinstance(model.trainer.precision_plugin, CastsFrozen):
-                model.float()  # a 16-bit base would round away what the adapter adds
+                model.float()  # a 16-bit base would round away the adapter's change
                 notes.append("all weights are in float32: the run's 16-bit base with the adapter added")
             untied = adapter_export.merge_adapters(model) if is_adapted else []
             if untied:

@@ -1,7 +1,7 @@
 """Continue a prompt with a checkpoint of a language model, or answer it by a chat template.
 
-The prompt is the only batch of a `Trainer.predict` whose step generates, so that precision, adapters and
-quantization are those of the run. The compiler is left out: it would compile for each length of the text.
+The prompt is the only batch of a `Trainer.predict` whose step generates, so precision, adapters and
+quantization are the run's. The compiler is left out, because it would compile for each text length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
     saved = find_saved_run(options, Launch.of())
     if num_ranks(saved.values["trainer"]) > 1:
         raise UsageError("generate: it runs on one device\n  try: trainer.devices=1 strategy=auto")
-    with redirect_stdout(sys.stderr):  # what the model prints
+    with redirect_stdout(sys.stderr):  # output of the model
         found = _generate(saved, options, prompt)
     if options.json:
         print_json(found)
@@ -38,10 +38,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _read_prompt(options: argparse.Namespace) -> str:
-    """Return the prompt: the option, or else the standard input without the line break at its end.
+    """Return the prompt: the option's, or stdin without its final line break.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no prompt.
     """
     prompt = options.prompt
     if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
@@ -54,11 +54,12 @@ def _read_prompt(options: argparse.Namespace) -> str:
 
 
 def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict[str, Any]:
-    """Load a checkpoint and continue the prompt; return the texts, in plain types.
+    """Load a checkpoint and continue the prompt; return the texts in plain types.
 
     Raises:
-        ConfigError: The model is no language model, the prompt is too long, or the checkpoint does not fit.
-        UsageError: Template or model reject the prompt or an option.
+        ConfigError: The model is not a language model, the prompt is too long, or the checkpoint does not
+            fit.
+        UsageError: The template or the model rejects the prompt or an option.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -69,7 +70,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     one_batch = saved.values["trainer"] | {"limit_predict_batches": 1}
     trainer, data, model, found = saved.build(callbacks=callbacks, monitors={}, trainer=one_batch)
     if hasattr(model, "generate") and not hasattr(data, "tokenizer"):
-        data.prepare_data()  # a tokenizer that is trained on the text: both are in the cache
+        data.prepare_data()  # for a tokenizer that is trained on the text: both are cached
         data.setup("predict")
     check_language_model(model, data, user="generate")
     ids = _chat_prompt(data, prompt, options.system) if options.chat else encode_prompt(data, prompt)
@@ -77,7 +78,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     if len(ids) > context:
         key, allowed = "--prompt", f"at most {context}, the context of the model"
         raise ConfigError(key, f"{len(ids)} tokens", allowed=allowed, remedies=["a shorter prompt"])
-    # What is not typed is up to the model: GPT takes the likeliest token, others have a generation config.
+    # Options that are not typed are the model's choice: GPT is greedy, others have a generation config.
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     typed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if len(typed) > 1 or options.seed is not None or options.num_samples > 1:
@@ -95,14 +96,14 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     (rows,) = saved.run(trainer, model, dataloaders=loader)
     end = getattr(getattr(data, "training_tokenizer", None), "eos_id", None)
     rows = [row[: row.index(end)] if end in row else row for row in rows]
-    # Prompt and text are decoded as one, since a tokenizer may drop the space before a first word.
+    # Decode prompt and text together, since a tokenizer may drop the space before a first word.
     start = len(data.tokenizer.decode(ids, skip_special_tokens=True))
     texts = [data.tokenizer.decode([*ids, *row], skip_special_tokens=True)[start:] for row in rows]
     return {**found, "notes": saved.notes, "prompt": prompt, **typed, "tokens": rows, "texts": texts}
 
 
 def _chat_prompt(data: Any, prompt: str, system: str | None) -> list[int]:
-    """Return the tokens of a conversation up to the answer, by the template of the data's tokenizer.
+    """Return the tokens of a conversation up to the answer, using the chat template of the data's tokenizer.
 
     Raises:
         UsageError: There is no template, or it rejects the conversation.

@@ -1,8 +1,8 @@
 """Print the file that starts a run on a cluster: `slurm` for sbatch, `k8s` for kubectl; nothing starts.
 
-Each starts the same command on every machine. How many ranks there are the command reads from what started
-it (`trainer.devices=auto`), and a restarted job resumes by `ckpt_path=auto` from its newest checkpoint, in a
-folder that all machines share. The files are the templates in `launch/templates/`.
+Each file starts the same command on every machine. The command reads the number of ranks from its launcher
+(`trainer.devices=auto`). A restarted job resumes with `ckpt_path=auto` from its newest checkpoint, in a
+folder that all machines share. The files are rendered from `launch/templates/`.
 
 Source: https://slurm.schedmd.com/sbatch.html; the schemas of Kubeflow Trainer 2.3 (TrainJob v1alpha1), JobSet
 (v1alpha2) and KubeRay (RayJob v1).
@@ -31,18 +31,18 @@ from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import check_local, num_devices
 
 SHARED = "/outputs"
-"""Where a pod has the volume of the runs, unless `output_root` says otherwise."""
+"""Mount point of the runs' volume in a pod, unless `output_root` differs."""
 NOTICE_S = 120
-"""Seconds before a job's time is over at which SLURM says so."""
+"""Seconds before a job's time limit at which SLURM sends its signal."""
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("lightning_eff", "launch/templates"),
-    autoescape=False,  # noqa: S701 - scripts and YAML, whose texts are quoted by these filters
+    autoescape=False,  # noqa: S701 - scripts and YAML; these filters quote their strings
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     keep_trailing_newline=True,
 )
 _TEMPLATES.filters |= {
-    "json": partial(json.dumps, ensure_ascii=False),  # YAML reads a text of JSON
+    "json": partial(json.dumps, ensure_ascii=False),  # a JSON string is valid YAML
     "shell": shlex.join,
     "in_pod": partial(re.sub, r"\$\(", "$$("),  # Kubernetes replaces $(NAME) in a pod's command
 }
@@ -56,11 +56,11 @@ class ClusterJob:
         recipe: Name of the recipe, and of the job.
         words: Overrides and options of `lightning-eff train`.
         nodes: Number of machines.
-        gpus: On each machine; 0 for CPUs.
+        gpus: GPUs on each machine; 0 for CPUs.
         tasks: Ranks on each machine.
         image: Container image with the package.
-        claim: PersistentVolumeClaim with the runs, for pods on several machines at once.
-        folder: Where pods mount it.
+        claim: PersistentVolumeClaim for the runs, mounted by pods on several machines at once.
+        folder: Mount point in the pods.
     """
 
     recipe: str
@@ -76,8 +76,8 @@ class ClusterJob:
         """Return the text of the file.
 
         Args:
-            kind: `slurm`, a script that is requeued when its time is over or a machine fails; `trainjob` of
-                Kubeflow Trainer; `jobset`, which needs no Kubeflow; or `rayjob` of KubeRay.
+            kind: `slurm`, a script that is requeued when its time is over or a machine fails; `trainjob` for
+                Kubeflow Trainer; `jobset`, which does not need Kubeflow; or `rayjob` for KubeRay.
         """
         added = ["trainer.accelerator=gpu"] * bool(self.gpus) + ["ckpt_path=auto"]
         if kind == "rayjob":
@@ -89,7 +89,7 @@ class ClusterJob:
         added = [word for word in added if word.partition("=")[0] not in typed]
         return _TEMPLATES.get_template(f"{kind}.j2").render(
             job=self,
-            name=self.recipe.replace("_", "-").lower(),  # as Kubernetes takes it
+            name=self.recipe.replace("_", "-").lower(),  # a valid Kubernetes name
             words=["train", self.recipe, *self.words, *added],
             notice_s=NOTICE_S,
             stopped_code=EXIT_SIGUSR1,
@@ -99,7 +99,7 @@ class ClusterJob:
 def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     path = RecipePath.of(options.config_dir)
-    # Checked as by `train`: what cannot be trained is rejected here, not by the cluster an hour later.
+    # Check as `train` does, so that errors appear here and not on the cluster an hour later.
     values = compose_recipe(options.recipe, options.overrides, path).values
     check_local(values, "--kind rayjob adds it" if options.kind == "k8s" else "SLURM starts the ranks")
     job = _job(options, values["trainer"], str(values["output_root"]), path)
@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: RecipePath) -> ClusterJob:
-    """Return the job to start; the cluster's number of devices replaces the recipe's own."""
+    """Return the job to start; the cluster's number of devices replaces the recipe's."""
     words = list(options.overrides)
     for key, asked in (("devices", options.gpus), ("num_nodes", options.nodes)):
         found = trainer.get(key, "auto")

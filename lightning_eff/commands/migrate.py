@@ -17,11 +17,11 @@ PLACEHOLDERS = {
     "model.name": ("NAME", "NAME is a model on the hub, or its folder"),
     "data.paths": ("PATH", "PATH is a file, a folder, or hf://datasets/OWNER/NAME"),
 }
-"""What a language model's recipe needs, if the file does not have it."""
+"""Defaults for a language model's recipe that the file may lack."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the verb; the exit code is an error's if the command cannot be composed."""
+    """Run the verb; if the command cannot be composed, return its error's exit code."""
     if not options.word:
         raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)
@@ -35,14 +35,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], int]:
-    """Return what a file of another tool becomes, as plain values, and the exit code.
+    """Return the migrated command of another tool's file, as plain values, and the exit code.
 
     Args:
         file: JSON or YAML.
         source: The tool; None recognizes it.
 
     Raises:
-        UsageError: The file, or one that it names, cannot be read, or belongs to no known tool.
+        UsageError: The file, or a file that it names, cannot be read, or belongs to no known tool.
     """
     from lightning_eff.commands._migration.engine import Migration
     from lightning_eff.commands._migration.tables import read_file, read_table, recognize
@@ -59,7 +59,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     words += [setting.word for setting in found.settings.values()]
     notes += [PLACEHOLDERS[key][1] for key in missing]
     words.sort(key=lambda word: not word.startswith(("model", "data")))
-    # Composing a class imports it: what a file names is not run.
+    # Composing a class imports it, so classes that a file names are left out: its code must not run.
     named = {key for key, _, value in (word.partition("._target_=") for word in words) if value}
     if named:
         notes.append(f"not checked, since that would import your classes: {', '.join(sorted(named))}")
@@ -87,7 +87,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield what the verb prints."""
+    """Yield the lines that the verb prints."""
     yield f"{found['file']}: {found['title']}"
     yield ""
     yield found["command"]

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
 ANY_OTHER = "device.memory=40GiB"
-"""How the memory of a GPU that is in no table is given."""
+"""How to specify the memory of a GPU that is not in the table."""
 OF_THIS_MACHINE = ("machine/", "run/cpu", "run/cuda", "run/one_device", "run/many_devices")
-"""Facts in rules that another machine may not have."""
+"""Facts in rules that another machine may lack."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
-"""From harmless to worst."""
+"""In increasing severity."""
 
 
 @dataclass
 class PlanRow:
-    """A technique, its arguments that are no defaults, and the rules' findings with their remedies."""
+    """A technique, its non-default arguments, and the rules' findings with their remedies."""
 
     technique: str
     asked: dict[str, Any]
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     values = as_devices(composed.values)
     ckpt_path = find_checkpoint(values, task_folder(values, options.recipe))
     with_base(values, ckpt_path)
-    with redirect_stdout(sys.stderr):  # DeepSpeed prints to the standard output, which may be JSON
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which may be JSON
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, composed.chain, options.overrides, device)
     if not options.json:
@@ -89,13 +89,13 @@ def main(options: argparse.Namespace) -> int:
     else:
         width = line_width(WIDTH) or WIDTH
         for line in str(plan).splitlines():
-            fits = len(line) <= width  # as the lines of tables do already
+            fits = len(line) <= width  # table lines do so already
             wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
             sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
     error = plan.forecast.prediction.error
     if error is not None and hasattr(error, "exit_code"):
-        raise error  # as `train` would
+        raise error  # like `train`
     return EXIT_OK
 
 
@@ -104,12 +104,12 @@ def check_anywhere(recipe: str, overrides: Sequence[str]) -> None:
     """Reject a command that `plan` would reject on any machine, whatever devices and folders this one has.
 
     Raises:
-        UsageError, ConfigError, ConflictError, EnvironmentLacksError: As `plan`, without model and data.
+        UsageError, ConfigError, ConflictError, EnvironmentLacksError: As in `plan`, without model and data.
     """
     from lightning_eff.core import rules
     from lightning_eff.run import build_trainer
 
-    logging.disable(logging.WARNING)  # of settings that another option leaves out
+    logging.disable(logging.WARNING)  # about settings that another option drops
     try:
         values = compose_recipe(recipe, overrides, writes=False).values
         here = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
@@ -122,14 +122,14 @@ def check_anywhere(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[str]]:
-    """Take `device=NAME` and `device.memory=SIZE`, which look like overrides, out of the words.
+    """Remove `device=NAME` and `device.memory=SIZE`, which look like overrides, from the words.
 
     Returns:
-        The device to plan for, and its memory in bytes, None where the run's own are meant; the other words.
+        The device to plan for and its memory in bytes, None for the run's own; and the other words.
 
     Raises:
         ConfigError: A name or a size is not known.
-        UsageError: There are several, or it is another key of the device.
+        UsageError: There are several devices, or another key of the device.
     """
     own = [word.partition("=") for word in words if word.startswith(("device=", "device."))]
     if not own:
@@ -164,7 +164,7 @@ def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[
 def _plan(
     values: dict[str, Any], trainer: pl.Trainer, memory: DeviceMemory, compose: Compose, *, has_advice: bool
 ) -> Plan:
-    """Predict memory and, if wanted, the savings of further techniques and the longest sequence."""
+    """Predict memory and, if requested, the savings of further techniques and the longest sequence."""
     from lightning_eff.planner.advice import Advice, AdvisedRecipe, advise
     from lightning_eff.planner.forecast import forecast
     from lightning_eff.planner.longest import longest_sequence
@@ -189,7 +189,7 @@ def _plan(
 def _judge(
     trainer: pl.Trainer, chain: RecipeChain, overrides: Sequence[str], gpu: Device | None
 ) -> tuple[list[PlanRow], list[Any]]:
-    """Apply the rules to a Trainer's techniques; return a row for each technique, and the findings."""
+    """Apply the rules to a Trainer's techniques; return one row per technique, and the findings."""
     from lightning_eff.core import rules
     from lightning_eff.core.machine import gpu_facts
     from lightning_eff.core.technique import Technique, name_of, non_default_config
@@ -197,7 +197,7 @@ def _judge(
 
     objects = rules.trainer_components(trainer)
     facts = rules.run_facts(trainer)
-    if gpu is not None and not gpu.is_cpu:  # what it has, in place of this machine
+    if gpu is not None and not gpu.is_cpu:  # its facts replace this machine's
         here = ("machine/emulated_", "machine/float8", "run/cpu")
         facts = {name: text for name, text in facts.items() if not name.startswith(here)}
         facts |= {"run/cuda": f"device {gpu.name}"} | gpu_facts(gpu.capability)

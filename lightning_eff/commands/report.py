@@ -1,8 +1,8 @@
 """Show the report of a run again and rebuild its page, or compare several runs side by side.
 
-Of several runs: what differs in their settings, their figures, and ratios to the first. Ratios stand only
-where machine and versions are those of the first run: between others they mean nothing. A sweep ends with the
-same table.
+For several runs it shows the settings that differ, their figures, and ratios to the first run. Ratios are
+shown only for runs with the first run's machine and versions; others are not comparable. A sweep ends with
+the same table.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ OVERRIDES = ".hydra/overrides.yaml"
 VAL_LOSS = "val_loss"
 RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
 MAX_IN_COLUMN = 60
-"""Characters of a run's settings above which those of all runs stand below the table."""
+"""Longest settings of a run in characters; longer ones are printed below the table, for all runs."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run has left, and how it ended."""
+    """The files that a run has left, and how it ended."""
 
     folder: Path
     label: str
-    """Its folder below the output root: recipe and time, or of a sweep its number too."""
+    """Its folder below the output root: recipe and time; in a sweep, its number too."""
     status: str
     reason: str
     report: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Empty without one."""
+    """Empty if the run has none."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The composed config; empty outside recipes, and of a run that failed before it was built."""
+    """The composed config; empty outside recipes, and if the run failed before it was built."""
     overrides: Sequence[str] = ()
-    """What was typed, of a run without settings."""
+    """The typed overrides of a run without settings."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
     """Print a run's report, and write its page.
 
     Raises:
-        UsageError: It has none, or the page cannot be written.
+        UsageError: The run has no report, or the page cannot be written.
     """
     from lightning_eff.report.display import report_text
     from lightning_eff.report.files import write_page
@@ -86,7 +86,7 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
 
 
 def show_several(runs: list[RunReport], metric: str = VAL_LOSS, *, as_json: bool) -> None:
-    """Print the runs side by side; `metric` is any that they log."""
+    """Print runs side by side; `metric` is any metric that they log."""
     compared = compare_runs(runs, metric)
     if as_json:
         print_json(compared)
@@ -98,12 +98,12 @@ def find_runs(word: str, root: Path) -> list[Path]:
     """Return the folders of the runs that a word names.
 
     Args:
-        word: A run's folder or its efficiency.json, a sweep's folder for all of its runs, or a recipe, by its
-            name or file, for its newest run.
+        word: A run's folder or its efficiency.json; a sweep's folder, for all its runs; or a recipe's name or
+            file, for its newest run.
         root: Folder of all runs.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: It names no run.
     """
     check_path("RUN", word)
     path = Path(word)
@@ -129,7 +129,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
 
 
 def numbered_runs(sweep: Path) -> list[Path]:
-    """Return the folders of a sweep's runs, in their order."""
+    """Return the folders of a sweep's runs in order."""
     folders = sweep.iterdir() if sweep.is_dir() else ()
     numbered = [each for each in folders if each.is_dir() and each.name.isdecimal()]
     return sorted(numbered, key=lambda each: int(each.name))
@@ -140,7 +140,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _newest(folder: Path) -> Path | None:
-    """Return a recipe's newest run: of those with a report, else of all."""
+    """Return a recipe's newest run with a report, or its newest run if none has one."""
     for name in (LEDGER_FILE, RESOLVED):
         found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
         if found:
@@ -152,10 +152,10 @@ def read_run(folder: Path, root: Path) -> RunReport:
     """Read a run's report and config.
 
     Raises:
-        ConfigError: The report is damaged, or of a version that this one cannot show.
+        ConfigError: The report is damaged, or its version is not supported.
         UsageError: The config is damaged.
     """
-    from lightning_eff.report.files import read_report  # imports torch: a misspelt run is rejected without
+    from lightning_eff.report.files import read_report  # imports torch: reject a misspelt run first
 
     settings = _content(folder / RESOLVED, {})
     root = Path(str(settings.get("output_root") or root)).resolve()
@@ -171,13 +171,13 @@ def read_run(folder: Path, root: Path) -> RunReport:
 
 
 def _content(file: Path, default: Any) -> Any:
-    """Return a YAML file's content; `default` if it is not there, or is of another type."""
+    """Return a YAML file's content; `default` if it is missing or has another type."""
     content = read_yaml(file).content if file.is_file() else default
     return content if isinstance(content, type(default)) else default
 
 
 def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return status and reason of a run that has no report."""
+    """Return status and reason for a run without a report."""
     log = folder / ERROR_LOG
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -189,13 +189,13 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
 
 
 def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str, Any]:
-    """Return a row for each run, and notes, in plain types.
+    """Return one row per run, and notes, in plain types.
 
-    A row has only the settings that differ, None for one that is unset; a missing figure is None.
+    A row contains only the settings that differ, None for an unset one. A missing figure is None.
 
     Args:
-        runs: At least one to compare.
-        metric: Any that the runs log, for the last of the columns with losses.
+        runs: One or more runs.
+        metric: Any metric that the runs log, for the last of the loss columns.
     """
     from lightning_eff.config.ckpt_path import portable_settings  # imports Lightning
 
@@ -207,7 +207,7 @@ def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str,
             row["settings"] = {word.partition("=")[0]: word.partition("=")[2] for word in run.overrides}
     unknown = [run.label for run in runs if not (run.settings or run.overrides)]
     notes = [f"{label}: no {RESOLVED}, so its settings are unknown" for label in unknown]
-    # The first run that was measured: a failed one in front would leave all others without ratios.
+    # Ratios are to the first run that was measured, so that a failed first run does not remove all ratios.
     first = next((index for index, row in enumerate(rows) if row["samples_per_s"]), 0)
     for run, row in zip(runs, rows, strict=True):
         others: list[str] = []
@@ -248,10 +248,10 @@ def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str,
 
 
 def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
-    """Return for each config the settings that are not the same in all of them, by their dotted keys.
+    """Return the settings of each config that are not equal in all of them, by dotted keys.
 
-    A setting that a config does not have is None. An object is named by its class; of objects of different
-    classes only those arguments are compared that all have.
+    A setting that a config lacks is None. An object is shown by its class; for objects of different classes,
+    only arguments that all of them have are compared.
 
     Example:
         >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
@@ -269,9 +269,9 @@ def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
 
 
 def _flatten(node: Any, path: str = "") -> dict[str, str]:
-    """Return the settings of a config as text, by dotted keys; the key of an object has its class."""
+    """Return a config's settings as text by dotted keys; an object's own key has its class."""
     if not isinstance(node, Mapping):
-        # A tuple is a path below the run's folder or the output root.
+        # A tuple stands for a path below the run's folder or the output root.
         value = node[1] if isinstance(node, tuple) else node
         return {path: value if isinstance(value, str) else json.dumps(value, default=str)}
     found = {path: str(node["_target_"])} if "_target_" in node else {}
@@ -282,9 +282,9 @@ def _flatten(node: Any, path: str = "") -> dict[str, str]:
 
 
 def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
-    """Return the table for a terminal, `-` where a figure is missing, and the notes.
+    """Return the table for a terminal, with `-` for a missing figure, and the notes.
 
-    Long settings stand below the table.
+    Long settings are printed below the table.
     """
     rows: Sequence[Mapping[str, Any]] = compared["rows"]
     metric: str = compared["metric"]
@@ -307,7 +307,7 @@ def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: Mapping[str, Any], metric: str, *settings: str) -> list[str]:
     def cell(value: Any, form: Callable[[Any], str]) -> str:
-        return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is nan
+        return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is NaN
 
     return [
         row["run"],

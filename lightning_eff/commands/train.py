@@ -73,7 +73,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     with recipe_app(options.recipe, options.overrides, path) as app:
         if options.cfg or options.info:
             app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
-            return EXIT_OK  # without a handler for logs: Hydra adds one, and would print twice
+            return EXIT_OK  # before a log handler is added: Hydra adds one, and would print twice
         configure_logging(launch)
         job = Job(options.recipe, path, launch, as_json=options.json, is_sweep=options.multirun)
         if options.multirun:
@@ -100,7 +100,7 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
 
 
 def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
-    """Build a run, and fit it in the folder that Hydra creates: what is rejected before leaves none."""
+    """Build a run, and fit it in the folder that Hydra creates; a run rejected earlier leaves no folder."""
     check_tasks(composed.values["trainer"], job.launch)
     run_dir = shared_run_dir(job.launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
     composed = composed if run_dir == composed.run_dir else app.check(run_dir)
@@ -111,14 +111,14 @@ def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[
             raise
         raise explained from None
     make_folder(run_dir.parent)
-    if built[0].is_finished:  # by an earlier run, which has a folder
+    if built[0].is_finished:  # an earlier run finished it, and has a folder
         return Ended(built[0].fit())
     fit = partial(job.ended, partial(job.fit, built), overrides, run_dir)
     return app.run(lambda _: fit(), run_dir, save_config=not job.launch.rank)
 
 
 def _run_sweep(app: RecipeApp, job: Job) -> None:
-    """Check and run a sweep; the standard output has the table of its runs alone, whatever ends it."""
+    """Check and run a sweep; however it ends, stdout contains only the table of its runs."""
     folder, metric = app.check_sweep()
     try:
         with redirect_stdout(sys.stderr):
@@ -130,29 +130,29 @@ def _run_sweep(app: RecipeApp, job: Job) -> None:
 
 
 def train_in_worker(words: Sequence[str]) -> None:
-    """Train in a worker of Ray: recipe and overrides, as on the command line."""
+    """Train in a worker of Ray; `words` are recipe and overrides, as on the command line."""
     main(_parser.parse(["train", *words]))
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The report of a run; of one that failed what it has left of it, and the error to show."""
+    """The report of a run; for a failed run, its partial report and the error to show."""
 
     report: dict[str, Any]
     failure: BaseException | None = None
 
 
 def left_of(folder: Path) -> dict[str, Any]:
-    """Return what a run that failed has left of its report."""
+    """Return the part of its report that a failed run has left."""
     file = folder / LEDGER_FILE
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 @dataclass
 class Job:
-    """How a recipe's runs are started, in this process or in others, and what is shown of an error.
+    """How a recipe's runs are started, in this process or in others, and how their errors are shown.
 
-    A launcher plugin may pickle it, and use it in another process.
+    A launcher plugin may pickle it and use it in another process.
     """
 
     recipe: str
@@ -163,7 +163,7 @@ class Job:
     _memory: Any = None
 
     def run_ranks(self, values: Mapping[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-        """Run each rank in a process of its own, which composes its config once more; return the report."""
+        """Run each rank in a separate process, which composes its config again; return the report."""
         words = [self.recipe, *overrides, *self.path.options()]
         if values.get("launch"):
             from lightning_eff import run
@@ -175,21 +175,21 @@ class Job:
             ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})
             return ray_driver.run(ray, train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
-        is_read = self.as_json or self.is_sweep  # the standard output, for JSON or the table
+        is_read = self.as_json or self.is_sweep  # stdout, as JSON or for the table
         return run_ranks(words, folder, values["trainer"], as_json=is_read)
 
     def build(self, values: Mapping[str, Any], run_dir: Path) -> Run:
         """Build a run from its checked config."""
         take_over_lightning(self.launch)
-        from lightning_eff import run  # takes seconds: after everything that is rejected without it
+        from lightning_eff import run  # takes seconds: after all rejections that do not need it
 
         self._memory = host_memory.host_memory_limit()  # after the imports, before the run allocates
         return run.build(values, recipe=self.recipe, run_dir=run_dir, launch=self.launch)
 
     def fit(self, built: list[Run]) -> dict[str, Any]:
-        """Train the run in a list, which is empty afterwards; return its report.
+        """Train the run in a one-element list, which is emptied; return its report.
 
-        No caller then holds the run, so that its memory can be freed if that was not enough.
+        So no caller keeps a reference to the run, and its memory can be freed after an OOM error.
         """
         from lightning_eff.launch.stop import ended_together
 
@@ -198,10 +198,10 @@ class Job:
             return run.fit()
 
     def ended(self, start: Callable[[], dict[str, Any]], overrides: Sequence[str], folder: Path) -> Ended:
-        """Run `start` in a run's folder; return its report, or what it failed with."""
+        """Run `start` in a run's folder; return its report, or its error."""
         try:
             return Ended(start())
-        except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames around Ctrl-C too
+        except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames, even around Ctrl-C
             path = error_log(folder, self.launch.rank)
             is_new = not (error.__dict__.get("is_reported") or path.exists())  # else a rank has written it
             if exit_code(error) != EXIT_OK and is_new:
@@ -213,7 +213,7 @@ class Job:
     def explain(
         self, error: BaseException, overrides: Sequence[str], folder: Path | None = None
     ) -> BaseException:
-        """Return the error to show: out of memory gets the planner's advice, any other stays.
+        """Return the error to show: OOM errors get the planner's advice, others stay unchanged.
 
         The page of the run in `folder` shows the advice too.
         """
@@ -236,7 +236,7 @@ class Job:
 
 
 def last_value(report: Mapping[str, Any], metric: str) -> float:
-    """Return a metric's last value of a run, from Lightning's `callback_metrics` when it ended.
+    """Return a run's last value of a metric, from Lightning's final `callback_metrics`.
 
     Raises:
         SweepRunError: The run has not logged it, or it is NaN, which no sweeper can use.
@@ -248,14 +248,14 @@ def last_value(report: Mapping[str, Any], metric: str) -> float:
             logged += "; no validation ran: lower trainer.val_check_interval"
         error = ConfigError(key=METRIC, value=metric, allowed=logged)
         raise SweepRunError(str(error), error.exit_code)  # a ConfigError cannot be pickled
-    value = float(metrics[metric])  # the report has NaN as text
+    value = float(metrics[metric])  # the report stores NaN as text
     if math.isnan(value):
         raise SweepRunError(f"{METRIC}: {metric} is nan at the end of the run")
     return value
 
 
 class _SweepJob:
-    """Called by Hydra for each run of a sweep, by a launcher plugin perhaps in another process."""
+    """Called by Hydra for each run of a sweep; a launcher plugin may call it in another process."""
 
     def __init__(self, job: Job, loader: RecipeLoader) -> None:
         self._job = job
@@ -264,22 +264,22 @@ class _SweepJob:
 
     @keep_overrides()
     def __call__(self, cfg: DictConfig) -> float | None:
-        """Run one job, composed by Hydra and without its section, in the folder that Hydra created for it.
+        """Run one job, composed by Hydra and without Hydra's section, in the folder that Hydra created.
 
         Returns:
             The last value of the metric that the sweep optimizes.
 
         Raises:
             BaseException: The sweep was stopped.
-            SweepRunError: The run failed. Hydra's own sweeper runs the others before it raises it; one that
-                searches counts it.
+            SweepRunError: The run failed. Hydra's own sweeper runs the other jobs before it raises the error;
+                a searching sweeper counts it.
         """
         hydra, job = HydraConfig.get(), self._job
         if os.getpid() != self._home_pid:
             job.launch = Launch.of()
             configure_logging(job.launch)
         folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
-        with reports_in_brief():  # else they would bury the table
+        with reports_in_brief():  # reports would bury the table
             ended = job.ended(partial(self._run, cfg, overrides, folder), overrides, folder)
         if job.launch.rank:
             return None
@@ -288,7 +288,8 @@ class _SweepJob:
             return None if metric is None else last_value(ended.report, metric)
         if exit_code(ended.failure) in STOPPED:
             raise ended.failure
-        # Of a class that can be pickled, with the place of the traceback, which the process takes with it.
+        # This class can be pickled. The text has the traceback's path, because the traceback ends with the
+        # process.
         place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
         first, *rest = root_cause_line(ended.failure).splitlines()
         raise SweepRunError(

@@ -1,11 +1,12 @@
 """Find the fastest combination of techniques that fits, with the same training and global batch.
 
-It is `compare` over a search, with the recipe as the baseline: each change is measured alone, the faster half
-again, then all combinations of those that were faster beyond the noise, and once more the faster half of all.
-Memory is checked twice: before a trial by the planner's prediction, and after it by its measured peak.
+It runs like `compare`, over a search with the recipe as the baseline. Each change is measured alone, and the
+faster half again. Then all combinations of changes that were faster beyond the noise are measured, and again
+the faster half of everything. Memory is checked twice: before a trial by the planner's prediction, after it
+by the measured peak.
 
-Every result is kept as soon as it is known, in a folder named by everything that it depends on, so that the
-same command continues after an interruption.
+Each result is stored as soon as it is known, in a folder named after everything that the result depends on.
+So the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from lightning_eff.kernels import devices
 from lightning_eff.launch.job import check_local
 from lightning_eff.planner.advice import AdvisedRecipe, advise, mutually_exclusive
 from lightning_eff.planner.forecast import DeviceMemory
-from lightning_eff.planner.prediction import quietly
+from lightning_eff.prediction.predict import quietly
 from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4
-"""Changes of which all combinations are tried: those that helped most alone."""
+"""Number of changes whose combinations are all tried: the changes that helped most alone."""
 NUM_ROUNDS = 3
 UNCHANGED: Change = ()
 
@@ -104,10 +105,10 @@ def name_of(change: Change) -> str:
 
 
 def _base(recipe: AdvisedRecipe, until: float) -> Change:
-    """Return what makes the recipe fit; nothing if it does.
+    """Return the changes that make the recipe fit; empty if it fits unchanged.
 
     Raises:
-        RunOutOfMemoryError: Nothing does.
+        RunOutOfMemoryError: No change makes it fit.
     """
     free_bytes = recipe.memory.free_bytes
     needed = recipe.forecast(()).num_bytes
@@ -123,12 +124,12 @@ def _base(recipe: AdvisedRecipe, until: float) -> Change:
 
 
 def _changes(options: argparse.Namespace, recipe: AdvisedRecipe, base: Change) -> list[Change]:
-    """Return the changes to try: none of a key that the user has set."""
+    """Return the changes to try, without changes of keys that the user has set."""
     values = recipe.compose(base) if base else recipe.values
     try:
         facts = set(run_facts(build_trainer(dict(values)), model_without_memory(values)))
     except Exception:  # noqa: BLE001 - a user's class may raise anything
-        facts = {"run/batch_norm"}  # if it has some, the number of samples that are computed at once matters
+        facts = {"run/batch_norm"}  # assume batch norm: the number of samples computed at once matters
     peak = recipe.forecast(base).peak
     facts |= {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set()
     typed: set[str] = set()
@@ -136,7 +137,7 @@ def _changes(options: argparse.Namespace, recipe: AdvisedRecipe, base: Change) -
         key, value = str(item.key_or_group), item.value()
         names = value if isinstance(value, list) else [value]
         keys = [f"callbacks.{name}" for name in names] if key == "callbacks" else [key]
-        # A callback that the user has listed or set is not removed.
+        # Do not remove a callback that the user has listed or set.
         typed |= {*keys, *(f"~{'.'.join(key.split('.')[:2])}" for key in keys)}
     return [
         change
@@ -149,7 +150,7 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
     """Return all combinations of at least two changes, the largest first.
 
     Args:
-        helped: Changes that helped alone, the best first.
+        helped: Changes that helped alone, best first.
 
     Example:
         >>> combinations([("+callbacks=a",), ("data.batch_size=2",), ("data.batch_size=4",)])
@@ -168,7 +169,7 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
 def fingerprint(
     values: Mapping[str, Any], memory: DeviceMemory, base: Change, limit_s: float, steps: int
 ) -> str:
-    """Return a name for what a result depends on: settings, device, what makes it fit, length, torch."""
+    """Return a hash of everything a result depends on: settings, device, base changes, length, torch."""
     device = (memory.name, memory.memory_bytes)
     length = (limit_s, steps)
     about = [portable_settings(values), device, base, length, torch.__version__, torch.get_num_threads()]
@@ -182,9 +183,9 @@ class Search:
 
     Args:
         recipe: Predicts the memory of a step.
-        rounds: Runs the trials; it has the results of earlier calls too.
+        rounds: Runs the trials; includes results of earlier calls.
         trial: Returns the trial of a change.
-        base: Changes without which the recipe does not fit, part of every trial.
+        base: Changes that make the recipe fit; part of every trial.
     """
 
     recipe: AdvisedRecipe
@@ -193,13 +194,13 @@ class Search:
     base: Change = UNCHANGED
 
     def run(self, changes: Sequence[Change]) -> Change:
-        """Return the fastest that fits, perhaps the unchanged recipe.
+        """Return the fastest combination that fits, possibly the unchanged recipe.
 
         Raises:
             UsageError: The recipe itself cannot be measured.
         """
         first = self._tried([UNCHANGED])
-        for _ in range(2):  # the difference is the noise, also where there is no time for a second round
+        for _ in range(2):  # their difference is the noise, even if no time is left for a second round
             self.rounds.run_round(first)
         for row in self.rows():
             if row.reason or row.excluded:
@@ -214,7 +215,7 @@ class Search:
         return tuple(row.overrides[len(self.base) :])
 
     def _tried(self, changes: Sequence[Change]) -> list[Trial]:
-        """Return the trials of what the rules allow and is expected to fit, as far as there is time."""
+        """Return trials that the rules allow and that are expected to fit, while time is left."""
         trials: list[Trial] = []
         for change in changes:
             trial = self.trial(change)
@@ -231,7 +232,7 @@ class Search:
         return trials
 
     def _predicted_bytes(self, change: Change) -> int | None:
-        with quietly():  # warnings of the recipe have been shown
+        with quietly():  # the recipe's warnings have been shown
             return self.recipe.forecast((*self.base, *change)).num_bytes
 
     def _why_too_large(self, num_bytes: int, how: str) -> str:
@@ -243,13 +244,13 @@ class Search:
         return self._tried(combinations([self._change_of(row) for row in faster(self.rows())]))
 
     def _faster_half(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the recipe's trial, and of the others that may be proposed the faster half."""
+        """Return the recipe's trial, and the faster half of the other trials that may be proposed."""
         rates = {row.technique: row.samples_per_s or 0.0 for row in self.rows() if can_win(row)}
         able = sorted((each for each in trials if each.name in rates), key=lambda each: -rates[each.name])
         return [*trials[:1], *able[: (len(able) + 1) // 2]]
 
     def rows(self) -> list[ComparisonRow]:
-        """Return the table so far; what does not fit or has a part without effect is excluded too."""
+        """Return the table so far; rows that do not fit, or contain a part without effect, are excluded."""
         rows = self.rounds.table_rows()
         for row in rows:
             change = self._change_of(row)
@@ -257,7 +258,7 @@ class Search:
                 continue
             if row.peak_bytes is not None:
                 row.excluded = self._why_too_large(row.peak_bytes, "measured")
-            elif self._predicted_bytes(change) is None:  # as of a compiled model on a CPU
+            elif self._predicted_bytes(change) is None:  # for example a compiled model on a CPU
                 row.excluded = "its memory is neither predicted nor measured"
             if row.idle and not row.excluded and change:
                 row.excluded = f"{NO_EFFECT}: {', '.join(row.idle)}"
@@ -265,7 +266,7 @@ class Search:
 
 
 def _report(options: argparse.Namespace, search: Search, best: Change) -> int:
-    """Print the table, and the command that uses the result in the last line."""
+    """Print the table, and in the last line the command that uses the result."""
     rows, change = search.rows(), (*search.base, *best)
     row = next((each for each in rows if each.technique == name_of(best)), None)
     is_measured = row is not None and row.samples_per_s is not None

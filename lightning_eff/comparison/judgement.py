@@ -1,12 +1,12 @@
 """Judge measured rows against the baseline: ratios, losses, which rows are excluded, and the verdict.
 
-Two measurements of the same training differ too. By how much is the noise of this run, the larger of two
-estimates: how far the ratio of a row without effect is from 1, and twice how far the rounds of a trial differ
-(twice, because the row and the baseline both vary). Only a ratio beyond the noise is a difference.
+Two measurements of the same training differ too. Their difference is this run's noise, the larger of two
+estimates. One is how far the ratio of a row without effect is from 1. The other is twice how far the rounds
+of a trial differ (twice, because the row and the baseline both vary). Only a ratio beyond the noise counts.
 
-A technique with `exact = True` promises the loss of the plain run. A row that adds or removes only such
-techniques, and whose loss differs, is excluded however fast it is. Where training draws random numbers, as
-dropout does, nothing is excluded for its loss: most of these techniques draw others.
+A technique with `exact = True` promises the loss of the plain run. If a row adds or removes only such
+techniques and its loss differs, it is excluded however fast it is. If training draws random numbers, for
+example for dropout, no row is excluded for its loss, because most of these techniques draw different numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lightning_eff.comparison.result_table import (
 )
 
 LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
-"""How much losses may differ by the order of additions, as a fraction of the baseline's largest. The weakest
-fault that float32 must show is 1e-3; in 16 bits, two units in the last place of bfloat16."""
+"""Tolerance of losses for the order of additions, as a fraction of the baseline's largest loss. The smallest
+fault to detect in float32 is 1e-3; in 16 bits the tolerance is two units in the last place of bfloat16."""
 FAR = 10.0
-"""Times the baseline's largest loss, from which a row is one that diverges."""
+"""A row diverges if its loss exceeds this many times the baseline's largest loss."""
 SMALLER = 0.97
 """Ratio of peaks below which a row needs less memory."""
 SAME_LOSS = 0.02
-"""Fraction of the loss by which a technique that helps may change it."""
+"""Largest change of the loss by a technique that counts as helpful, as a fraction of the loss."""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
-    """Fill in each row's ratios, the difference of losses at steps that both have, and `excluded`."""
+    """Fill in each row's ratios, the difference of losses at common steps, and `excluded`."""
     baseline = next((row for row in rows if row.technique == BASELINE), None)
     if baseline is None:
         return
@@ -56,7 +56,7 @@ def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
 
 
 def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
-    """Return why a row takes no part in the verdict; empty if it does."""
+    """Return why a row is excluded from the verdict; empty if it is not."""
     changed = row.techniques.keys() ^ baseline.techniques.keys()
     is_same = _has_same_loss(row, baseline)
     settings = [(_other_settings(each), each.precision) for each in (row, baseline)]
@@ -73,7 +73,7 @@ def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
 
 
 def _diverges(row: ComparisonRow, baseline: ComparisonRow) -> bool:
-    """Return whether the last loss is not finite, or far above all of the baseline's, which are finite."""
+    """Return whether the last loss is not finite, or far above all losses of a finite baseline."""
     losses = [loss for _, loss in baseline.losses]
     if not (losses and row.losses and all(map(math.isfinite, losses))):
         return False
@@ -82,17 +82,17 @@ def _diverges(row: ComparisonRow, baseline: ComparisonRow) -> bool:
 
 
 def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
-    """Return whether the losses agree up to rounding; also where the baseline's cannot be compared."""
+    """Return whether the losses agree up to rounding, or the baseline's cannot be compared."""
     if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
         return True
     rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
-    # The last losses may be near 0. A NaN in this row alone is a difference.
+    # The last losses may be near 0. A NaN in this row only is a difference.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
 
 
 def _other_settings(row: ComparisonRow) -> set[str]:
-    """Return a row's overrides of anything but callbacks."""
+    """Return a row's overrides of anything other than callbacks."""
     return {line for line in row.overrides if not line.lstrip("+~").startswith("callbacks")}
 
 
@@ -102,28 +102,28 @@ def can_win(row: ComparisonRow) -> bool:
 
 
 def noise(rows: Sequence[ComparisonRow]) -> float | None:
-    """Return by which fraction speed ratios differ from 1 by chance; None after one round."""
+    """Return the relative amount by which speed ratios differ from 1 by chance; None after one round."""
     rates = [(row.samples_per_s, row.samples_per_s_spread) for row in rows if row.samples_per_s]
     spreads = [spread / rate for rate, spread in rates if spread is not None]
     if not spreads:
         return None
-    # The fastest of several rounds is faster than a single one, as of a row that `tune` has left out.
+    # Single rounds are skipped: the best of several rounds is faster, which `tune`'s dropped rows lack.
     repeated = [row for row in rows if row.excluded == NO_EFFECT and row.num_rounds > 1]
     without_effect = [row.speed_ratio for row in repeated if row.speed_ratio]
     return max([2 * statistics.median(spreads), *(max(each, 1 / each) - 1 for each in without_effect)])
 
 
 def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows that may be recommended and are faster than the baseline beyond the noise, best first.
+    """Return the recommendable rows that are faster than the baseline beyond the noise, best first.
 
-    After one round the noise is unknown, and no row is.
+    After one round the noise is unknown, so the list is empty.
     """
     level = noise(rows)
     if level is None:
         return []
     found: list[ComparisonRow] = []
     for row in filter(can_win, rows):
-        # A row that is noisier than the others has a noise of its own.
+        # A row that is noisier than the others is compared with its own noise.
         own = 2 * (row.samples_per_s_spread or 0.0) / (row.samples_per_s or 1.0)
         if (row.speed_ratio or 0.0) > 1 + max(level, own):
             found.append(row)
@@ -131,7 +131,7 @@ def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return which trials are faster or smaller than the baseline at the same loss, the best first."""
+    """Return the trials that are faster or smaller than the baseline at the same loss, best first."""
     fast = {row.technique for row in faster(rows)}
     helped: dict[str, float] = {}
     for row in rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle  # to find out what cannot reach another process: nothing is unpickled here
+import pickle  # to detect objects that cannot reach another process: nothing is unpickled here
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "limit_val_batches": 0,
 }  # fmt: skip
-"""Keywords of every trial's Trainer, unless the trial sets them."""
+"""Default keywords of every trial's Trainer."""
 
 
 def compare(
@@ -31,19 +31,19 @@ def compare(
     limit_s: float = 180.0,
     seed: int = 1,
 ) -> list[ComparisonRow]:
-    """Train a module for a few steps under each set of Trainer keywords; return one row of figures for each.
+    """Train a module for a few steps with each set of Trainer keywords; return one row of figures per set.
 
-    Every trial runs in a process of its own, once per round: call this below `if __name__ == "__main__":`.
+    Every trial runs in its own process, once per round: call this below `if __name__ == "__main__":`.
 
     Args:
-        build: Returns a LightningModule, and its DataLoader or LightningDataModule. A function of a module or
-            script, not a lambda: each process calls it anew.
-        trials: Keywords of `lightning.pytorch.Trainer` by the row's name. All rows are compared to
+        build: Returns a LightningModule, and its DataLoader or LightningDataModule. It must be a function of
+            a module or script, not a lambda, because each process calls it again.
+        trials: Keywords of `lightning.pytorch.Trainer` by the row's name. All rows are compared with
             `baseline`, which is added without keywords if it is missing.
-        max_steps: Optimizer steps of a trial, at least 6: the first ones are not timed.
-        rounds: Number of times that each trial runs.
+        max_steps: Optimizer steps per trial, at least 6: the first ones are not timed.
+        rounds: Number of times each trial runs.
         limit_s: Seconds after which a trial is killed; it starts no batch a third of them after its first.
-        seed: Of each process before it builds.
+        seed: Seed of each process before it builds.
 
     Raises:
         ConfigError: `max_steps` or `rounds` is too small, or `build` cannot be called in another process.

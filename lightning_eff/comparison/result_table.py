@@ -1,7 +1,7 @@
-"""Summarize the rounds of each trial as a row by its fastest round, and show rows as a table or a page.
+"""Summarize each trial's rounds as a row with its fastest round, and render rows as a table or a page.
 
-Whatever else the machine does only slows a trial down, so the fastest round is closest to what the technique
-costs; the distance to the slowest round is shown next to it.
+Other load on the machine can only slow a trial down, so the fastest round is closest to the technique's cost.
+The difference to the slowest round is shown next to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrialResult:
 
 @dataclass
 class ComparisonRow:
-    """A row of the table; ratios are to the baseline, and a figure that is missing is None.
+    """A row of the table; ratios are to the baseline, and missing figures are None.
 
     judgement.py fills in the ratios, the difference of losses, and `excluded`.
 
@@ -40,20 +40,20 @@ class ComparisonRow:
         technique: Name of the trial.
         status: `measured`, `not run` or `failed`.
         reason: Why it was not measured, or not in each round.
-        overrides: Those that turn the recipe into this trial.
-        samples_per_s: Of the fastest round.
+        overrides: Overrides that turn the recipe into this trial.
+        samples_per_s: Throughput of the fastest round.
         samples_per_s_spread: How much slower the slowest round was.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
         losses: Step and loss.
         loss: Mean over the last quarter of the steps.
         loss_difference: To the baseline, over the last quarter of the steps that both have.
-        first_batch_s: Longest batch before timing began, with compilation.
-        num_rounds: Processes that measured it.
+        first_batch_s: Longest batch before timing started, including compilation.
+        num_rounds: Number of processes that measured it.
         techniques: Techniques of the run, by name, and whether each promises the loss of the plain run.
-        idle: Callbacks and strategies that had no effect here, and did not already have none in the baseline.
-        precision: Of the Trainer.
+        idle: Callbacks and strategies without effect here that were not without effect in the baseline.
+        precision: Precision of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
-        excluded: Why it takes no part in the verdict: `no effect`, `changes the loss` or `diverges`.
+        excluded: Why it is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.
     """
 
     technique: str
@@ -78,7 +78,7 @@ class ComparisonRow:
 
 
 def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialResult]) -> ComparisonRow:
-    """Return the row of a trial from its overrides and its results, one for each round."""
+    """Return the row of a trial from its overrides and its results, one per round."""
     measured = [result for result in results if result.status == MEASURED]
     if not measured:
         last = results[-1] if results else TrialResult(NOT_RUN, "interrupted before its turn")
@@ -104,7 +104,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         first_batch_s=max(figures("first_batch_s"), default=None),
         num_rounds=len(measured),
         techniques={entry["technique"]: entry.get("exact", False) for entry in ledger},
-        # Not checkpoint_io: `durable` never has an effect, because a trial saves nothing.
+        # Without checkpoint_io: `durable` never has an effect here, because a trial saves nothing.
         idle=[
             entry["technique"]
             for entry in ledger
@@ -116,7 +116,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
 
 
 def last_quarter(values: Sequence[float]) -> float | None:
-    """Return the mean over the last quarter of some values, of at least one; None if there are none."""
+    """Return the mean over the last quarter of the values, at least one; None without values."""
     last = values[-max(1, len(values) // 4) :]
     return sum(last) / len(last) if last else None
 
@@ -127,7 +127,7 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> str:
 
 
 def cells(row: ComparisonRow) -> tuple[str, ...]:
-    """Return a row's cells as text, `-` where a figure is missing."""
+    """Return a row's cells as text, `-` for a missing figure."""
     rate = "-" if row.samples_per_s is None else f"{row.samples_per_s:.1f}"
     if row.samples_per_s_spread is not None:
         rate += f" (-{row.samples_per_s_spread:.1f})"

@@ -1,4 +1,4 @@
-"""Run trials in rounds: each round runs all of them, in alternating direction against thermal drift."""
+"""Run trials in rounds; each round runs all of them, in alternating order against thermal drift."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_eff.comparison.result_table import (
 )
 
 KEPT = ("measured", "losses", "ledger", "precision", "draws_random_numbers")
-"""Parts of a trial's report that a row is made of."""
+"""Entries of a trial's report that a row is built from."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A row's name, the overrides that make it this trial, and what trains it in another process."""
+    """A row's name, the overrides of its trial, and the function that trains it in another process."""
 
     name: str
     overrides: list[str]
@@ -43,8 +43,8 @@ class TrialRounds:
         folder: Where they run.
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
-        kept: Folder of results of an earlier process, which are taken in place of a trial; each new one is
-            added as soon as it is known. None keeps nothing.
+        kept: Folder of an earlier process's results, which replace trials; each new result is added as soon
+            as it is known. None keeps nothing.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class TrialRounds:
         combine: Callable[[], list[Trial]],
         keep: Callable[[Sequence[Trial]], Sequence[Trial]] = lambda trials: trials,
     ) -> None:
-        """Run all rounds; the trials of what helped alone in the first two take part in the third one.
+        """Run all rounds; trials that combine the best of the first two rounds join in the third one.
 
         Args:
-            trials: Those of the first round.
+            trials: Trials of the first round.
             num_rounds: Number of rounds.
-            combine: Returns those of what helped.
-            keep: Returns which of a round's take part in the next one.
+            combine: Returns trials that combine what helped alone.
+            keep: Returns the trials of a round that take part in the next one.
         """
         for number in range(1, num_rounds + 1):
             self.run_round(trials)
@@ -90,7 +90,7 @@ class TrialRounds:
                 trials = keep([*trials, *combined])
 
     def run_round(self, trials: Sequence[Trial]) -> None:
-        """Run each trial once, except those that have failed; every other round in reverse order."""
+        """Run each trial once, except trials that have failed; every second round in reverse order."""
         self._overrides |= {trial.name: trial.overrides for trial in trials}
         self._num_rounds += 1
         for trial in reversed(trials) if self._num_rounds % 2 == 0 else trials:
@@ -107,7 +107,7 @@ class TrialRounds:
             sys.stderr.write(f" round {number}, {trial.name}: {outcome}\n")
 
     def _kept_result(self, trial: Trial, number: int) -> TrialResult | None:
-        """Return the result that is kept, else run the trial and keep it; None if there is no time."""
+        """Return a trial's kept result, else run it and keep the result; None if there is no time left."""
         named = f"{hashlib.sha256(trial.name.encode()).hexdigest()[:12]}-{number}"
         file = None if self._kept is None else self._kept / f"{named}.json"
         if file is not None and file.is_file():
@@ -115,7 +115,7 @@ class TrialRounds:
         if time.monotonic() >= self.until:
             return None
         result = subprocess_trial.run(trial.train, folder=self._folder / named, limit_s=self._limit_s)
-        # A failure of the baseline is not kept: no setting shows whether its code has been fixed.
+        # Do not keep a failure of the baseline: no setting would show that its code has been fixed.
         if file is not None and (result.status == MEASURED or trial.name != BASELINE):
             report = {key: result.report[key] for key in KEPT if key in result.report}
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class TrialRounds:
         return result
 
     def table_rows(self) -> list[ComparisonRow]:
-        """Return the table so far: measured rows first, then failed, then not run; ratios to the baseline."""
+        """Return the table so far, with ratios to the baseline: measured rows, then failed, then not run."""
         rows = [
             summarize_rounds(name, overrides, self.results.get(name, []))
             for name, overrides in self._overrides.items()

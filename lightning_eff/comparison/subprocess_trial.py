@@ -1,9 +1,9 @@
-"""Run one trial in a process of its own, with a time limit, and return a result whatever happens to it.
+"""Run one trial in its own process, with a time limit, and return a result whatever happens to it.
 
-A trial that hangs is killed with everything it started, one that dies leaves its reason, and its memory is
-freed: every trial starts from the same state. Without a GPU the processes are forked from a server that has
-imported what all of them need, which is most of a short trial's time. With a GPU each one is spawned and
-imports for itself, because CUDA does not survive a fork.
+rounds.py calls `run`. A trial that hangs is killed with everything it started, and one that dies leaves its
+reason. Its memory is freed, so every trial starts from the same state. Without a GPU, processes are forked
+from a server that has done the common imports, which take most of a short trial's time. With a GPU each
+process is spawned and does its own imports, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lightning_eff.core.errors import (
 REPORT_FILE, LOG_FILE = "report.json", "log.txt"
 REASON_LENGTH = 200
 TRAINING_FRACTION = 1 / 3
-"""Of a trial's time limit, after which it starts no more batches, counted from the end of the first one."""
+"""Fraction of the time limit after the first batch; when it has passed, no batch starts."""
 END_FRACTION = 5 / 6
-"""Of the limit, after which it starts none however long the first one took, as to compile."""
+"""Fraction of the limit after which no batch starts, however long the first one took, e.g. to compile."""
 PRELOADED = ["lightning_eff.run", "lightning_eff.commands.train"]
 """Imports of the server that processes are forked from."""
 TrainTrial = Callable[[Path], int]
-"""Trains, leaves the efficiency report as JSON in `REPORT_FILE` of the folder, and returns an exit code."""
+"""Trains, writes the efficiency report as JSON to `REPORT_FILE` in the folder, and returns an exit code."""
 
 
 def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
@@ -52,13 +52,13 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOADED)  # no effect on a spawned process
     process = context.Process(target=_child, args=(train, folder))
-    with _stderr_to(folder / LOG_FILE):  # the imports of the server print warnings
+    with _stderr_to(folder / LOG_FILE):  # the server's imports print warnings
         process.start()
     try:
         process.join(limit_s)
         is_late = process.is_alive()
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()  # it may not have created its session yet
         process.join()
@@ -69,7 +69,7 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
 
 @contextlib.contextmanager
 def _stderr_to(file: Path) -> Generator[None]:
-    """Redirect the standard error of processes that are started here, not only Python's."""
+    """Redirect stderr of processes started here, not only Python's."""
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
@@ -82,11 +82,11 @@ def _stderr_to(file: Path) -> Generator[None]:
 
 
 def _child(train: TrainTrial, folder: Path) -> None:
-    """Run `train` with all output in a file, in a session of its own, so that all of it can be killed."""
+    """Run `train` with all output in a file, in a separate session, so that all of it can be killed."""
 
     def end_with_owner() -> None:
         multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
-        os.killpg(0, signal.SIGKILL)  # the comparing process is gone, for example killed itself
+        os.killpg(0, signal.SIGKILL)  # the comparing process is gone, for example killed
 
     os.setsid()
     threading.Thread(target=end_with_owner, daemon=True).start()
@@ -95,7 +95,7 @@ def _child(train: TrainTrial, folder: Path) -> None:
             os.dup2(log.fileno(), stream)
     try:
         code = train(folder)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the row's reason
+    except BaseException as error:  # noqa: BLE001 - any error becomes the row's reason
         sys.stderr.write(f"error: {root_cause_line(error)}\n")
         code = exit_code(error) or EXIT_FAILED
     for stream in (sys.stdout, sys.stderr):

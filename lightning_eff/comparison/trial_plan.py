@@ -1,8 +1,9 @@
-"""Plan which trials are compared, each as the overrides that make it of the recipe.
+"""Plan the trials to compare, each as the overrides that turn the recipe into it.
 
-For `compare`: no technique, each one alone, the recipe as it is, all that helped combined. For `tune`: one
-change of the recipe at a time. The techniques say how they are tried (core/technique.py, `Try`). All trials
-share the recipe's model, data, seed and global batch; `train`'s own rules reject those that cannot run.
+`compare` plans the recipe without techniques, with each one alone, the recipe as it is, and everything that
+helped combined. `tune` plans one change of the recipe at a time. The techniques define how they are tried
+(core/technique.py, `Try`). All trials share the recipe's model, data, seed and global batch; `train`'s own
+rules reject trials that cannot run.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
-"""What the baseline sets besides the batch; every recipe resumes exactly, which costs no measurable time."""
+"""Settings of the baseline besides the batch. Every recipe resumes exactly, at no measurable cost."""
 Change = tuple[str, ...]
-"""Overrides that change one thing of a recipe, or several."""
+"""Overrides that make one change of a recipe, or several."""
 TIMER = "lightning_eff.comparison.trial_timer.TrialTimer"
 """Class of the monitor that ends a trial's training, in place of the Trainer's `max_time`."""
 PARTS = (2, 4)
-"""Parts of a device's samples that `tune` tries to compute at once."""
+"""Numbers of parts into which `tune` tries to split a device's samples."""
 
 
 def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the baseline, and each technique alone on top of it, for a composed recipe."""
+    """Return the overrides of the baseline, and of each technique alone, for a composed recipe."""
     trials = {BASELINE: bare_trial(values)}
-    ways = {way.option: way for _, way in reversed(ways_to_try())}  # the first of each option
+    ways = {way.option: way for _, way in reversed(ways_to_try())}  # the first way of each option
     left_out = catalog.techniques_with("try_as").keys() - ways.keys()
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
@@ -51,27 +52,27 @@ def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = None) -> list[str]:
-    """Return overrides of the recipe without techniques but one, in steps of the recipe's global batch."""
+    """Return overrides for the recipe with no or one technique, at the recipe's global batch size."""
     own = [override] if override else []
     size = global_batch_size(values)
     if size:
         on_device = max(1, size // num_ranks(values["trainer"]))
         own.append(f"data.batch_size={on_device}")
-        # A quarter of the batch, or a third, or a half, whichever divides it first.
+        # A quarter of the batch, a third, or a half: the first that divides it.
         part = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
         own += [] if way is None else way.filled(part=part, global_batch=size)
     return merge_overrides(BARE, own)
 
 
 def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change]:
-    """Return each change of a recipe that leaves the training as it is, as overrides.
+    """Return each change of a recipe that keeps its training the same, as overrides.
 
     A technique that is off is added in each of its ways. One that is on is removed, unless it is part of the
     training, and set to its other ways.
 
     Args:
         values: The composed recipe.
-        facts: What is known about its run and its peak, by name.
+        facts: Known facts about its run and its peak, by name.
     """
     callbacks: Mapping[str, Any] = values.get("callbacks") or {}
     on = {f"callbacks/{name}" for name, node in callbacks.items() if node}
@@ -98,7 +99,7 @@ def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change
 
 
 def _is_set(values: Mapping[str, Any], override: str) -> bool:
-    """Return whether a composed recipe has the value, or the option, of an override."""
+    """Return whether a composed recipe already has an override's value or option."""
     key, _, value = override.partition("=")
     found: Any = values
     for part in key.split("."):
@@ -111,7 +112,7 @@ def _is_set(values: Mapping[str, Any], override: str) -> bool:
 
 
 def global_batch_size(values: Mapping[str, Any]) -> int:
-    """Return the samples of an optimizer step on all devices, 0 if the data has no `batch_size`."""
+    """Return the samples per optimizer step on all devices; 0 if the data has no `batch_size`."""
     batch_size = values["data"].get("batch_size")
     if not isinstance(batch_size, int):
         return 0
@@ -123,9 +124,9 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
 
 
 def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]], bool]) -> list[str] | None:
-    """Return one trial of all that helped alone, the best first, and each further one that the rules allow.
+    """Return one trial of everything that helped alone: best first, adding whatever the rules still allow.
 
-    None if it would repeat one of `helped`, which has a trial for each technique, the most helpful first.
+    `helped` has one trial per technique, the most helpful first. None if the result would repeat one of them.
     """
     best = next(iter(helped), [])
     for trial in helped[1:]:
@@ -138,13 +139,13 @@ def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]]
 
 
 def _choices(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the option of each group that has one and is not as in the baseline; callbacks add up."""
+    """Return the option of each single-option group that differs from the baseline's; callbacks add up."""
     pairs = (line.partition("=") for line in overrides if line not in BARE)
     return {key: option for key, _, option in pairs if "." not in key and key.lstrip("+") != "callbacks"}
 
 
 def merge_overrides(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Return the overrides, with each key's last value; callbacks add up.
+    """Return the overrides with each key's last value; callbacks add up.
 
     Example:
         >>> merge_overrides(["callbacks=[a]", "seed=1"], ["+callbacks=b", "seed=2"])
@@ -165,14 +166,14 @@ def merge_overrides(overrides: Sequence[str], later: Sequence[str]) -> list[str]
 def trial_overrides(
     user: Sequence[str], own: Sequence[str], *, steps: int, limit_s: float, without: Sequence[str] = ()
 ) -> list[str]:
-    """Return a trial's overrides: the user's, except those of the groups `without`, then its own.
+    """Return a trial's overrides: the user's, except for the groups in `without`, then its own.
 
     Args:
         user: As on the command line.
-        own: What makes it this trial; replaces the user's of the same keys.
+        own: The trial's overrides; they replace the user's of the same keys.
         steps: Optimizer steps.
         limit_s: Seconds after which it is killed; a third of them after its first batch it starts no more.
-        without: Groups that it sets itself.
+        without: Groups that the trial sets itself.
     """
     timer = f"+monitors.trial_timer={{_target_: {TIMER}, limit_s: {float(limit_s)}}}"
     shared = [f"trainer.max_steps={steps}", timer]

@@ -1,4 +1,4 @@
-"""Stop a trial's training in time to be measured; what compiles in its first batch has time of its own."""
+"""Stop a trial's training in time to be measured; compiling in the first batch gets extra time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_eff.comparison.subprocess_trial import END_FRACTION, TRAINING_FRA
 class TrialTimer(Timer):
     """Start no batch after a third of a trial's limit, counted from the end of the first batch.
 
-    Nor after five sixths of the limit since the start of the fit: the rest is for the start of the process,
-    the batch that runs, and the report.
+    It also starts none after five sixths of the limit since the start of the fit. The rest is for the start
+    of the process, the running batch, and the report.
 
     Args:
         limit_s: Seconds after which the trial is killed.
@@ -36,6 +36,6 @@ class TrialTimer(Timer):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if not self._is_first_over:
             self._is_first_over = True
-            self.on_train_start(trainer, trainer.lightning_module)  # begins to count
+            self.on_train_start(trainer, trainer.lightning_module)  # starts counting
         super().on_train_batch_end(trainer, *args, **kwargs)
         trainer.should_stop |= time.monotonic() >= self._end_s

@@ -1,4 +1,4 @@
-"""Find and check the checkpoint that a run resumes from, its adapter starts from, or that is evaluated."""
+"""Find and check the checkpoint that a run resumes from or evaluates, or that its adapter starts from."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MONITOR = "monitors.model_checkpoint.monitor"
 
 
 class FinishedRunError(ConfigError):
-    """The checkpoint is at or after the run's end: there is nothing left to train."""
+    """The checkpoint is at or after the run's end: nothing is left to train."""
 
 
 def task_folder(values: Mapping[str, Any], recipe: str) -> Path:
-    """Return the folder of the runs with a config's `task_name`, by default the recipe's name.
+    """Return the folder for runs with a config's `task_name`, by default the recipe's name.
 
     Example:
         >>> task_folder({"output_root": "outputs", "task_name": "dev"}, "lm").as_posix()
@@ -43,13 +43,13 @@ def task_folder(values: Mapping[str, Any], recipe: str) -> Path:
 
 
 def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
-    """Return the checkpoint to resume from, which `ckpt_path` names: a path, `last` or `auto`.
+    """Return the checkpoint to resume from: `ckpt_path` is a path, `last` or `auto`.
 
     `last` is the newest intact checkpoint below `folder`. `auto` is the newest intact one of a run with the
-    same settings as `values`; None if there is none.
+    same settings as `values`, or None.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such checkpoint.
     """
     ckpt_path: str | None = values["ckpt_path"]
     if ckpt_path is None:
@@ -78,20 +78,20 @@ def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
 
 
 def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
-    """Return whether the run that saved a checkpoint had these settings, its own folder aside."""
+    """Return whether the run that saved a checkpoint had these settings, apart from its own folder."""
     try:
         saved = read_yaml(path.parent.parent / RESOLVED, expect_mapping=True).content
     except UsageError:  # a checkpoint outside a run's folder
         return False
     base, found = _base_in(values), _base_in(saved)
     if base is not None and found is not None and Path(found).is_relative_to(base):
-        saved = _replace_base(saved, base)  # a folder of runs, in which that run found its base
+        saved = _replace_base(saved, base)  # a folder of runs, where that run found its base
     return portable_settings(saved) == portable_settings(values)
 
 
 def portable_settings(values: Mapping[str, Any]) -> Any:
-    """Return what does not differ between two runs of one command, wherever their folders are mounted."""
-    folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first lies in the second
+    """Return settings that are equal for two runs of one command, wherever their folders are mounted."""
+    folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first is inside the second
 
     def portable(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -107,13 +107,13 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
-    """Return a config with the adapter's base as a file, where it named a folder of runs, and check the base.
+    """Return a config whose adapter base is a file, resolved from a folder of runs; check the base.
 
-    The newest run in that folder changes with the next run. A run that resumes from `ckpt_path` keeps the
-    base of the run before. A missing base is left to PeftAdapter, which reports it when it loads the base.
+    The newest run in that folder changes with the next run. A run that resumes from `ckpt_path` therefore
+    keeps the previous run's base. A missing base is left to PeftAdapter, which reports it on loading.
 
     Raises:
-        ConfigError: The base is not a path, or damaged.
+        ConfigError: The base is not a path, or is damaged.
     """
     base = _base_in(values)
     if base is None:
@@ -149,7 +149,7 @@ def _replace_base(values: Mapping[str, Any], base: str) -> Mapping[str, Any]:
 
 
 def _read_without_tensors(path: Path, key: str, value: str) -> Any:
-    """Return a checkpoint's content, its digest verified, with tensors on the meta device."""
+    """Return a checkpoint's content with tensors on the meta device; its digest is verified."""
     try:
         if key == BASE and path.suffix == ".safetensors":
             return read_with(path, lambda _: None)  # it has no digest; stored_weights.py reads it
@@ -164,11 +164,11 @@ def _read_without_tensors(path: Path, key: str, value: str) -> Any:
 
 
 def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
-    """Return the content of a checkpoint that a Trainer is about to load, its tensors on the meta device.
+    """Return the content of a checkpoint that a Trainer is about to load, with tensors on the meta device.
 
     Raises:
         CheckpointError: It holds an adapter, and the run has none.
-        ConfigError: It is damaged, or no Trainer wrote it.
+        ConfigError: It is damaged, or was not written by a Trainer.
     """
     saved = _read_without_tensors(path, "ckpt_path", str(path))
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
@@ -176,7 +176,7 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
     check_types(saved, path)
     if CHECKPOINT_KEY in saved and not any(isinstance(c, AddsAdapters) for c in callbacks_of(trainer)):
-        # PyTorch would list every key that the model does not have.
+        # PyTorch would list every key that the model lacks.
         raise CheckpointError(
             f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"
             "  try: +callbacks=peft_adapter, with the options of that run"
@@ -188,8 +188,8 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     """Reject a checkpoint at or after the run's end: `fit` would return at once.
 
     Raises:
-        FinishedRunError: It leaves nothing to train.
-        CheckpointError, ConfigError: As `read_for`.
+        FinishedRunError: Nothing is left to train.
+        CheckpointError, ConfigError: As in `read_for`.
     """
     saved = read_for(path, trainer)
     counts = {key: count for key, count in saved.items() if isinstance(count, int)}
@@ -207,16 +207,16 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
 
 
 def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
-    """Return a checkpoint of the runs in a folder, which is a recipe's or that of one run.
+    """Return a checkpoint in a folder, of a recipe's runs or of a single run.
 
     Args:
-        which: `best`, a path, or its name in the run's `checkpoints/`; `last`, the newest intact one, also
-            for None and `auto`.
+        which: `best`, a path, or a name in the run's `checkpoints/`; `last`, None and `auto` select the
+            newest intact one.
         folder: Where `last` and `best` are searched.
-        remedy: The command that would train there.
+        remedy: The command that would train a checkpoint there.
 
     Raises:
-        ConfigError: There is none; for `best`, also where no metric was monitored.
+        ConfigError: There is none; for `best`, also if no metric was monitored.
     """
     if which not in (None, "auto", "last", "best"):
         in_run = folder / "checkpoints" / which
@@ -233,7 +233,7 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
 
 
 def _best(newest: Path) -> Path:
-    """Return the best checkpoint of a run, by what its ModelCheckpoint has recorded in the newest one."""
+    """Return the best checkpoint of a run, as recorded by ModelCheckpoint in the newest one."""
     content = outline(newest)
     recorded: Any = content.get("callbacks") if isinstance(content, Mapping) else None
     listed = recorded.values() if isinstance(recorded, Mapping) else ()
@@ -248,8 +248,9 @@ def _best(newest: Path) -> Path:
             remedies = [f"ckpt_path={newest.parent}/NAME.ckpt"]
         raise ConfigError(key="ckpt_path", value="best", allowed=allowed, remedies=remedies)
     best, own = (Path(str(monitored[0].get(key) or "")) for key in ("best_model_path", "dirpath"))
-    # The run may have been moved, and text from a checkpoint is no path: only its name counts, in the folder
-    # of the newest. A run that resumed and has not improved since names a file of the run before.
+    # The run may have been moved, and text from a checkpoint is not trusted as a path: only the name is used,
+    # in the newest checkpoint's folder. A resumed run that has not improved yet names a file of the previous
+    # run.
     found = newest.parent / best.name
     if best.parent == own and best.name and found.exists():
         return found

@@ -1,11 +1,12 @@
 """Compose a recipe and its overrides with Hydra, once per run, and check the result.
 
-Hydra accepts some mistakes silently. An override of a known group's key may set any parameter of the class
-behind it, and afterwards every key, class and type is compared with that class (`config/validate.py`), so
-that nothing is dropped or added unnoticed.
+Hydra accepts some mistakes silently. Here an override may set any parameter of the class behind a known
+group. Afterwards every key, class and type is compared with that class (`config/validate.py`), so that
+nothing is dropped or added unnoticed. The verbs call `compose_recipe` and `recipe_app`.
 
-Why not `hydra.main`: it composes a config to find the mode and a second time to run it, and a check before it
-needs a third. `RecipeApp` drives the same Hydra object, and Hydra runs the very config that was checked.
+Why not `hydra.main`: it composes a config to find the mode, and again to run it; a check before running needs
+a third composition. `RecipeApp` drives the same Hydra object, and Hydra runs exactly the config that was
+checked.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from lightning_eff.core.errors import ConfigError, UsageError, keep_overrides
 
 VERSION_BASE = "1.3"
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
-"""Hydra's own logging is off, unless a recipe or an override chooses an option of these groups."""
+"""Hydra's own logging is off unless a recipe or an override chooses an option of these groups."""
 
 
 @dataclass(frozen=True)
 class Composed:
     """A recipe with its overrides, composed and checked: plain, resolved values.
 
-    The run's folder is absolute and not created yet; by default it is named by the time of day.
+    The run's folder is an absolute path and does not exist yet; by default its name is the time of day.
     """
 
     values: dict[str, Any]
@@ -55,12 +56,12 @@ def compose_recipe(
 ) -> Composed:
     """Compose and check one run; nothing is created or instantiated.
 
-    `writes=False` is for what never runs it: `output_root` then needs no write access.
+    Verbs that never run it pass `writes=False`: `output_root` then needs no write access.
 
     Raises:
         UsageError: Hydra cannot compose it: an unknown recipe, option or key, or a malformed override.
         EnvironmentLacksError: It uses Hydra's launcher for SLURM, which is not installed.
-        ConfigError: It composes, but a key, class, type or path in it cannot be used.
+        ConfigError: It composes, but one of its keys, classes, types or paths cannot be used.
     """
     with recipe_app(recipe, overrides, path) as app:
         return app.check(writes=writes)
@@ -74,13 +75,13 @@ def resolve_job(loader: RecipeLoader, cfg: DictConfig, overrides: Sequence[str])
 
 @contextmanager
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
-    """Start Hydra for one recipe, also inside a job of another Hydra app; the overrides may be a sweep's."""
+    """Start Hydra for one recipe, even inside another Hydra app's job; the overrides may define a sweep."""
     path = path or RecipePath()
     parsed = parse_overrides(overrides)
     loader = RecipeLoader(recipe, path)
     with _habits_explained(parsed):
         chain = loader.read_chain(parsed)
-    # Hydra has one config at a time: that of an outer job is put aside.
+    # Hydra has one global config: save an outer job's.
     outer_config = HydraConfig.instance().cfg
     setbase(VERSION_BASE)
     try:
@@ -90,9 +91,9 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
 
 
 class RecipeApp:
-    """Hydra for one recipe: `check` composes a config, `run` and `sweep` run the config that was checked.
+    """Hydra for one recipe: `check` composes a config, `run` and `sweep` run exactly that config.
 
-    A sweep composes its own config once, because its launcher and folders are in it, and each job's once.
+    A sweep composes its own config once, for its launcher and folders, and each job's config once.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class RecipeApp:
             return composed
 
     def config(self) -> DictConfig:
-        """Return the config as Hydra composed it."""
+        """Return the config composed by Hydra."""
         return self.loader.compose(self._lines)
 
     @keep_overrides()
     def check_sweep(self) -> tuple[Path, str | None]:
-        """Compose and check each run of a sweep, except those that a sweeper plugin chooses later.
+        """Compose and check each run of a sweep, except runs that a sweeper plugin chooses later.
 
         Returns:
             The sweep's folder, and the metric that it optimizes.
@@ -137,7 +138,7 @@ class RecipeApp:
             metric: str | None = None
             jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
             for job in jobs:
-                # The list that Hydra's `load_sweep_config` composes: it then takes what is composed here.
+                # The same list as in Hydra's `load_sweep_config`, which thus reuses this composition.
                 overrides = parse_overrides(job)
                 cfg_of_job = self.loader.compose([*hydra_overrides, *job])
                 composed = self._check(cfg_of_job, overrides, chain=self.loader.read_chain(overrides))
@@ -159,9 +160,9 @@ class RecipeApp:
         self._hydra.multirun(self.recipe, job, self._lines)
 
     def show(self, cfg: str | None, *, info: str | None, package: str | None, resolve: bool) -> None:
-        """Print the composed config, or with `info` Hydra's information on it.
+        """Print the composed config or, with `info`, Hydra's information about it.
 
-        Keys and choices are checked. Classes are not: that would import them.
+        Keys and choices are checked. Classes are not, since that would import them.
         """
         with _habits_explained(self.overrides):
             check_keys(self.config(), self.overrides, self.chain)
@@ -171,7 +172,7 @@ class RecipeApp:
                     self._hydra.show_info(info, self.recipe, self._lines)
                 else:
                     self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
-            except SystemExit as end:  # with its reason printed
+            except SystemExit as end:  # it has printed its reason
                 raise UsageError(f"--package={package}: the config has no such part") from end
 
     def _check(
@@ -191,7 +192,7 @@ class RecipeApp:
             check_run_dir(cfg)
             folder = Path(str(cfg.hydra.run.dir)).resolve()
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
-                cfg.hydra.runtime.output_dir = str(folder)  # which `${run_dir}` refers to
+                cfg.hydra.runtime.output_dir = str(folder)  # `${run_dir}` refers to it
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, chain)
         return Composed(values, folder, folders["dir"].replace(TASK, RECIPE) == RUN_DIR, chain)
@@ -199,7 +200,7 @@ class RecipeApp:
 
 @contextmanager
 def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
-    """Add to an error what another tool's word in the overrides is called here."""
+    """Add to an error this package's name for another tool's word in the overrides."""
     try:
         yield
     except (UsageError, ConfigError) as error:

@@ -1,7 +1,8 @@
-"""Map what people type by habit from other tools to the overrides that mean it here: `habits.yaml`.
+"""Map names and values of other tools to the equivalent overrides here: `habits.yaml`.
 
-A row is looked up only for an override that cannot be used, so that a user's own option of the same name has
-precedence. All proposals of a row are shown: which one a recipe takes depends on its model.
+`hydra_errors.py` and the command line's parser look up a row only for a word that cannot be used. So a user's
+own option of the same name has precedence. All proposals of a row are shown, since the right one depends on
+the recipe's model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import yaml
 
 
 def read_habits() -> dict[str, tuple[str, ...]]:
-    """Return by key, or by key and value, the overrides that it may stand for."""
+    """Return the overrides that each key, or each key with a value, may mean."""
     rows: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {
         word: tuple(text.replace("{key}", word) for text in meaning.split(" | "))
@@ -23,7 +24,7 @@ def read_habits() -> dict[str, tuple[str, ...]]:
 
 
 def proposals(key: str, value: str) -> Sequence[str]:
-    """Return the overrides that `key=value` may stand for; none if the table does not have it.
+    """Return the overrides that `key=value` may mean; empty if the table lacks it.
 
     Example:
         >>> proposals("batch_size", "8"), proposals("trainer.precision", "bf16-mixed"), proposals("sed", "1")

@@ -1,6 +1,6 @@
-"""Explain what cannot be composed in one or two lines: the key or option at fault and the nearest name.
+"""Explain a composition error in one or two lines: the key or option at fault and the nearest name.
 
-Hydra's advice to append a misspelt key with `+` is left out.
+Hydra's advice to append a misspelt key with `+` is left out. `recipes.py` and `composition.py` call it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES, param
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, suggest_name
 
 JOB_FILES = {"slurm": "slurm", "k8s": "k8s", "kubernetes": "k8s"}
-"""What a user may choose as a launcher, and the kind of job file that `launch` prints for it."""
+"""Launchers that a user may choose, and the kind of job file that `launch` prints for them."""
 AMBIGUOUS = "Ambiguous value for argument '"
 NO_NAME = "Config group override must be a string or a list"
-"""How two of Hydra 1.3's messages begin: for `callbacks=a,b` and for `precision=16`."""
+"""Start of two messages of Hydra 1.3: for `callbacks=a,b` and for `precision=16`."""
 
 PLUGINS = {
     "hydra/launcher/submitit": ("slurm", "launcher for SLURM"),
     "hydra/launcher/joblib": ("joblib", "launcher for several runs at once"),
     "hydra/sweeper/optuna": ("optuna", "sweeper that searches with Optuna"),
 }
-"""Options of Hydra's plugins: the extra that installs each, and what it is."""
+"""Options of Hydra's plugins: the extra that installs each, and its description."""
 
 
 def missing_file(
     error: MissingConfigException, recipes: Sequence[str], documents: Mapping[str, YamlDocument]
 ) -> UsageError | EnvironmentLacksError:
-    """Return the error for an option, or a recipe behind one, that does not exist, with the nearest name.
+    """Return the error for a missing option, or a recipe behind one, with the nearest name.
 
-    `documents` are the files that were read, by recipe or option: one of them lists it, or an override does.
+    `documents` are the files that were read, by recipe or option; one of them or an override lists it.
     """
     wanted = str(error.missing_cfg_file)
     for begin, (extra, about) in PLUGINS.items():
@@ -56,7 +56,7 @@ def missing_file(
 
 
 def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[str, str]]:
-    """Yield each file in the defaults list of a file that was read, with FILE:LINE."""
+    """Yield each entry in the defaults lists of the files that were read, with FILE:LINE."""
     document, group = documents[name], name.rpartition("/")[0]
     for line, entry in document.defaults:
         if isinstance(entry, str):
@@ -71,7 +71,7 @@ def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[
 
 
 def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
-    """Return the text for any other error that Hydra 1.3 raises while it composes."""
+    """Return the text for any other composition error of Hydra 1.3."""
     if isinstance(error, RecursionError):
         own = [str(each.file) for each in documents.values() if not {CONF, RECIPES} & {*each.file.parents}]
         return f"nested too deep, or defaults that never end, in {' or '.join(own) or 'the config'}"
@@ -102,7 +102,7 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
 
 
 def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) -> UsageError | ConfigError:
-    """Return the error with what a habit means here, if an override that it is about is one of the table."""
+    """Return the error with the equivalent overrides, if it is about an override in the habits table."""
     text = str(error)
     meant = {str(item.input_line): _meant_by(item, text) for item in overrides}
     habits = {line: words for line, words in meant.items() if words}

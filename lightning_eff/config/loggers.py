@@ -1,4 +1,4 @@
-"""Check that the packages of a run's loggers are installed, and what loggers get and leave open."""
+"""Check that loggers' packages are installed, filter what they log, and close them after a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PACKAGES = {
     "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow",),
     "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml",),
 }
-"""Lightning's loggers, and the packages of which each needs one; Lightning imports them when it logs."""
+"""Lightning's loggers, and the packages of which each needs one; Lightning imports them on first use."""
 
 
 def check_loggers(values: Mapping[str, Any]) -> None:
-    """Check that the package of each logger is installed, and that it would log.
+    """Check that each logger's package is installed, and that the logger would log something.
 
     Raises:
         ConfigError: Comet would log nothing.
@@ -48,7 +48,7 @@ def check_loggers(values: Mapping[str, Any]) -> None:
 
 
 def log_no_secrets(logger: Logger) -> Logger:
-    """Let a logger get hyperparameters without those that are secrets; return it."""
+    """Make a logger drop secrets from hyperparameters; return it."""
     log_hyperparams = logger.log_hyperparams
 
     def log_others(params: Any, *args: Any, **keywords: Any) -> None:
@@ -59,7 +59,7 @@ def log_no_secrets(logger: Logger) -> Logger:
 
 
 def log_tags(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
-    """Give a run's tags and its task's name, where it has them, to each logger as hyperparameters."""
+    """Log a run's tags and its task's name, if set, to each logger as hyperparameters."""
     given = {key: values[key] for key in ("task_name", "tags") if values.get(key)}
     for each in trainer.loggers if given else ():
         each.log_hyperparams(given)
@@ -67,9 +67,9 @@ def log_tags(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def ended(trainer: pl.Trainer) -> Generator[None]:
-    """End what W&B and Comet have begun in this process, so that the next run of a sweep begins its own.
+    """Close the W&B and Comet runs of this process, so that the next run of a sweep starts new ones.
 
-    Lightning 2.6 leaves it open, and a logger goes on with what is open.
+    Lightning 2.6 leaves them open, and a logger continues an open run.
     """
     from lightning.pytorch.loggers import CometLogger, WandbLogger
 

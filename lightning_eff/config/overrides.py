@@ -1,4 +1,4 @@
-"""Parse Hydra overrides, and extend what they may set."""
+"""Parse Hydra overrides, and let them set keys and options that Hydra alone would reject."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REASONS: dict[type[Exception], str] = {
     RecursionError: "nested too deep",
     ValueError: "a number with too many digits",
 }
-"""Python errors that Hydra 1.3's parser lets through."""
+"""Python errors that Hydra 1.3's parser raises instead of its own."""
 MAX_SHOWN = 100
-"""Characters of an override in a message."""
+"""Longest part of an override shown in a message, in characters."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -41,11 +41,11 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _quoted(line: str) -> str:
-    """Return a remedy for a value that only its characters keep from being one, else nothing."""
+    """Return a remedy that quotes a value with special characters; empty if that would not help."""
     key, is_assignment, value = line.partition("=")
-    if not is_assignment or any(sign in value for sign in "[]{}(),"):  # a slip in a list, perhaps
+    if not is_assignment or any(sign in value for sign in "[]{}(),"):  # probably a slip in a list
         return ""
-    escaped = value.replace('"', '\\"')  # a backslash stands for itself, unless it is the last
+    escaped = value.replace('"', '\\"')  # a backslash stands for itself, unless it is the last character
     quoted = f'{key}="{escaped}"'
     try:
         OverridesParser.create().parse_overrides([quoted])
@@ -57,11 +57,10 @@ def _quoted(line: str) -> str:
 def allow_new_keys(
     overrides: Sequence[Override], *, listed: Collection[str] = MULTI_CHOICE_GROUPS
 ) -> list[str]:
-    """Return overrides that may set keys missing from a group's YAML, and options where a recipe has none.
+    """Return overrides with Hydra's prefixes for new keys (`++`) and for options that a recipe lacks (`+`).
 
-    Hydra takes a new key only with `++`. Whether the key is a parameter of the group's class is checked
-    after composing. Groups of several options, and optional ones, that the recipe does not list (`listed`)
-    get `+`.
+    Whether a new key is a parameter of the group's class is checked after composing. Multi-option and
+    optional groups get `+` if the recipe does not list them (`listed`).
 
     Example:
         >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "callbacks=[a]"]), listed=[])
@@ -83,10 +82,10 @@ def allow_new_keys(
 
 
 def _merge_choices(choices: Sequence[Override], listed: Collection[str]) -> list[str]:
-    """Return one override for each group of several options, to which `+` adds.
+    """Return one override for each multi-option group, with `+` options included.
 
-    Hydra 1.3 replaces the lists of several recipes by a list and not by one option, and drops what `+` adds
-    to a list that replaces. Of two that replace the first is left to be reported.
+    Hydra 1.3 can replace the lists of several recipes by a list, but not by one option, and drops `+` options
+    added to a replacing list. If two overrides replace a list, the first is left for the error report.
     """
     lines: list[str] = []
     for group in dict.fromkeys(str(item.key_or_group) for item in choices):
@@ -101,7 +100,7 @@ def _merge_choices(choices: Sequence[Override], listed: Collection[str]) -> list
 
 
 def _is_choice(item: Override) -> bool:
-    """Return whether an override chooses options in a group of several."""
+    """Return whether an override chooses options in a multi-option group."""
     is_in_group = str(item.key_or_group) in MULTI_CHOICE_GROUPS
     if not is_in_group or item.is_delete() or item.is_sweep_override():
         return False

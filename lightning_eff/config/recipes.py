@@ -1,4 +1,4 @@
-"""Find recipes and options in folders, have Hydra read them, and report what a recipe chooses by itself."""
+"""Find recipes and options in folders, make Hydra read them, and report a recipe's own choices."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from lightning_eff.core.errors import ConfigError, UsageError, check_path, sugge
 
 SEARCH_PATH = "hydra.searchpath"
 EXPERIMENT = "experiment"
-"""Group of the user's files that change a recipe as a whole."""
+"""Group of user files that change several groups of a recipe."""
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
-"""What Hydra 1.3 raises for a config that it cannot compose."""
+"""Errors that Hydra 1.3 raises for a config that it cannot compose."""
 SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
 RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
-"""What names the folder of the runs: the second where it is set."""
+"""Names of the folder of runs: the task's name if it is set, else the recipe's."""
 RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
 HYDRA_FOLDERS = {
     "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
@@ -49,7 +49,7 @@ HYDRA_FOLDERS = {
         f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
     ),
 }
-"""Hydra's default and what replaces it; any other value in a recipe or override stays."""
+"""Hydra's defaults and their replacements; any other value in a recipe or override is kept."""
 
 
 class ConfSearchPath(SearchPathPlugin):
@@ -74,13 +74,13 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class RecipePath:
-    """Where recipes and options are searched: the user's folders first, then this package's."""
+    """Search path of recipes and options: the user's folders first, then this package's."""
 
     folders: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, entries: Sequence[str]) -> RecipePath:
-        """Return the path for the values of `--config-dir`, which must be existing folders."""
+        """Return the search path for the values of `--config-dir`, which must be existing folders."""
         for entry in entries:
             check_path("--config-dir", entry)
             if not Path(entry).is_dir():
@@ -88,7 +88,7 @@ class RecipePath:
         return cls(tuple(Path(entry).resolve() for entry in entries))
 
     def options(self) -> list[str]:
-        """Return the command-line options that stand for this path."""
+        """Return the command-line options that reproduce this path."""
         return [word for folder in self.folders for word in ("--config-dir", str(folder))]
 
     def names(self) -> list[str]:
@@ -96,45 +96,45 @@ class RecipePath:
         return [file.stem for folder in (*self.folders, RECIPES) for file in folder.glob("*.yaml")]
 
     def folder_of(self, recipe: str) -> Path:
-        """Return the folder that holds a recipe: Hydra needs the primary config in its main folder."""
+        """Return the folder that contains a recipe: Hydra needs the primary config in its main folder."""
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """What a recipe and its experiment list by themselves.
+    """The choices of a recipe and its experiment, without the user's overrides.
 
-    Overrides of groups of several options do not count; those of groups of one option do.
+    Exception: overrides of single-option groups count, overrides of multi-option groups do not.
     """
 
     recipe: str
     files: CachingConfigRepository
     chosen: Overrides
-    """Hydra's record of choices: also of the recipe or experiment that overrides another one's."""
+    """Hydra's record of choices, including overrides of one recipe by another recipe or experiment."""
     groups: Collection[str]
-    """Those that the recipe lists, so that an override may replace its choice."""
+    """Groups that the recipe lists, so that an override may replace their choice."""
     recipes: Sequence[str]
-    """The recipe, the recipes that it builds on, and the experiment."""
+    """The recipe, its base recipes, and the experiment."""
     listed: Mapping[str, Sequence[tuple[str, str]]]
-    """By group: each option that a recipe lists, and that recipe."""
+    """By group: each option that a recipe lists, and the recipe."""
 
     def options(self, group: str) -> list[str]:
         """Return the options of a group that recipes list."""
         return [option for option, _ in self.listed.get(group, ())]
 
     def overriding(self, group: str) -> str | None:
-        """Return the recipe or experiment that replaces what others list of a group, if one does."""
+        """Return the recipe or experiment that replaces what others list of a group, or None."""
         metadata = self.chosen.override_metadata.get(group)
         return metadata.containing_config_path if metadata is not None else None
 
     def setter(self, group: str, name: str | None = None) -> str:
-        """Return the recipe that chooses an option, or without a name the option of a group of one."""
+        """Return the recipe that chooses an option; without a name, the option of a single-option group."""
         own = [recipe for option, recipe in self.listed.get(group, ()) if name in (None, option)]
         return self.overriding(group) or next(iter(own), self.recipe)
 
     def names(self, group: str, options: Iterable[str]) -> set[str]:
-        """Return the names that options have in the config; a file may bring several."""
+        """Return the names of options in the config; a file may define several."""
         return {name for option in options for name in self._names(group, option)}
 
     def _names(self, group: str, option: str) -> set[str]:
@@ -152,7 +152,7 @@ class RecipeChain:
         return {str(key) for key in loaded.config} | self.names(group, others)
 
     def settings(self) -> set[str]:
-        """Return `GROUP.KEY` of each setting in recipes and experiments of the user; not in shipped ones."""
+        """Return `GROUP.KEY` of each setting in the user's recipes and experiments, without shipped ones."""
         loaded = (self.files.load_config(name) for name in self.recipes)
         own: list[Any] = [each.config for each in loaded if each and each.path not in SHIPPED]
         groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
@@ -160,10 +160,10 @@ class RecipeChain:
 
 
 class RecipeLoader(ConfigLoaderImpl):
-    """Hydra's loader for one recipe: it reads files by strict rules, and composes each config once.
+    """Hydra's loader for one recipe: it reads files under strict rules and composes each config once.
 
-    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`, the last
-    one twice for each job of a sweep: to validate its overrides, and to launch it.
+    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`. The last
+    one calls it twice per job of a sweep: to validate its overrides, and to launch it.
 
     Raises:
         UsageError: There is no such recipe.
@@ -203,11 +203,11 @@ class RecipeLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        # Hydra changes the config that it runs, and a sweep may repeat a job.
+        # A copy, because Hydra changes the config that it runs, and a sweep may repeat a job.
         return copy.deepcopy(self.compose(overrides, run_mode))
 
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        """Return the config that Hydra composes, the same object for the same overrides.
+        """Return the config composed by Hydra; the same overrides return the same object.
 
         Raises:
             UsageError: Hydra cannot compose it.
@@ -226,11 +226,11 @@ class RecipeLoader(ConfigLoaderImpl):
         return cfg
 
     def read_chain(self, overrides: Iterable[Override] = ()) -> RecipeChain:
-        """Read the files that the recipe lists, with the experiment that the overrides choose.
+        """Read the files that the recipe lists, including the experiment chosen by the overrides.
 
         Raises:
-            UsageError: A file cannot be read, or builds on itself, with file and line.
-            ConfigError: It sets Hydra's search path, which may name packages: Hydra would import them.
+            UsageError: A file cannot be read, or is its own base; the text names file and line.
+            ConfigError: It sets Hydra's search path, which may name packages that Hydra would import.
         """
         overrides = [item for item in overrides if str(item.key_or_group) not in MULTI_CHOICE_GROUPS]
         files = CachingConfigRepository(self.repository)
@@ -246,9 +246,9 @@ class RecipeLoader(ConfigLoaderImpl):
             chosen = Overrides(files, overrides)
             defaults = self._defaults(files, chosen)
             groups = {str(each.config_path).rpartition("/")[0] for each in defaults}
-            groups |= {*chosen.known_choices_per_group}  # where the choice is none
+            groups |= {*chosen.known_choices_per_group}  # includes groups whose choice is none
             if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
-                value = chosen.override_choices[EXPERIMENT]  # which the recipe does not list
+                value = chosen.override_choices[EXPERIMENT]  # the recipe does not list it
                 added = GroupDefault(group=EXPERIMENT, value=value, external_append=True)
                 chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
                 chosen.append_group_defaults.append(added)
@@ -258,18 +258,18 @@ class RecipeLoader(ConfigLoaderImpl):
         listed: dict[str, list[tuple[str, str]]] = {}
         for name, parent in paths:
             group, _, option = name.rpartition("/")
-            if group and parent in recipes:  # else an option that builds on another one
+            if group and parent in recipes:  # else an option built on another one
                 listed.setdefault(group, []).append((option, parent))
         return RecipeChain(self._recipe, files, chosen, groups, recipes, listed)
 
     def _defaults(self, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
-        """Return each file that is composed, with the file that lists it; an unused override is no error."""
+        """Return each composed file with the file that lists it; an unused override is not an error."""
         options: Any = {"prepend_hydra": False, "skip_missing": True}
         return _create_defaults_list(files, self._recipe, chosen, **options)[0]
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Turn what Hydra raises for files and overrides that it cannot compose into a short error."""
+        """Turn Hydra's exceptions for files and overrides that it cannot compose into short errors."""
         try:
             yield
         except MissingConfigException as error:

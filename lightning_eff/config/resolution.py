@@ -1,7 +1,8 @@
 """Turn a composed config into plain values: check its keys, drop settings that do not apply, resolve it.
 
-Two kinds of setting are dropped: keys of a group's YAML that a class of the user's own does not take, and a
-recipe's settings of an option that an override took out of a list. What the user typed is never dropped.
+`composition.py` calls it. Two kinds of settings are dropped: keys of a group's YAML that a user's own class
+does not take, and a recipe's settings of an option that an override removed from a list. Settings that the
+user typed are never dropped.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from lightning_eff.core.secret_values import keep_variables
 log = logging.getLogger(__name__)
 
 NO_LOGGER = "none"
-"""Option of the group `logger` that leaves it empty."""
+"""Option of the group `logger` that selects no logger."""
 
 
 def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
     """Return the resolved and checked values of a composed config, without Hydra's section.
 
-    A secret is the interpolation of the environment that it comes from.
-    Settings that do not apply are removed from `cfg`, too.
+    Secrets stay interpolations of their environment variables. Settings that do not apply are removed from
+    `cfg`, too.
 
     Raises:
-        ConfigError: A key, class, type or path cannot be used, or a secret is in the config itself.
+        ConfigError: A key, class, type or path cannot be used, or the config itself contains a secret.
         EnvironmentLacksError: The package of a logger is not installed.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
@@ -51,7 +52,7 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
 
 def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Reject keys that nothing reads, options under another name, and choices that Hydra drops silently."""
+    """Reject unused keys, options under another name, and choices that Hydra drops silently."""
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
@@ -70,7 +71,7 @@ def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChai
 
 
 def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Reject a list with `none` in it, and options that Hydra dropped from a list."""
+    """Reject a list that contains `none`, and options that Hydra dropped from a list."""
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)
@@ -93,7 +94,7 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
 
 def _no_experiment(value: Any) -> ConfigError:
-    """Return the error for an experiment that became a key: no folder has the group, or a file its own."""
+    """Return the error for an experiment that became a key: its folder or its package line is missing."""
     if isinstance(value, str):
         allowed = f"a file experiment/{value}.yaml in a folder that --config-dir names; none has experiments"
     else:
@@ -102,13 +103,13 @@ def _no_experiment(value: Any) -> ConfigError:
 
 
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Remove settings that do not apply, except those that the user typed or wrote into the recipe's file."""
+    """Remove settings that do not apply, except settings that the user typed or wrote into the recipe."""
     explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
     written = explicit | chain.settings()
-    # Keys of a group's YAML that the class in a `_target_` of the user's does not take.
+    # Keys of a group's YAML that the class of a custom `_target_` does not take.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
-        # Settings in a file are those of the class in the file, not of one that was typed.
+        # Settings in a file belong to the class in the file, not to a class that was typed.
         own = explicit if f"{group}._target_" in explicit else written
         if f"{group}._target_" not in own or not isinstance(node, DictConfig):
             continue
@@ -120,7 +121,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
     _drop_beside_module_optimizer(cfg, explicit, overrides)
-    # A recipe's settings of an option that it lists and that an override took out of the list.
+    # A recipe's settings of an option that an override removed from the recipe's list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
         is_replaced = group in explicit or chain.overriding(group)
@@ -137,10 +138,10 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
 
 
 def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides: Sequence[Override]) -> None:
-    """With `optimizer=module`, leave out a recipe's own settings of optimizer and scheduler, and say so.
+    """With `optimizer=module`, drop a recipe's own settings of optimizer and scheduler, and log it.
 
     Raises:
-        ConfigError: The user typed a scheduler or a setting of an optimizer, which nothing would read.
+        ConfigError: The user typed a scheduler or an optimizer setting, which nothing would read.
     """
     node: Any = cfg.get("optimizer")
     if not isinstance(node, DictConfig) or node.get("_target_") != validate.MODULE_OPTIMIZER:

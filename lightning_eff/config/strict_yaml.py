@@ -1,8 +1,8 @@
-"""Read YAML files under strict rules, for Hydra and for ourselves; an error names the file and the line.
+"""Read YAML files under strict rules, for Hydra and for this package; errors name the file and the line.
 
-Hydra's own reader ends in a PyYAML traceback for many faults, and reads some values as nobody means them.
-This one accepts plain values only, each key once and no aliases (`${key}` refers to a value), so that a short
-file cannot stand for a huge or endless one. Through `RecipeFiles` Hydra reads with it too, each file once.
+Hydra's own reader shows a PyYAML traceback for many mistakes, and reads some values in ways nobody intends.
+This reader accepts plain values only, each key once, and no aliases (`${key}` refers to a value). So a short
+file cannot expand to a huge or endless one. With `RecipeFiles`, Hydra uses it too, and reads each file once.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _PREFIX = "tag:yaml.org,2002:"
 _NUMBER_TAGS = {f"{_PREFIX}int", f"{_PREFIX}float"}
 _PLAIN_TAGS = _NUMBER_TAGS | {f"{_PREFIX}{kind}" for kind in ("null", "bool", "str", "seq", "map")}
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, and those that change the order in which a terminal shows others."""
+"""Control characters, and characters that change a terminal's text direction."""
 
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """A file's plain content (None if it is empty), and the entries of its defaults list with their lines."""
+    """A file's plain content (None if it is empty), and its defaults list with line numbers."""
 
     file: Path
     content: Any
     defaults: Sequence[tuple[int, Any]] = ()
     header: str = ""
-    """The file's beginning, which may have a `# @package` line."""
+    """Start of the file, which may have a `# @package` line."""
 
 
 class _Loader(get_yaml_loader()):
-    """OmegaConf's loader, which reads a date as a string, with a check of every node before it is built."""
+    """OmegaConf's loader, reading dates as strings; every node is checked before it is constructed."""
 
     def get_single_node(self) -> yaml.Node | None:
         try:
@@ -56,7 +56,7 @@ class _Loader(get_yaml_loader()):
             raise MarkedYAMLError(problem=TOO_DEEP, problem_mark=self.get_mark()) from None
         seen: set[int] = set()
         nodes: list[tuple[Any, int, Any]] = [] if root is None else [(root, 1, root)]
-        for node, depth, place in nodes:  # which the loop itself extends
+        for node, depth, place in nodes:  # the loop extends the list
             if id(node) in seen:
                 raise _fault(place, "aliases are not read: ${key} refers to another value")
             seen.add(id(node))
@@ -74,7 +74,7 @@ class _Loader(get_yaml_loader()):
         return root
 
     def _inside(self, node: Any) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return the nodes in a list or mapping, each with the node whose line a fault in it names."""
+        """Return the nodes in a list or mapping, each with the node whose line its errors name."""
         if isinstance(node, yaml.SequenceNode):
             return list(zip(node.value, node.value, strict=True))
         keys: set[str] = set()
@@ -100,20 +100,20 @@ def _fault(at: yaml.Node | yaml.Event, text: str) -> MarkedYAMLError:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a regular file; False for a name that no file can have."""
+    """Return whether a path is a regular file; False for invalid file names."""
     return os.path.isfile(path)  # noqa: PTH113 - pathlib raises for such a name
 
 
 def file_error(file: Path, line: int, text: str) -> UsageError:
-    """Return an error that begins with the file and the line."""
+    """Return an error that starts with the file and the line."""
     return UsageError(f"{file}:{line}: {text}")
 
 
 def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
-    """Read one file; with `expect_mapping` reject a file that is not a mapping, or is empty.
+    """Read one file; with `expect_mapping`, reject a file that is empty or not a mapping.
 
     Raises:
-        UsageError: It is not a regular file, or not such a YAML file; the text names file and line.
+        UsageError: It is not a regular file, or violates these rules; the text names file and line.
     """
     if not is_file(file):  # opening a FIFO would block until something writes to it
         raise file_error(file, 1, "expected a regular file")
@@ -164,10 +164,10 @@ class RecipeFiles(FileConfigSource):
     """Hydra's source of recipes and options in one folder.
 
     Args:
-        provider: Hydra's word for where the folder was named.
+        provider: Hydra's name for the origin of the folder.
         path: The folder.
-        documents: Takes what is read, by the name of the recipe or option. All folders of a search path share
-            it, so that each file is read once for all compositions.
+        documents: Collects the content of files, by recipe or option. All folders of a search path share it,
+            so each file is read once for all compositions.
     """
 
     def __init__(self, provider: str, path: str, documents: dict[str, YamlDocument]) -> None:
@@ -186,6 +186,6 @@ class RecipeFiles(FileConfigSource):
         document = self.documents[name]
         if not isinstance(document.content, (dict, type(None))):
             raise file_error(document.file, 1, NO_MAPPING)
-        config = OmegaConf.create(document.content or {})  # which Hydra changes
+        config = OmegaConf.create(document.content or {})  # a new object, since Hydra changes it
         header = self._get_header_dict(document.header)
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)

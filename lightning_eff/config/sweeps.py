@@ -1,7 +1,7 @@
-"""Find the runs of a sweep that can be checked before the first one starts, and what its sweeper needs.
+"""Find the runs of a sweep that can be checked before the first one starts, and check its sweeper's needs.
 
-Hydra's own sweeper runs a grid and ignores what runs return. Optuna's chooses the next run by it: its runs
-need `optimized_metric`, and end with an error where they have none.
+Hydra's own sweeper runs a grid and ignores the return values of runs. Optuna's sweeper chooses the next run
+by them: its runs need `optimized_metric`, and a run without one ends with an error.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ METRIC, MONITOR = "optimized_metric", "efficiency_report"
 
 
 def lines_of(cfg: DictConfig) -> list[str]:
-    """Return the overrides of a sweep as its sweeper reads them: those in its own parameters come first."""
+    """Return a sweep's overrides in the order of its sweeper: those of its own parameters come first."""
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
     own = params.get("params") or {} if isinstance(params, Mapping) else {}
     return [*(f"{key}={value}" for key, value in own.items()), *cfg.hydra.overrides.task]
 
 
 def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
-    """Return the overrides of runs in which every value of a sweep over lists occurs.
+    """Return overrides of runs that together contain every value of a sweep over lists.
 
-    They are spelled and ordered as by Hydra 1.3's BasicSweeper, so that its runs can use what was composed
-    for them. For a grid these are its runs; a search takes few of the combinations, so that each value is
-    checked once, and of an interval its start. What a sweeper chooses is checked when it starts.
+    Spelling and order are as in Hydra 1.3's BasicSweeper, so its runs can reuse these compositions. For a
+    grid these are all its runs. A search tries few combinations, so each value is checked once, and the start
+    of each interval. Values that a sweeper chooses are checked when their run starts.
 
     Raises:
-        UsageError: A grid has an interval.
+        UsageError: A grid contains an interval.
 
     Example:
         >>> runs_to_check(["seed=1,2", "precision=fp32"], is_grid=True)
@@ -68,7 +68,7 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
 
 
 def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping[str, Any]) -> None:
-    """Reject runs that cannot return what their sweeper needs.
+    """Reject runs that cannot return the metric that their sweeper needs.
 
     Raises:
         ConfigError: `optimized_metric` is null for Optuna, or set without the monitor that keeps metrics.
@@ -83,10 +83,10 @@ def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping
 
 
 def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
-    """Reject a database for Optuna's study outside of `root`.
+    """Reject a database of Optuna's study outside of `root`.
 
     Raises:
-        ConfigError: It is a file outside.
+        ConfigError: It is a file outside of `root`.
     """
     storage = sweeper.get("storage")
     if isinstance(storage, str) and storage.startswith("sqlite:///"):

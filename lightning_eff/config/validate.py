@@ -1,10 +1,10 @@
 """Check a composed config before any of it is built: classes, their parameters and types, and folders.
 
 A group instantiates only classes of the group's base, a nested `_target_` only classes of `_nested_bases`.
-Functions are rejected: most of what a config could do harm with is one. Naming a class imports its module,
-which is the user's own, trusted Python. Types are checked against the constructor's annotations by beartype;
-what an annotation cannot express, the constructor checks itself. A run writes only below `output_root`.
-Hydra's own section may name installed plugins and a sweeper's sampler, and runs no other code.
+Functions are rejected, because a config could do most harm with them. Naming a class imports its module,
+which is trusted code of the user. beartype checks types against the constructor's annotations; the
+constructor checks whatever annotations cannot express. A run writes only below `output_root`. Hydra's own
+section may name installed plugins and a sweeper's sampler, and runs no other code. `resolution.py` calls it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
@@ -44,16 +45,16 @@ GROUP_BASES = {
     "launch": "lightning_eff.launch.ray.Ray",
 }
 MODULE_OPTIMIZER = "lightning_eff.optimizer.module.ModuleOptimizer"
-"""What `optimizer=module` names in the place of an optimizer: a callback that keeps the module's own."""
+"""Set by `optimizer=module` instead of an optimizer: a callback that keeps the module's own."""
 IGNORE_ARGUMENTS = ("lightning.pytorch.core.datamodule", "lightning.pytorch.core.module")
-"""Modules of constructors that take any argument and use none: what a class without its own inherits."""
+"""Modules whose constructors accept and ignore any argument; classes without a constructor inherit one."""
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
     "optimized_metric": str | None, "task_name": str | None, "tags": list[str] | None,
 }  # fmt: skip
 RUN_KEYS = tuple(RUN_TYPES)
 TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)
-"""Keys at the top level of a composed config."""
+"""Top-level keys of a composed config."""
 DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
 """Hydra's own keys. `_args_` is rejected: positional arguments cannot be checked by name."""
 _KIND = inspect.Parameter
@@ -67,7 +68,7 @@ EXTRAS = {
     "mlflow": "mlflow",
     "comet_ml": "comet",
 }
-"""Packages that an option may need, and this package's extra that installs them."""
+"""Packages that an option may need, and the extra of this package that installs them."""
 WRITTEN_FOLDERS = (
     "run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir", "dir",
     "offline_directory",
@@ -78,11 +79,11 @@ WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
 CALLED = "hydra.sweeper.custom_search_space"
-"""Where Optuna's sweeper takes the name of a function."""
+"""Where Optuna's sweeper accepts the name of a function."""
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
-"""Keys from which Python's logging builds classes, or writes to a file."""
+"""Keys for which Python's logging builds classes, or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
-"""An interpolation whose resolver may return a mapping, and so a `_target_`; the excluded ones do not."""
+"""An interpolation whose resolver may return a mapping, and so a `_target_`; the excluded ones cannot."""
 
 
 def check_config_values(values: dict[str, Any]) -> None:
@@ -107,7 +108,9 @@ def check_config_values(values: dict[str, Any]) -> None:
     nodes = [
         (*each, base) for group, base in GROUP_BASES.items() for each in _nodes(group, values.get(group))
     ]
-    _check_trainer(values.get("trainer"))  # imports Lightning, for seconds: all of the above is said at once
+    for path, node, _ in nodes:
+        _check_own_keys(path, node)
+    _check_trainer(values.get("trainer"))  # imports Lightning, for seconds: report the errors above first
     for path, node, base in nodes:
         _check_node(path, node, (resolve_class(path, base),))
 
@@ -138,6 +141,19 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ConfigError(key=f"{group}.{name}", value=node, allowed=allowed, remedies=remedies)
 
 
+def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
+    """Reject a key that a class of this package lacks, without importing it: its YAML has all parameters."""
+    module, _, class_name = str(node.get("_target_")).rpartition(".")
+    file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
+    written: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not module.startswith("lightning_eff.") or written.get("_target_") != node.get("_target_"):
+        return
+    names = [key for key in written if not key.startswith("_")]
+    for key in (key for key in node if key not in (*written, *DIRECTIVES)):
+        allowed = f"a parameter of {class_name}; {suggest_name(key, names)}"
+        raise ConfigError(key=f"{path}.{key}", value=node[key], allowed=allowed)
+
+
 def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, dict):
         allowed = "trainer=default or another option of this group"
@@ -148,7 +164,7 @@ def _check_trainer(trainer: Any) -> None:
         group = "precision" if key == "plugins" else key
         allowed = f"nothing here: a recipe sets it through the group {group!r}"
         raise ConfigError(key=f"trainer.{key}", value=trainer[key], allowed=allowed)
-    own = ("num_nodes",) if trainer.get("num_nodes") == "auto" else ()  # Lightning has no such value
+    own = ("num_nodes",) if trainer.get("num_nodes") == "auto" else ()  # Lightning does not accept this value
     _check_parameters("trainer", {k: v for k, v in trainer.items() if k not in own}, Trainer, partial=False)
     clip = trainer.get("gradient_clip_val")
     if clip is not None and clip < 0:
@@ -157,7 +173,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def foreign_keys(path: str, target: object, keys: Iterable[object]) -> list[str]:
-    """Return those of `keys` that are not parameters of a class.
+    """Return the keys in `keys` that are not parameters of a class.
 
     Example:
         >>> foreign_keys("model", "torch.nn.Linear", ["in_features", "vocab_size", "_target_"])
@@ -179,14 +195,14 @@ def _check_node(path: str, node: dict[str, Any], bases: tuple[type, ...]) -> Non
         names = [f"{base.__module__}.{base.__qualname__}" for base in bases]
         expected = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
-    # These become partials: their first argument (parameters, optimizer) exists only in `fit`.
+    # These become partials: their first argument (parameters, optimizer) exists only during `fit`.
     if issubclass(found, (Optimizer, LRScheduler)):
         node["_partial_"] = True
     _check_parameters(path, node, found, partial=bool(node.get("_partial_")))
 
 
 def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: bool) -> None:
-    """Check a node's keys and types; of a partial, the first parameter is not the config's to set."""
+    """Check a node's keys and types; the first parameter of a partial cannot be set by the config."""
     parameters, takes_any = _parameters(owner)
     names = list(parameters)[1 if partial else 0 :]
     try:
@@ -210,7 +226,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
 
 
 def _check_nested(path: str, value: Any) -> bool:
-    """Check every `_target_` below a mapping or a list; return whether there was one."""
+    """Check every `_target_` inside a mapping or list; return whether there was one."""
     if isinstance(value, dict) and "_target_" in value:
         _check_node(path, value, _nested_bases())
         return True
@@ -233,8 +249,8 @@ def _nested_bases() -> tuple[type, ...]:
 
 
 def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
-    """Return a constructor's parameters, and whether it takes any keyword."""
-    if getattr(owner.__init__, "__module__", "") in IGNORE_ARGUMENTS:  # a slot of C has none
+    """Return a constructor's parameters, and whether it accepts any keyword."""
+    if getattr(owner.__init__, "__module__", "") in IGNORE_ARGUMENTS:  # a C slot has no __module__
         return {}, False
     _, *others = inspect.signature(
         owner.__init__
@@ -244,7 +260,7 @@ def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
 
 
 def walk_leaves(node: Any) -> list[tuple[str, str, Any]]:
-    """Return path, last key and value of everything that is neither mapping nor list, in order.
+    """Return path, last key and value of each leaf (neither mapping nor list), in order.
 
     Example:
         >>> walk_leaves({"a": {"b": 1}, "c": [2]})
@@ -268,8 +284,8 @@ def resolve_class(path: str, target: object) -> type:
     """Return the class that a `_target_` names.
 
     Raises:
-        ConfigError: It is not an importable name, or names something that is not a class.
-        EnvironmentLacksError: It belongs to a package that is not installed, or its module needs one.
+        ConfigError: It is not an importable name, or the name of something that is not a class.
+        EnvironmentLacksError: Its package is not installed, or its module needs another one.
 
     Example:
         >>> resolve_class("model", "os.system")
@@ -315,7 +331,7 @@ def _import_module(key: str, target: str, module: str, siblings: Sequence[str] =
 
 
 def check_inside(key: str, value: str, root: Path) -> None:
-    """Reject a path that is not below `root` once symbolic links are followed."""
+    """Reject a path that is not below `root` after following symbolic links."""
     check_path(key, value)
     resolved = Path(value).resolve()
     if not resolved.is_relative_to(root):
@@ -342,7 +358,7 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
 
 
 def check_write_access(root: Path) -> None:
-    """Reject a folder of all runs that cannot be written to, or created."""
+    """Reject an output root that cannot be written to or created."""
     existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         allowed = f"a folder with write access; {existing} has none"
@@ -350,7 +366,7 @@ def check_write_access(root: Path) -> None:
 
 
 def check_run_dir(cfg: DictConfig) -> None:
-    """Reject a run's and a sweep's folder outside of `output_root`."""
+    """Reject folders of a run or a sweep outside of `output_root`."""
     root = cfg.get("output_root")
     if not str(root or "").strip():
         allowed = "a folder; a recipe that builds on baseline has one"
@@ -369,7 +385,7 @@ def check_hydra(section: Any) -> None:
     """Check the classes in Hydra's own section, which is not resolved yet.
 
     Raises:
-        ConfigError: A class is not expected there, is no plugin, or depends on a resolver.
+        ConfigError: A class is not allowed there, is not a plugin, or depends on a resolver.
     """
     for name, kind in HYDRA_PLUGINS.items():
         node = section.get(name.rpartition(".")[2])
@@ -379,7 +395,7 @@ def check_hydra(section: Any) -> None:
             hint = suggest_name(str(target), known)
             allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
             raise ConfigError(f"{name}._target_", target, allowed=allowed)
-    # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds what `env_copy` names.
+    # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds the variables that `env_copy` names.
     if variables := [*(section["job"].get("env_set") or ())]:
         allowed = "none, nor in env_copy: set environment variables where you start the run"
         raise ConfigError("hydra.job.env_set", variables, allowed=allowed)

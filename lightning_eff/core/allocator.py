@@ -1,11 +1,11 @@
-"""Memory of a device by its allocator: what it holds, what it caches, its peak.
+"""A device's memory as its allocator reports it: held and cached bytes, and the peak.
 
-CUDA is read through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch allocates with
-the C library: glibc keeps freed blocks and returns them on `malloc_trim`; other C libraries have no such
-call, so there is no cache to empty.
+CUDA is read through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch allocates with the C
+library. glibc keeps freed blocks and returns them on `malloc_trim`; other C libraries have no such call, so
+there is no cache to empty.
 
-A snapshot of CUDA's allocator lists every block; with its history recorded, also the stack that allocated it
-and what was freed before.
+A snapshot of CUDA's allocator lists every block. With recorded history it also has the stack that allocated
+the block, and earlier frees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from lightning_eff.core import host_memory
 
 HISTORY = 100_000
-"""Events of the allocator that are kept: about 50 MB of host memory."""
+"""Number of allocator events that are kept: about 50 MB of host memory."""
 
 
 @lru_cache(maxsize=1)
@@ -41,7 +41,7 @@ def has_cache(device: torch.device) -> bool:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes that other processes cannot use: resident pages on the CPU, else reserved memory."""
+    """Return the bytes unavailable to other processes: resident pages on the CPU, else reserved memory."""
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     if device.type == "cuda":
@@ -51,7 +51,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached memory of a device that `has_cache` to its driver or operating system."""
+    """Return a device's cached memory to its driver or operating system; the device must have a cache."""
     if device.type == "mps":
         torch.mps.empty_cache()
     elif device.type == "cuda":
@@ -61,7 +61,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of a device in bytes; on a CPU what this process may use of it."""
+    """Return the memory of a device in bytes; on a CPU, the memory that this process may use."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type == "cuda":
@@ -81,14 +81,14 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def record_history(device: torch.device, *, is_on: bool) -> None:
-    """Start or stop to record the stack of each allocation on CUDA, the last `HISTORY` of them."""
+    """Start or stop recording the stack of each CUDA allocation, the last `HISTORY` of them."""
     if device.type == "cuda":
         record = torch.cuda.memory._record_memory_history  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         record("all" if is_on else None, max_entries=HISTORY)
 
 
 def write_snapshot(device: torch.device, path: Path) -> bool:
-    """Write what CUDA's allocator holds for PyTorch's memory_viz; return False on any other device."""
+    """Write a snapshot of CUDA's allocator for PyTorch's memory_viz; return False on other devices."""
     if device.type != "cuda":
         return False
     torch.cuda.memory._dump_snapshot(str(path))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

@@ -1,9 +1,9 @@
-"""What a constructor or function accepts, stated by its annotations and checked where it is called.
+"""Check arguments of constructors and functions against their annotations at the call.
 
-`every_n_steps: Count | None` is type, range and error message in one. `check_arguments` checks a constructor
-in a plain Trainer, config/validate.py the same annotations in a composed config, before anything is built.
-This module has the suite's ranges, walks containers item by item (beartype samples one of them) and says in
-words what an annotation accepts; beartype checks every other type.
+`every_n_steps: Count | None` states type, range and error message at once. `check_arguments` checks a
+constructor in a plain Trainer; config/validate.py checks the same annotations in a composed config, before
+anything is built. This module defines the suite's ranges, checks containers item by item (beartype samples
+one item), and describes in words what an annotation accepts; beartype checks every other type.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ TEXTS: tuple[tuple[Any, str], ...] = (
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the keyword arguments of a constructor or function by their annotations, before it runs.
+    """Check the keyword arguments of a constructor or function against their annotations before it runs.
 
     Raises:
-        ConfigError: An argument is not what its annotation accepts.
+        ConfigError: An annotation does not accept its argument.
 
     Example:
         >>> class Clip:
@@ -80,7 +80,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> None:
-    """Check the value of an argument or a config's key by an annotation; None is written as `none`.
+    """Check the value of an argument or config key against an annotation; messages write None as `none`.
 
     Raises:
         ConfigError: The annotation does not accept it.
@@ -90,9 +90,9 @@ def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> No
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Return whether an annotation accepts a value: numbers also of NumPy, for a float also whole ones.
+    """Return whether an annotation accepts a value; NumPy numbers count, and a float accepts whole numbers.
 
-    A bool is no number, and a list is a tuple too, since YAML has none.
+    A bool is not a number. A tuple accepts a list too, since YAML has no tuples.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -107,15 +107,15 @@ def accepts(hint: Any, value: Any) -> bool:
         kind: Any = numbers.Integral if base is int else numbers.Real
         value = base(value) if isinstance(value, kind) and not isinstance(value, bool) else None
     try:
-        with warnings.catch_warnings():  # about how a library wrote its annotations
+        with warnings.catch_warnings():  # about a library's own annotations
             warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
             return is_bearable(value, hint)
-    except BeartypeException:  # it is not an annotation of types, and says nothing
+    except BeartypeException:  # not an annotation of types: it excludes nothing
         return True
 
 
 def _items(origin: Any, args: tuple[Any, ...], value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a container with the annotation of each; None for what is checked as a whole."""
+    """Return a container's items with the annotation of each; None for a value to check as a whole."""
     if origin is tuple and isinstance(value, (list, tuple)):
         items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         kinds = [args[0]] * len(items) if args[1:] == (...,) else list(args)
@@ -128,7 +128,7 @@ def _items(origin: Any, args: tuple[Any, ...], value: Any) -> Iterable[tuple[Any
 
 
 def describe(hint: Any, *, none: str = "None") -> str:
-    """Return in words what an annotation accepts.
+    """Describe in words what an annotation accepts.
 
     Example:
         >>> describe(Literal["auto"] | Count)

@@ -1,15 +1,15 @@
-"""torch's rules of which kernel computes `F.scaled_dot_product_attention`, as a table.
+"""torch's rules for the kernel of `F.scaled_dot_product_attention`, as a table.
 
-torch tries backends by priority and takes the first one that rejects nothing; math, which holds every score,
-is left at the end. `torch._fused_sdp_choice` returns that choice for tensors; this table does for shapes, on
-a device that need not be present, with the reasons.
+torch tries backends by priority and takes the first one that rejects nothing. The last is math, which stores
+every score. `torch._fused_sdp_choice` returns that choice for tensors. This table returns it for shapes, with
+the reasons, for a device that need not be present. `callbacks/attention` and predictions use it.
 
-Source: the headers of torch 2.13.0, and of pytorch's aten/src/ATen/native/transformers the files
-sdp_utils_cpp.cpp and cuda/sdp_utils.cpp as of summer 2026 (001f694), without what the headers of 2.13 lack
-(memory-efficient attention with grouped heads, pytorch#191085). cuDNN comes first on compute capability 9 and
-10 with cuDNN 9.15.1 or later, which torch 2.11 and later for CUDA 13 brings; elsewhere it comes after math.
-Head sizes of 129 to 256 there are unsure: here flash has them, which saves the same tensors. Left out:
-nested tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuDNN rejects it).
+Source: the headers of torch 2.13.0, and pytorch's aten/src/ATen/native/transformers files sdp_utils_cpp.cpp
+and cuda/sdp_utils.cpp as of summer 2026 (001f694), except for what the headers of 2.13 lack (memory-efficient
+attention with grouped heads, pytorch#191085). cuDNN comes first on compute capability 9 and 10 with cuDNN
+9.15.1 or later, which torch 2.11 and later for CUDA 13 includes; elsewhere it comes after math. Head sizes of
+129 to 256 are uncertain there; the table assumes flash, which saves the same tensors. Not covered: nested
+tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuDNN rejects it).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SDP = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION,
 }  # fmt: skip
-"""torch's name of each backend, by priority as torch has it before a device is used."""
+"""torch's name of each backend, in the order of torch's priority before a device is used."""
 BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
@@ -36,12 +36,12 @@ ASK_FOR_SDPA = (
     "F.scaled_dot_product_attention in your own code, need_weights=False for nn.MultiheadAttention, "
     "attn_implementation='sdpa' for transformers"
 )
-"""How modules that compute their scores themselves are made to ask for a fused backend."""
+"""Remedies that make modules with their own attention code use a fused backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What the choice of a backend depends on.
+    """The properties of a call that decide its backend.
 
     Args:
         query: Shape, `[B, H, T, E]`; math takes other numbers of axes too.
@@ -49,12 +49,12 @@ class AttentionCall:
         value: Shape, `[B, H, S, Ev]`.
         dtype: Of query, key and value, after autocast.
         mask: `causal` for `is_causal=True`, else the dtype of `attn_mask`.
-        mask_shape: Shape of `attn_mask`; None for one that every backend accepts.
+        mask_shape: Shape of `attn_mask`; None if every backend accepts it.
         mask_requires_grad: Whether the mask is trained.
         dropout: `dropout_p`.
         requires_grad: Whether gradients will be computed.
         enable_gqa: The argument of this name.
-        is_strided: Whether the last axis of query, key or value has another stride than 1.
+        is_strided: Whether the last axis of query, key or value has a stride other than 1.
     """
 
     query: tuple[int, ...]
@@ -74,7 +74,7 @@ class AttentionCall:
         cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> AttentionCall:  # fmt: skip
-        """Describe a call by its arguments, which are those of `F.scaled_dot_product_attention`.
+        """Describe a call by its arguments, as in `F.scaled_dot_product_attention`.
 
         Example:
             >>> x = torch.ones(2, 4, 16, 8)
@@ -86,7 +86,7 @@ class AttentionCall:
         device, dtype = query.device.type, query.dtype
         if dtype in AUTOCAST and torch.amp.is_autocast_available(device):
             is_on = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if is_on else dtype  # to which torch casts the operands
+            dtype = torch.get_autocast_dtype(device) if is_on else dtype  # torch casts the operands to it
         return cls(
             query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), dtype=dtype,
             mask=kind if attn_mask is not None else "causal" if is_causal else "none",
@@ -100,15 +100,15 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a call, and why none of higher priority was taken."""
+    """The backend of a call, and why backends of higher priority rejected it."""
 
     backend: str
     rejected: dict[str, str]
-    """Reasons by backend, separated by `; `: keys of `RULES`, `not 4-D` and `switched off`."""
+    """Reasons by backend, joined by `; `: keys of `RULES`, `not 4-D` and `switched off`."""
 
 
 def _is_mask_shape_rejected(call: AttentionCall, _: int) -> bool:
-    """Return whether a mask is neither `[T, S]` nor `[B, H, T, S]`, each with 1 in any place."""
+    """Return whether a mask is neither `[T, S]` nor `[B, H, T, S]`; any axis may be 1."""
     shape, scores = call.mask_shape or (), (*call.query[:-1], call.key[2])
     fits = all(a in {b, 1} for a, b in zip(reversed(shape), reversed(scores), strict=False))
     return len(shape) not in {0, 2, 4} or not fits
@@ -125,13 +125,13 @@ def _is_size_rejected_by_cudnn(call: AttentionCall, _: int) -> bool:
 
 
 def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
-    """Return whether a head does not end at a multiple of 16 bytes, as CUTLASS's products need it."""
+    """Return whether a head does not end at a multiple of 16 bytes, which CUTLASS requires."""
     alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
     return any(size % alignment for size in (call.query[3], call.value[3]))
 
 
 def _is_backward_rejected(call: AttentionCall, capability: int) -> bool:
-    """Return whether flash has no backward pass for these heads on a GPU with little shared memory."""
+    """Return whether flash lacks a backward pass for these heads on a GPU with little shared memory."""
     limit = 192 if call.dropout > 0 or call.query[3] <= 224 else 256
     return (86 <= capability <= 89 or capability >= 120) and call.requires_grad and call.query[3] > limit
 
@@ -164,11 +164,11 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "backward of large heads": _is_backward_rejected,
     "GPU older than Ampere": lambda _, capability: capability < 80,
 }
-"""What is rejected, by reason. Axes of shapes are `[B, H, T, E]`."""
+"""What makes a backend reject a call, by reason. Axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
-    """Return the backends that are switched on now, by `sdpa_kernel` or for good, by priority."""
+    """Return the backends that are switched on now, in a `sdpa_kernel` context or globally, by priority."""
     names = {backend: name for name, backend in SDP.items()}
     current = torch_private("torch.nn.attention:_cur_sdpa_kernel_backends", "callbacks/attention")
     return [names[each] for each in current(with_priority=True) if each in names]
@@ -189,18 +189,18 @@ _CUDA = {
     ),
     "efficient": ("grouped heads", "head size not aligned", "dtype", *_SHAPES),
 }  # fmt: skip
-"""What each backend rejects, the backends by priority."""
+"""The reasons for which each backend rejects calls; the backends are ordered by priority."""
 
 
 def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BACKENDS) -> Choice:
-    """Return the backend that torch takes for a call.
+    """Return the backend that torch chooses for a call.
 
     Args:
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
-        enabled: Backends that are not switched off, as `switched_on`: an order other than that of `BACKENDS`
-            was set by `sdpa_kernel(..., set_priority=True)`. Without math, torch raises where math is
-            returned.
+        enabled: Backends that are not switched off, as in `switched_on`. An order different from `BACKENDS`
+            was set by `sdpa_kernel(..., set_priority=True)`. Without math, torch raises an error where this
+            function returns math.
 
     Example:
         >>> shape = (2, 4, 512, 64)

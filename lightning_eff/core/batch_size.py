@@ -1,4 +1,4 @@
-"""How many batches of a loader, and micro-batches, make an optimizer step on each rank."""
+"""Number of loader batches, and of micro-batches, per optimizer step on each rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ GLOBAL_BATCH_SIZE = f"{PREFIX}.global_batch_size"
 def batches_per_step(
     global_batch_size: int, batch_size: int, num_ranks: int, *, key: str = "global_batch_size"
 ) -> int:
-    """Return the batches of each rank in an optimizer step.
+    """Return the number of batches per optimizer step on each rank.
 
     Args:
-        global_batch_size: Samples of a step, on all ranks.
-        batch_size: Samples of a batch, on each rank.
-        num_ranks: Ranks that have a batch each.
-        key: Setting that is named where the batches do not fit; the remedies are for `global_batch_size`.
+        global_batch_size: Samples per step, on all ranks.
+        batch_size: Samples per batch, on each rank.
+        num_ranks: Number of ranks; each has its own batches.
+        key: Setting to name in the error; remedies are for `global_batch_size`.
 
     Raises:
-        ConfigError: `global_batch_size` is no multiple of the samples that all ranks have at once.
+        ConfigError: `global_batch_size` is not a multiple of the samples in one batch per rank.
 
     Example:
         >>> batches_per_step(64, 8, num_ranks=2)
@@ -43,7 +43,7 @@ def batches_per_step(
     remedies: list[Remedy] = []
     if key.endswith("global_batch_size"):
         on_rank, rest = divmod(global_batch_size, num_ranks)
-        if on_rank and not rest:  # the same training: the largest batch that divides a rank's share
+        if on_rank and not rest:  # the same training: the largest batch that divides a rank's samples
             fits = next(size for size in range(min(batch_size, on_rank), 0, -1) if on_rank % size == 0)
             remedies.append(Remedy(f"data.batch_size={fits}", f"batch_size={fits}"))
         remedies += [
@@ -54,18 +54,18 @@ def batches_per_step(
 
 
 def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: int | None = None) -> None:
-    """Reject a config whose global batch does not fit each number of ranks, before any of them is started.
+    """Reject a config whose global batch does not fit each number of ranks, before any rank starts.
 
-    Only data modules of this package are known to have a batch of `data.batch_size` on each rank; of others
-    the callback sees the loader, in the run.
+    Only this package's data modules are known to have `data.batch_size` samples per batch on each rank. For
+    others, the callback checks the loader during the run.
 
     Args:
         values: A run's config.
-        least_ranks: Ranks that are started.
-        most_ranks: Where their number may change during the run, the largest one.
+        least_ranks: Number of ranks that are started.
+        most_ranks: Largest number of ranks, if it may change during the run.
 
     Raises:
-        ConfigError: As `batches_per_step`.
+        ConfigError: As in `batches_per_step`.
 
     Example:
         >>> values = {"callbacks": {"gradient_accumulation": {"global_batch_size": 16}}}
@@ -96,7 +96,7 @@ def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: 
 
 
 def micro_batches_per_step(values: Mapping[str, Any], num_ranks: int) -> int:
-    """Return the micro-batches of an optimizer step on each rank from a config.
+    """Return the number of micro-batches per optimizer step on each rank, from a config.
 
     Example:
         >>> accumulation = {"gradient_accumulation": {"global_batch_size": 64}}

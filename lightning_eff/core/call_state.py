@@ -1,13 +1,19 @@
-"""What a call of a module depends on besides its tensors, so that the call can be computed again later.
+"""Everything besides its tensors that a call of a module depends on, recorded to compute the call again.
 
-Noted at the call: the attributes of the module and of all modules inside it (flags, conditions, active
-adapters, swapped parameters, forward hooks), what the lists, dicts, sets and deques in them and in the inputs
-contain at any depth, attributes of objects among the inputs, which parameters are trained, and the state of
-random generators (the modules' own, NumPy's and Python's; torch's are the checkpoint's). For a second
-computation all of it is reinstated, and afterwards removed again, with whatever that computation wrote.
+Gradient checkpointing and `callbacks/tiled_mlp` recompute calls with it; microbatching's mean check compares
+calls. Recorded at the call:
 
-Tensors are held, not copied, except those that belong to the modules and are no parameters: a forward may
-write to them (batch statistics, counters). Other tensors have to be unchanged, or the call is not computed.
+- attributes of the module and of all modules inside it (flags, conditions, active adapters, swapped
+  parameters, forward hooks),
+- the content of lists, dicts, sets and deques in them and in the inputs, at any depth,
+- attributes of objects among the inputs,
+- which parameters are trained,
+- the state of random generators (the modules' own, NumPy's and Python's; checkpoint handles torch's).
+
+Before the second computation all of it is reinstated, and removed afterwards, with whatever that computation
+wrote. Tensors are referenced, not copied. The exception are tensors that belong to the modules and are not
+parameters: a forward may write to them (batch statistics, counters). If any other tensor has changed, the
+call is not computed again.
 """
 
 from __future__ import annotations
@@ -28,27 +34,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff.core.errors import EXIT_FAILED
+from lightning_eff.core.random_states import numpy_state, set_numpy_state
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that batch normalization changes without increasing their version."""
 _BASE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _HELD = ("_parameters", "_buffers", "_modules", *(name for name in _BASE if name.startswith("_forward_")))
-"""Those whose contents a forward depends on."""
+"""Attributes of every module whose contents a forward depends on."""
 
 
 class RecomputationError(RuntimeError):
-    """A block cannot be recomputed as it was computed; names the block and what differs."""
+    """A block cannot be recomputed identically; the text names the block and the difference."""
 
     exit_code = EXIT_FAILED
 
 
 class CallState:
-    """Notes what a call depends on; `again` reinstates it.
+    """Records the state that a call depends on; `again` reinstates it.
 
     Args:
-        module: What is called.
-        inputs: The inputs whose containers, objects and tensors are noted.
+        module: The module that is called.
+        inputs: Inputs whose containers, objects and tensors are recorded.
     """
 
     def __init__(self, module: nn.Module, inputs: Iterable[Any] = ()) -> None:
@@ -56,13 +63,13 @@ class CallState:
         self._parts = list(module.modules())
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, bool]] = {}
-        """By id: with version and whether it needed a gradient."""
+        """By id: the tensor, its version, and whether it required a gradient."""
         self._copies: dict[int, Tensor] = {}
         self._statistics: set[int] = set()
         self._known: set[int] = set()
         self._states: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
             (random.getstate, random.setstate, random.getstate()),
-            (_numpy_state, np.random.set_state, _numpy_state()),
+            (numpy_state, set_numpy_state, numpy_state()),
             (torch.get_default_dtype, torch.set_default_dtype, torch.get_default_dtype()),
         ]
         for part in self._parts:
@@ -76,7 +83,7 @@ class CallState:
             for name in _HELD:
                 if held := attributes.get(name):
                     self._note(held)
-            if isinstance(part, torch.jit.ScriptModule):  # it makes its tensors anew at each access
+            if isinstance(part, torch.jit.ScriptModule):  # it creates its tensors again at each access
                 read = functools.partial(_scripted_buffers, part)
                 self._states.append((read, functools.partial(_set_scripted_buffers, part), read()))
                 continue
@@ -93,16 +100,17 @@ class CallState:
             self._copies[id(value)] = value.detach().clone()
 
     def _note(self, value: Any, *, has_objects: bool = False) -> Any:
-        """Note a value; return it, or what takes its place when it is reinstated."""
+        """Record a value; return it, or the object to use for it when it is reinstated."""
         kind = _kind(type(value))
         if kind == "tensor":
-            # Without its history: what a module keeps of one step would hold the previous step's, and so on.
+            # Detached: a value that a module keeps from one step would hold the previous step's graph, and so
+            # on.
             held = value if value.grad_fn is None else value.detach().requires_grad_()
             self._tensors[id(value)] = held, version(held), held.requires_grad
             return held
         if kind == "tuple":
             items: Any = [self._note(item, has_objects=has_objects) for item in value]
-            make = tuple if type(value) is tuple else getattr(value, "_make", None)  # of a named tuple
+            make = tuple if type(value) is tuple else getattr(value, "_make", None)  # for a named tuple
             return value if make is None or all(map(operator.is_, items, value)) else make(items)
         if kind == "generator":
             source = value.bit_generator if isinstance(value, np.random.Generator) else value
@@ -129,7 +137,7 @@ class CallState:
                 content[key] = self._note(item, has_objects=has_objects)
 
     def end_forward(self) -> None:
-        """Keep only the copies of tensors that the forward has changed."""
+        """Keep copies only of tensors that the forward has changed."""
         self._copies = {
             key: copy
             for key, copy in self._copies.items()
@@ -138,7 +146,7 @@ class CallState:
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
-        """Reinstate what was noted; `name` is the module's, for errors.
+        """Reinstate the recorded state inside this context; errors name the module by `name`.
 
         Raises:
             RecomputationError: A tensor that has no copy was written to in place.
@@ -179,15 +187,30 @@ class CallState:
         return names[0] if names else f"a tensor of {list(tensor.shape)} that it keeps or was given"
 
 
+@contextmanager
+def oldest_graphs_first() -> Generator[None]:
+    """Make a compiled block try its graphs in order of compilation, not of last use.
+
+    Otherwise the recomputation could use another graph than the first call, if several accept the inputs.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
+    reorder(False)  # noqa: FBT003
+    try:
+        yield
+    finally:
+        reorder(True)  # noqa: FBT003
+
+
 def stops_early(module: nn.Module) -> bool:
-    """Return whether a recomputation may end where the last tensor is saved: RReLU fills it afterwards."""
+    """Return whether a recomputation may stop when the last tensor is saved: RReLU fills it later."""
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
     return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kind(kind: type) -> str:
-    """Return how the values of a class are noted; empty where they are not."""
+    """Return how values of a class are recorded; empty if they are not."""
     kinds = {
         "tensor": Tensor,
         "tuple": tuple,
@@ -212,7 +235,7 @@ def _kind(kind: type) -> str:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place, which those of inference mode do not count."""
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
@@ -226,14 +249,14 @@ def _set_scripted_buffers(part: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def _content(container: Any) -> Any:
-    # Not `dict(container)`, which would have stage 3 of ZeRO gather parameters.
+    # Not `dict(container)`, which would make stage 3 of ZeRO gather parameters.
     return dict(container.items()) if isinstance(container, dict) else list(container)
 
 
 def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
-    """Give a container its content, with copies of tensors by id; return what it contained.
+    """Set a container's content, with copies of tensors by id; return its previous content.
 
-    Nothing happens where it contains the same objects in the same order.
+    Does nothing if it contains the same objects in the same order.
     """
     is_dict = isinstance(container, dict)
     if copies:
@@ -250,14 +273,10 @@ def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> An
         if any(isinstance(value, DTensor) and isinstance(value, nn.Parameter) for value in values):
             return now
         kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        kind.clear(container)  # a subclass may forbid it
+        kind.clear(container)  # called on the base class: a subclass may forbid it
         for key, value in content.items():
             kind.__setitem__(container, key, value)
     else:
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(content)
     return now
-
-
-def _numpy_state() -> dict[str, Any]:
-    return dict(np.random.get_state(legacy=False))

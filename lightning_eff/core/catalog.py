@@ -16,29 +16,29 @@ PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
 """Groups of which a run may list several options; an option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch", "experiment")
-"""Groups of one option that no recipe needs to list; experiments, the user's own, are composed last."""
+"""Single-option groups that a recipe need not list. Experiments are the user's own and composed last."""
 LEDGER_FILE = "efficiency.json"
-"""File in a run's folder with its efficiency report."""
+"""File with the efficiency report in a run's folder."""
 RESOLVED = "resolved.yaml"
-"""File in a run's folder with the values it was built from: a recipe without defaults, which `export`,
-`validate`, `test`, `predict` and `generate` build the model from."""
+"""File in a run's folder with the values it was built from: a recipe without defaults. `export`,
+`validate`, `test`, `predict` and `generate` build the model from it."""
 
 
 CONF, RECIPES, CONSTRAINTS = (
     PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
     for name in ("conf", "recipes", "constraints.txt")
 )
-"""Folders and a file that lie in the installed package, or next to it in a checkout."""
+"""Folders and a file in the installed package, or next to it in a checkout."""
 
 
 RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
-"""Format of the time in the name of a run's or a sweep's folder."""
+"""Format of the time in the folder name of a run or a sweep."""
 
 
 def began(run: Path) -> tuple[str, int]:
-    """Return when a run began, and its number in a sweep, to order runs: by the names of their folders.
+    """Return when a run started and its number in a sweep, to sort runs; both are read from folder names.
 
-    Times of files change when they are copied, or with the clock; one decides only for a folder that the user
+    File times change when files are copied, or with the clock; they are used only for folders that the user
     has named.
 
     Example:
@@ -78,7 +78,7 @@ def verbs() -> dict[str, str]:
 
 
 def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
-    """Return the recipes in folders of the user, and those that ship with the package."""
+    """Return the recipes in the user's folders, and the shipped ones."""
     uses = {folder: f" --config-dir {folder}" for folder in folders} | {RECIPES: ""}
     return [
         Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}{use}")
@@ -88,7 +88,7 @@ def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
 
 
 def options(folders: Sequence[Path] = ()) -> list[Entry]:
-    """Return every option of every group, techniques among them; those in folders of the user come first."""
+    """Return every option of every group, including techniques; options in the user's folders come first."""
     found: list[Entry] = []
     groups = {*OPTIONAL_GROUPS, *(folder.name for folder in CONF.iterdir())}
     files = [file for folder in (*folders, CONF) for file in sorted(folder.glob("*/*.yaml"))]
@@ -116,11 +116,11 @@ def use_of(option: str) -> str:
 
 @functools.cache
 def techniques_with(attribute: str) -> dict[str, Any]:
-    """Import the classes of the techniques whose files define an attribute or a method of the class; by name.
+    """Import the classes of techniques whose files define an attribute or method of the class; by name.
 
-    Other modules are not imported: some need seconds.
+    Other modules are not imported: some take seconds.
     """
-    import yaml  # not for `ls`
+    import yaml  # not needed by `ls`
 
     found: dict[str, Any] = {}
     for name in (entry.name for entry in options() if entry.kind == "technique"):

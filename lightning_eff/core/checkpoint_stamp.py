@@ -1,20 +1,20 @@
-"""The stamp of a checkpoint: the classes of its optimizers, and the states of this package's callbacks.
+"""A checkpoint's stamp: the classes of its optimizers, and the states of this package's callbacks.
 
 The rest of a checkpoint does not depend on the techniques, so a run may resume it with any other set of them.
-The stamp is stored under a key of its own, which stock Lightning ignores. State of another optimizer is
-rejected before any of it is used: Lightning would assign by accident what fits.
+The stamp has its own key, which stock Lightning ignores. State of another optimizer is rejected before any of
+it is used: Lightning would assign whatever happens to fit.
 
 The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, a
 Trainer without them would warn about each.
 
-Lightning 2.6 saves a run that `max_steps` ended as if its epoch were complete, wherever in the epoch it was.
-Resumed, it would skip the rest of that epoch and, with a stateful loader, the beginning of the next; at the
-end of an epoch it would draw one batch of the next and skip the others. So such a checkpoint is read as if it
-had been saved after that batch, as `every_n_train_steps` saves it: from there Lightning resumes correctly.
+If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
+Resumed, it would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
+end of an epoch it would draw one batch of the next and skip the others. So such a checkpoint is read as if
+`every_n_train_steps` had saved it after that batch, from where Lightning resumes correctly.
 
-Why not a callback that observes: its empty hooks cost microseconds a step, and a single technique in a plain
-Trainer would have no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks. The
-content of a stamp is data: it is compared, shortened for display, and used for nothing else.
+Why not a callback that observes: its empty hooks cost microseconds per step, and a single technique in a
+plain Trainer would have no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks. The
+content of a stamp is untrusted data: it is only compared, and shortened for display.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def save_stamp(
 
 
 def state_layout(optimizer: Any) -> str:
-    """Return the name of the class whose layout the state of an optimizer, or of an optimizer's class, has.
+    """Return the class name that defines the layout of an optimizer's state; a class is accepted too.
 
-    A wrapper has the layout of the optimizer inside, whose class is its attribute `kind_behind`.
+    A wrapper has the layout of its inner optimizer, whose class is its attribute `kind_behind`.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     kind = getattr(optimizer, "kind_behind", None) or kind
@@ -71,10 +71,10 @@ def state_layout(optimizer: Any) -> str:
 
 
 def check_types(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Check that what Lightning and this package read from a Trainer's checkpoint is of the types they write.
+    """Check the types of the entries that Lightning and this package read from a Trainer's checkpoint.
 
     Raises:
-        CheckpointError: It is not: the file is damaged.
+        CheckpointError: A type differs, so the file is damaged.
     """
     for part, types in ((checkpoint, TYPES), (nested_dict(checkpoint, KEY), STAMP_TYPES)):
         for key, kind in types.items():
@@ -87,7 +87,7 @@ def check_types(checkpoint: Mapping[str, Any], path: object) -> None:
 def load_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
-    """Restore this callback's state and the position in the epoch, check later: `on_load_checkpoint`."""
+    """Restore this callback's state and the position in the epoch: the hook `on_load_checkpoint`."""
     del pl_module
     check_types(checkpoint, trainer.ckpt_path)
     count_untrained_batches(checkpoint)
@@ -97,7 +97,7 @@ def load_stamp(
         checkpoint["callbacks"].setdefault(self.state_key, state)
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver._every_n_train_steps:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            # Lightning 2.6 forgets it, and saves the same step again, within the window that follows.
+            # Lightning 2.6 forgets it, and would save the same step again within the next window.
             saver._last_global_step_saved = checkpoint["global_step"]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     check_on_restore(trainer)
 
@@ -105,8 +105,8 @@ def load_stamp(
 def check_on_restore(trainer: pl.Trainer) -> None:
     """Check the optimizers right before their states are loaded, when they are known; once for all callers.
 
-    The load then raises a ConfigError for the state of other optimizers, and a CheckpointError for trained
-    weights that are not finite.
+    The load then raises a ConfigError for another optimizer's state, and a CheckpointError for non-finite
+    trained weights.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -132,14 +132,14 @@ def check_on_restore(trainer: pl.Trainer) -> None:
 
 
 def save_nothing_on_exception(trainer: pl.Trainer) -> None:
-    """Let no callback save the state of a run that fails now."""
+    """Prevent all callbacks from saving the state of a run that fails now."""
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint):
             saver.save_on_exception = False
 
 
 def _shorten(name: object) -> str:
-    """Return a name from a checkpoint for display: cut, and without control characters for the terminal."""
+    """Return a name from a checkpoint for display: shortened, without control characters."""
     return repr(str(name)[:MAX_CHARACTERS])[1:-1]
 
 
@@ -148,7 +148,7 @@ def _sum(sizes: Sequence[int]) -> str:
 
 
 def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
-    """Check that saved states belong to the optimizers of this run, by their classes where these are named.
+    """Check that saved states belong to this run's optimizers, by class if the checkpoint names classes.
 
     Raises:
         ConfigError: Number, classes, groups or numbers of parameters differ.
@@ -162,7 +162,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
         own = state_layout(optimizer)
         if name and name != own:
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
-        # Without a name the options identify the class, of which a newer release only adds some.
+        # Without a class name, the options identify the class; a newer release only adds options.
         for group, options in zip(optimizer.param_groups, () if name else groups, strict=False):
             missing = [key for key in optimizer.defaults if key not in options]
             extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
@@ -186,10 +186,10 @@ def _mismatch(value: str, expected: str) -> ConfigError:
 
 
 def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
-    """Count batches that were not trained on like others; a second call changes nothing.
+    """Count batches that were skipped as if they had been trained; a second call changes nothing.
 
     Lightning 2.6 counts a batch of None as not started, and one that `on_train_batch_start` rejects as not
-    completed. Both would hide from it that the run was saved at the end of a batch.
+    completed. Both would hide that the run was saved at the end of a batch.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epoch = nested_dict(loop, "epoch_progress", "total")
@@ -207,7 +207,8 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Mark an epoch that `max_steps` ended as still running; a second call changes nothing.
 
-    The state of the loops in `checkpoint` is changed in place; content of other types is left unchanged.
+    The state of the loops in `checkpoint` is changed in place; entries of unexpected types are left
+    unchanged.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epochs, batches, inner = (
@@ -233,7 +234,7 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
 
 
 def nested_dict(value: Any, *keys: str) -> dict[str, Any]:
-    """Return the dictionary under nested keys of a checkpoint; an empty one if there is none."""
+    """Return the dictionary under nested keys of a checkpoint, or an empty one."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]

@@ -1,9 +1,9 @@
-"""A compiled forward or method of a module that can still be copied and saved with the module.
+"""A compiled forward or method of a module, which can be copied and saved with the module.
 
-Why not `nn.Module.compile()`: it silently does nothing for modules whose class is PyTorch's own (a
-`TransformerEncoderLayer`, a `CrossEntropyLoss`), and it compiles hooks too, checkpointing's among them.
-Why not a bare `torch.compile(module.forward)` on the instance: in a copy of the module it would still run the
-original's weights.
+`callbacks/torch_compile` uses it. Why not `nn.Module.compile()`: it silently does nothing for modules of
+PyTorch's own classes (`TransformerEncoderLayer`, `CrossEntropyLoss`), and it compiles hooks too, including
+checkpointing's. Why not a bare `torch.compile(module.forward)` on the instance: a copy of the module would
+still run the original's weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 
 
 class CompiledCall:
-    """Calls the bound method that it replaces through the compiler; a copy of the module compiles its own."""
+    """Calls a bound method through the compiler; a copy of the module compiles the method again."""
 
     def __init__(self, method: Callable[..., Any], options: dict[str, Any]) -> None:
         self.__wrapped__ = method
-        """The method itself: `inspect.signature` and Lightning's `is_overridden` unwrap it."""
+        """The original method: `inspect.signature` and Lightning's `is_overridden` unwrap it."""
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
@@ -31,7 +31,7 @@ class CompiledCall:
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the compiled method: it is bound to this module's weights."""
+        """Drop the compiled method, which is bound to this module's weights."""
         return self.__dict__ | {"_compiled": None}
 
 

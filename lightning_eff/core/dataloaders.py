@@ -1,8 +1,8 @@
-"""The single module that observes or replaces the training loader of a run.
+"""Observe or replace the training loader of a run; all techniques do so through this module.
 
-Lightning prepares loaders when it makes them, and makes them as soon as the number of steps is needed, which
-may be as early as in `configure_optimizers`. The loader that a strategy returns passes through all
-transforms, in the order in which they were added.
+Lightning prepares loaders when it creates them. It creates them as soon as the number of steps is needed,
+possibly in `configure_optimizers`. The loader that a strategy returns passes through all transforms, ordered
+by position and then by time of addition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 
 class LoaderWrapper:
-    """A loader around another one: attributes that are not in `OWN` are the inner loader's."""
+    """A loader around another loader; attributes that are not in `OWN` are the inner loader's."""
 
     OWN: tuple[str, ...] = ("loader",)
 
@@ -26,10 +26,10 @@ class LoaderWrapper:
         return len(self.loader)
 
     def __bool__(self) -> bool:
-        return True  # without asking for a length
+        return True  # without calling len()
 
     def __getattr__(self, name: str) -> Any:
-        if "loader" not in self.__dict__:  # while it is copied
+        if "loader" not in self.__dict__:  # while it is being copied
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -47,21 +47,21 @@ def is_stateful(loader: Any) -> bool:
 
 
 LoaderTransform = Callable[[Any], Any]
-"""Takes a training loader as the strategy prepared it; returns it or a replacement."""
+"""Takes a training loader as prepared by the strategy; returns it or a replacement."""
 
 
 def add_loader_transform(
     trainer: pl.Trainer, transform: LoaderTransform, *, position: int = 0
 ) -> Callable[[], None]:
-    """Apply `transform` to each loader that this Trainer is going to train with.
+    """Apply `transform` to each loader that this Trainer will train with.
 
     Args:
-        trainer: Whose strategy prepares loaders.
-        transform: Applied in the order of `position`, those alike in the order in which they were added.
-        position: -1 for the loader as it is made, 1 for the one that is iterated.
+        trainer: The Trainer whose strategy prepares loaders.
+        transform: Applied in the order of `position`; equal positions in the order of addition.
+        position: -1 for the loader as it was created, 1 for the one that is iterated.
 
     Returns:
-        A function that removes the transform, in any order relative to others.
+        A function that removes the transform; transforms may be removed in any order.
     """
     strategy: Any = trainer.strategy
     transforms: list[tuple[int, LoaderTransform]] | None = strategy.__dict__.get("_loader_transforms")
@@ -90,14 +90,14 @@ def add_loader_transform(
 
 
 def restore_loader_state(trainer: pl.Trainer) -> None:
-    """Restore stateful loaders to the position in a checkpoint, when a run begins.
+    """Restore stateful loaders to their positions in a checkpoint, when a run starts.
 
-    Lightning 2.6 does so when it makes the loaders. If it makes them before the checkpoint's state is known,
-    because the optimizer's schedule needs the number of steps (`estimated_stepping_batches`), it never does,
-    and the run would start its epoch anew.
+    Lightning 2.6 does so when it creates the loaders. But an optimizer's schedule may need the number of
+    steps (`estimated_stepping_batches`), so that they are created before the checkpoint's state is known.
+    Then Lightning never restores them, and the run would start its epoch again.
     """
     fit_loop: Any = trainer.fit_loop
     if fit_loop._combined_loader_states_to_load:  # noqa: SLF001
         fit_loop._load_combined_loader_states()  # noqa: SLF001
         fit_loop._data_fetcher.setup(fit_loop._combined_loader)  # noqa: SLF001
-        iter(fit_loop._data_fetcher)  # noqa: SLF001 - makes the iterator
+        iter(fit_loop._data_fetcher)  # noqa: SLF001 - creates the iterator

@@ -1,4 +1,4 @@
-"""Dtypes that a device computes natively or only emulates; cast a model to one."""
+"""Which dtypes a device computes natively or emulates; and a cast that keeps complex tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
     if dtype == torch.float32:
         return DtypeSupport(native=True, why="every device computes float32")
     if device_type == "cpu":
-        # By the instructions and not by what runs: oneDNN emulates bf16 on plain AVX-512, slowly.
+        # Check the instructions: oneDNN runs bf16 on plain AVX-512 too, but emulates it slowly.
         get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older releases
         if get_capabilities is None:
             why = f"torch {torch.__version__} cannot detect whether this CPU computes {name}"
@@ -51,7 +51,7 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
 
 
 def auto_precision(device_type: str) -> tuple[str, str]:
-    """Return the precision that `auto` resolves to on a device, and the reason."""
+    """Return the precision that `auto` selects on a device, and the reason."""
     bfloat16 = dtype_support(device_type, torch.bfloat16)
     return ("bf16-mixed" if bfloat16.native else "32-true"), bfloat16.why
 
@@ -59,11 +59,11 @@ def auto_precision(device_type: str) -> tuple[str, str]:
 _MATMUL_DTYPES = {
     "bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer": torch.float8_e4m3fn,
 }  # fmt: skip
-"""By the first part of Lightning's name of a precision; float32 for any other."""
+"""By the first part of Lightning's precision name; float32 for any other."""
 
 
 def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
-    """Return the dtype in which a precision (`auto` included) computes matrix products on a device.
+    """Return the dtype of matrix products for a precision (or `auto`) on a device.
 
     Example:
         >>> [matmul_dtype(precision, "cuda") for precision in ("bf16-mixed", "16-true", "32-true")]
@@ -76,7 +76,7 @@ def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
 def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a module's real floating-point tensors in place.
 
-    `module.to(dtype)` also casts complex ones (rotary embeddings), and drops their imaginary part.
+    `module.to(dtype)` would also cast complex tensors (rotary embeddings) and drop their imaginary part.
 
     Example:
         >>> module = nn.Linear(2, 2)
@@ -88,5 +88,5 @@ def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     root._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: SLF001
     for part in root.modules():
         if isinstance(part, LightningModule):
-            vars(part)["_dtype"] = dtype  # as its own `to` does, for `self.dtype`
+            vars(part)["_dtype"] = dtype  # as the module's own `to` does, for `self.dtype`
     return module

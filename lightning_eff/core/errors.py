@@ -1,8 +1,8 @@
-"""What a message says: remedies, errors, warnings and exit codes.
+"""Errors, warnings, remedies and exit codes: everything that a message consists of.
 
 An error names key, value, allowed values and remedies. A remedy has two forms: an override of a recipe, and
-Python for a plain Trainer. Its text is the form for the reader: the override inside of `keep_overrides`,
-which the command line and the function that builds a recipe's run enter, else the Python.
+Python for a plain Trainer. Its text is the form for the reader. Inside `keep_overrides` it is the override;
+the command line and the function that builds a recipe's run enter it. Elsewhere it is the Python.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ EXIT_OUT_OF_MEMORY = 4
 EXIT_REJECTED = 5
 EXIT_INTERRUPTED = 130
 EXIT_SIGUSR1 = 138
-"""SLURM sends this signal some time before it ends a job."""
+"""SLURM can send this signal some time before it ends a job."""
 EXIT_TERMINATED = 143
 LEGACY = "pytorch_lightning"
-"""The legacy package of Lightning, which has other classes of the same names."""
+"""The legacy package of Lightning, with other classes of the same names."""
 OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
     "can't allocate memory",  # torch's allocator on the CPU
     "not enough memory",  # the same on Windows
     "_alloc_failed",  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER, hipBLAS
-    "out_of_device_memory",  # SYCL, behind XPU
+    "out_of_device_memory",  # SYCL, used by XPU
     "out_of_host_memory",
     "memoryallocation",  # cudaErrorMemoryAllocation, hipErrorMemoryAllocation
     "resource_exhausted",  # XLA
 )
-"""Texts of backends whose out-of-memory errors have no class of their own, in lower case."""
+"""Texts, in lower case, of OOM errors from backends that have no class for them."""
 MAX_VALUE_CHARACTERS = 300
 """Longest value in a message."""
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
 _in_fabric: ContextVar[bool] = ContextVar("_in_fabric", default=False)
 _FABRIC_NAMES = {"Trainer(": "Fabric(", "FSDP2(": "FSDP2Fabric(", "DeepSpeedZero(": "ZeroFabric("}
-"""What a loop of Lightning Fabric uses in place of what a remedy's Python names."""
+"""Names in a remedy's Python, and the names for a loop of Lightning Fabric."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that removes an error, in the form for its reader when it becomes text.
+    """A change that removes an error; its text is the form for the current reader.
 
     Args:
         override: One or more overrides to paste into a command.
@@ -74,7 +74,7 @@ class Remedy:
     python: str
 
     def __str__(self) -> str:
-        """Return the override in a recipe's run, else the Python."""
+        """Return the override inside a recipe's run, else the Python."""
         if _in_recipe.get():
             return self.override
         python = self.python
@@ -98,7 +98,7 @@ TO_FULL_CHECKPOINTS = Remedy("strategy.checkpoints=full", 'FSDP2(checkpoints="fu
 
 @contextmanager
 def keep_overrides() -> Generator[None]:
-    """Show remedies as overrides, in texts that are created inside of this context."""
+    """Show remedies as overrides in texts created inside this context."""
     token = _in_recipe.set(True)
     try:
         yield
@@ -108,7 +108,7 @@ def keep_overrides() -> Generator[None]:
 
 @contextmanager
 def for_fabric() -> Generator[None]:
-    """Show remedies with Lightning Fabric's names, in texts that are created inside of this context."""
+    """Show remedies with Lightning Fabric's names in texts created inside this context."""
     token = _in_fabric.set(True)
     try:
         yield
@@ -117,14 +117,14 @@ def for_fabric() -> Generator[None]:
 
 
 WORDS = ("null", "true", "false", "nan", "inf", "yes", "no", "on", "off")
-"""Words that Hydra reads as other values than strings."""
+"""Words that Hydra does not read as strings."""
 
 
 def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[str]) -> Remedy:
     """Return the remedy that sets a parameter to a list of names.
 
-    In the override a name has quotes where Hydra would read anything but this word, and then the override,
-    too.
+    In the override, a name is quoted where Hydra would read something else than this word. If a name is
+    quoted, the whole override is, too.
 
     Example:
         >>> remedy = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["weights", "1.0"])
@@ -145,8 +145,8 @@ class ConfigError(ValueError):
 
     Args:
         key: Name of the setting: a technique passes its parameter's name, the config prepends the path.
-        value: Its value.
-        allowed: Description of the values that are accepted.
+        value: The rejected value.
+        allowed: Description of accepted values.
         remedies: Up to three settings to paste instead.
     """
 
@@ -167,7 +167,7 @@ class ConfigError(ValueError):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it, as launchers do, with the text that it has and not by its constructor's arguments."""
+        """Pickle the error with its text, as launchers need, not by its constructor's arguments."""
         return _restored, (type(self), self.args, self.__dict__)
 
     def under(self, path: str) -> ConfigError:
@@ -195,17 +195,17 @@ class ConflictError(Exception):
 
 
 class EnvironmentLacksError(Exception):
-    """Something is not installed; the text has the command that installs it."""
+    """A package or tool is not installed; the text has the command that installs it."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
-"""Errors that are raised before a run begins, when nothing has been changed or written."""
+"""Errors raised before a run starts, while nothing has been changed or written."""
 
 
 class RankError(Exception):
-    """A rank failed and ended all others; one line names rank and cause, and the exit code is that rank's."""
+    """A rank failed and ended all other ranks; one line names rank and cause, with the rank's exit code."""
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(text)
@@ -216,8 +216,8 @@ class SweepRunError(Exception):
     """A run of a sweep failed in another process, or returned nothing to its sweeper.
 
     Args:
-        text: What the run said, with the place of its traceback.
-        exit_code: Its own.
+        text: The run's error, with the path of its traceback.
+        exit_code: The run's exit code.
     """
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
@@ -230,7 +230,7 @@ class SweepRunError(Exception):
 
 
 class RunOutOfMemoryError(Exception):
-    """A run was out of memory; the text names the phase, the largest tensors and an override that fits.
+    """A run ran out of memory; the text names the phase, the largest tensors and an override that fits.
 
     Args:
         text: Lines of the message.
@@ -255,36 +255,37 @@ class CheckpointWarning(UserWarning):
 
 
 class NoEffectWarning(UserWarning):
-    """A technique was requested and changed nothing."""
+    """A technique was requested but changed nothing."""
 
 
 class LittleReachedWarning(NoEffectWarning):
-    """A technique reaches none of the model, or very little; said before the run, and by `plan`."""
+    """A technique reaches no part of the model, or very little; raised before the run and by `plan`."""
 
 
 class ConflictWarning(UserWarning):
-    """Two settings can be combined, but do not work as one would expect."""
+    """Two settings can be combined, but not with the expected effect."""
 
 
 class SlowPathWarning(UserWarning):
-    """Something works here, but is slower or larger than what could run instead."""
+    """Something works, but is slower or needs more memory than an alternative."""
 
 
 def legacy_package_error(name: str) -> ConflictError:
-    """Return the error for a Trainer of the legacy package; `name` is what was passed to it."""
+    """Return the error for a Trainer of the legacy package; `name` is the object that got it."""
     text = f"{name}: this Trainer comes from the package {LEGACY}, which lightning_eff does not support"
     return ConflictError(f"{text}: import lightning.pytorch instead")
 
 
 def suggest_name(word: str, known: Iterable[str]) -> str:
-    """Return a half-sentence for an unknown name: similar names, or all known ones.
+    """Return half a sentence for an unknown name: similar names, or all known ones.
 
     Example:
         >>> suggest_name("emty_cache", ["empty_cache", "mixed"]), suggest_name("x", ["bf16_mixed", "fp32"])
         ("did you mean 'empty_cache'?", 'there are: bf16_mixed, fp32')
     """
     options = sorted(set(known))
-    # Options with a part that begins like the word: at the front first, then those with fewer parts.
+    # Options with a part that starts like the word: matches at the front first, then options with fewer
+    # parts.
     begins = re.compile(rf"(?:^|[\W_]){re.escape(word)}", re.IGNORECASE)
     containing = [option for option in options if len(word) > 1 and begins.search(option)]
     containing.sort(key=lambda option: (begins.match(option) is None, len(re.split(r"[\W_]", option))))
@@ -297,7 +298,7 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
 
 
 def check_path(key: str, path: str | Path) -> None:
-    """Reject a path that the system cannot look up: too long, for example, or with a null byte."""
+    """Reject a path that the system cannot look up, for example too long or with a null byte."""
     try:
         os.stat(path)  # noqa: PTH116 - pathlib would normalize it
     except (FileNotFoundError, NotADirectoryError):
@@ -308,13 +309,13 @@ def check_path(key: str, path: str | Path) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that an error ended.
+    """Return the exit code of a process that ends with an error.
 
     Example:
         >>> exit_code(KeyboardInterrupt()), exit_code(RuntimeError("x")), exit_code(MemoryError())
         (130, 1, 4)
     """
-    # Lightning's class, by its name: this module does not import Lightning.
+    # Lightning's class is found by its name, because this module does not import Lightning.
     if any(kind.__name__ == "SIGTERMException" for kind in type(error).__mro__):
         return EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
@@ -328,13 +329,13 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is an allocator's, by its class or its text.
+    """Return whether an error or one of its causes is OOM, by its class or its text.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
         True
     """
-    seen: set[int] = set()  # an error may be its own cause's cause
+    seen: set[int] = set()  # causes can form a cycle
     while error is not None and id(error) not in seen:
         names = {kind.__name__ for kind in type(error).__mro__}
         text = str(error).lower() if isinstance(error, RuntimeError) else ""
@@ -346,7 +347,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def root_cause_line(error: BaseException) -> str:
-    """Return the first line of an error, with its class; the full text of an error of this package."""
+    """Return the first line of an error with its class; for an error of this package, its full text."""
     text = str(error)
     if hasattr(error, "exit_code"):
         return text

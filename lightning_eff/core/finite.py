@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
-    """Return the names of tensors with NaNs or infinities; of sharded ones this rank's shard is checked.
+    """Return the names of tensors with NaNs or infinities; for sharded tensors, this rank's shard is checked.
 
-    Single numbers are left out, since a statistic such as the lowest loss begins as infinity. So are tensors
-    with a format of their own, and what is no tensor.
+    Scalars are skipped, since a statistic such as the lowest loss starts as infinity. Values that are not
+    tensors, and tensors with a custom format, are skipped too.
 
     Example:
         >>> nonfinite({"weight": torch.tensor([1.0, torch.nan]), "bias": torch.ones(2), "loss": torch.inf})
@@ -35,7 +35,7 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
             continue
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
         is_float = local.is_floating_point() and local.itemsize > 1  # float8 has no minimum
-        # Minimum and maximum need no memory, unlike `isfinite`; both are NaN where an element is.
+        # Minimum and maximum need no memory, unlike `isfinite`; both are NaN if any element is.
         if is_float and local.dim() and local.numel() and not torch.stack(local.aminmax()).isfinite().all():
             found.add(name)
     return found

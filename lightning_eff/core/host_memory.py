@@ -1,8 +1,9 @@
-"""The host memory that this process may use: installed memory, or less where a limit applies.
+"""The host memory that this process may use: installed memory, or less if a limit applies.
 
-A container has the limit of its cgroup or of one above it; a process that exceeds it is killed. `ulimit -v`
-limits the address space and `ulimit -d` the data segment; an allocation that exceeds them fails. Limits are
-read on Linux, of cgroups in version 2; elsewhere only installed memory is known.
+`plan`, `doctor` and OOM messages use it. A container has the limit of its cgroup and the cgroups above it; a
+process that exceeds it is killed. `ulimit -v` limits the address space and `ulimit -d` the data segment;
+allocations beyond them fail. Limits are read on Linux (cgroups version 2); on other systems only installed
+memory is known.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class HostMemoryLimit:
-    """One limit of this process's memory; its name is empty for installed memory."""
+    """One memory limit of this process; its name is empty for installed memory."""
 
     name: str
     num_bytes: int
@@ -25,7 +26,7 @@ class HostMemoryLimit:
 
 
 def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
-    """Return the limit with the least free memory; `root` has `proc` and `sys`.
+    """Return the limit that leaves the least free memory; `root` contains `proc` and `sys`.
 
     Example:
         >>> host_memory_limit().num_bytes <= installed_bytes()
@@ -38,7 +39,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     group = top / (own[1] if own is not None else "")
-    # A container may be shown its group's path on the host, which it does not have: then the top counts.
+    # Inside a container, /proc may show the group's path on the host, which does not exist here: use the top.
     for folder in (group, *group.parents):
         limit = _read(folder / "memory.max").strip() if folder.is_relative_to(top) else ""
         if limit.isdecimal():
@@ -49,7 +50,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
         ("Max address space", "ulimit -v", "VmSize"),
         ("Max data size", "ulimit -d", "VmData"),
     ):
-        # The soft limit is the first number of the line; "unlimited" is none.
+        # The soft limit is the first number of the line; "unlimited" does not match.
         found = re.search(rf"^{line}\s+(\d+)\s", ulimits, re.MULTILINE)
         if found:
             limits.append(HostMemoryLimit(name, int(found[1]), used.get(counted, 0)))

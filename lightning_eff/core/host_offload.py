@@ -1,14 +1,15 @@
-"""Offload the inputs of recomputed blocks to pinned host memory, on a CUDA stream of its own.
+"""Offload the inputs of recomputed blocks to pinned host memory, on a separate CUDA stream.
 
-The copy to the host overlaps the next block's forward, and the copy back of one block the recomputation of
-the block after it. What keeps the copies right, on two streams:
+`callbacks/gradient_checkpointing` uses it with `policy=offload`. The copy to the host overlaps the next
+block's forward. The copy back overlaps the recomputation of the block that the backward pass handles before.
+Rules that keep the copies correct on two streams:
 
-- A stream waits by events for what the other one has to have done, and the memory of a copy is held until
-  the main stream has waited for it: no `record_stream`, by which memory is freed at an unknown time.
-  At most two copies are in flight.
-- The main stream is asked for outside of `with torch.cuda.stream(...)`, where it would be the other one.
-- Pinned memory is torch's, which keeps what was freed: only the first step allocates some, which synchronizes
-  the device, and memory is used again once the copies from and to it are done.
+- A stream waits on events for the other stream's work. A copy's memory is held until the main stream has
+  waited for it. `record_stream` is not used, because it frees memory at an unknown time. At most two copies
+  are in flight.
+- The main stream is looked up outside of `with torch.cuda.stream(...)`, where it would be the other stream.
+- torch allocates the pinned memory and caches freed blocks. So only the first step allocates, which
+  synchronizes the device, and memory is reused once the copies from and to it are done.
 
 The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap: 3 times
 the time of recomputation alone. On a CPU they are plain copies, which save and change nothing.
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor
 
 STREAMED = ("cuda",)
-"""Types of devices whose copies run on a stream."""
+"""Types of devices whose copies run on a separate stream."""
 MAX_IN_FLIGHT = 2
-"""Copies for which the main stream has not waited."""
+"""Largest number of copies for which the main stream has not waited."""
 
 
 @dataclass(eq=False)
@@ -38,14 +39,14 @@ class _OnHost:
     host: Tensor
     device: torch.device
     back: tuple[Tensor, Any] | None = None
-    """The copy, and the event of its end."""
+    """The copy, and the event at its end."""
 
 
 class CopyStream:
-    """Copies between a device and pinned memory beside the main stream, at most two of them at once.
+    """Copies between a device and pinned memory alongside the main stream, at most two at once.
 
     Raises:
-        RuntimeError: A tensor was changed in place while it was copied, which autograd does not detect then.
+        RuntimeError: A tensor was changed in place while it was copied, which autograd cannot detect here.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,17 +55,17 @@ class CopyStream:
         self._in_flight: deque[tuple[Tensor, int, Any]] = deque()
 
     def to_host(self, tensor: Tensor, host: Tensor) -> None:
-        """Start to copy a tensor of the main stream, which its owner may free at once."""
+        """Start copying a tensor of the main stream; its owner may free it at once."""
         self._start(tensor, host, tensor)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
-        """Start to copy a tensor back; return it with the event that the main stream must `wait` for."""
-        # Memory of the main stream, which may still be using what was there before.
+        """Start copying a tensor back; return it with an event, which must be passed to `wait` before use."""
+        # Allocated on the main stream, which may still be using the previous content of this memory.
         back = torch.empty_like(host, device=self._device)
         return back, self._start(host, back, back)
 
     def wait(self, done: Any) -> None:
-        """Let the main stream wait for a copy, and so for all that were started before it."""
+        """Make the main stream wait for a copy, and thus for all earlier ones."""
         torch.cuda.current_stream(self._device).wait_event(done)
         while any(event is done for _, _, event in self._in_flight):
             tensor, version, _ = self._in_flight.popleft()
@@ -89,14 +90,14 @@ class HostOffload:
     """Moves tensors that autograd saves to the host, and back in the opposite order."""
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every tensor that is now on the host: for forecasts of what a device would hold."""
+    """Called with every tensor moved to the host: forecasts use it for what a device would hold."""
 
     moved_bytes: int = field(default=0, init=False)
     _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
     _stream: CopyStream | None = field(default=None, init=False)
 
     def pack(self, tensor: Tensor) -> _OnHost | Tensor:
-        """Return a tensor that autograd saves as one on the host."""
+        """Move a tensor that autograd saves to the host; return its handle."""
         if not tensor.is_floating_point() or not tensor.numel():
             return tensor  # masks and positions are small, and shared by all blocks
         self.moved_bytes += tensor.nbytes
@@ -114,13 +115,13 @@ class HostOffload:
         return packed
 
     def unpack(self, packed: _OnHost | Tensor) -> Tensor:
-        """Return it on its device, and begin to copy the one that the backward pass needs next."""
+        """Return a tensor on its device, and start copying the next one that the backward pass needs."""
         if isinstance(packed, Tensor):
             return packed
         (back, done), packed.back = self._fetch(packed), None
         if self._stream is not None:
             self._stream.wait(done)
-        # Prefetch what was packed before it: the backward pass goes in the opposite direction.
+        # Prefetch the tensor packed before this one: the backward pass runs in the opposite order.
         while self._waiting and self._waiting.pop()() is not packed:
             pass
         previous = self._waiting[-1]() if self._waiting else None
@@ -129,7 +130,7 @@ class HostOffload:
         return back
 
     def _fetch(self, packed: _OnHost) -> tuple[Tensor, Any]:
-        """Start to copy a tensor back, if that is not done yet, without waiting for it."""
+        """Start copying a tensor back unless that has started already; do not wait for it."""
         if packed.back is None and self._stream is not None:
             packed.back = self._stream.to_device(packed.host)
         elif packed.back is None:

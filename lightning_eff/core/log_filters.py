@@ -1,7 +1,7 @@
-"""What a user of the command line sees of the log.
+"""Filter what a user of the command line sees of the log.
 
-Reports go to the standard output, other messages to the standard error. Messages of libraries that the user
-cannot act on are dropped: a message is matched by its logger and its beginning, a warning by its beginning.
+Reports go to stdout, other messages to stderr. Library messages that the user cannot act on are dropped. A
+message is matched by its logger and its start, a warning by its start.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import cast
 
 REPORTS = logging.getLogger("lightning.pytorch.report")
-"""Logs the report of each run, with its text and its page's path as arguments, among Lightning's messages."""
+"""Logs each run's report, with its text and its page's path as arguments, among Lightning's messages."""
 IGNORED_MESSAGES = {
-    # torchao 0.18.0: binaries for GPUs and Python versions other than these, which no option of ours calls
+    # torchao 0.18.0: binaries for other GPUs and Python versions, which this package never calls
     "torchao": r"Failed to load .+\.so: ",
     # torch 2.13.0, about how torchao 0.18.0 calls it
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",
@@ -25,12 +25,12 @@ IGNORED_MESSAGES = {
     "lightning.pytorch.trainer.connectors.signal_connector": r"SLURM auto-requeueing enabled",
     # Lightning 2.6.6 advertises packages
     "lightning.pytorch.utilities.rank_zero": r"\U0001f4a1 Tip: For seamless ",
-    # bitsandbytes 0.50.2 on processors with AVX512-BF16: kernels from a hub, of which it has its own
+    # bitsandbytes 0.50.2 on processors with AVX512-BF16: it has its own kernel instead of the hub's
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }
-"""Loggers, and the pattern of the messages to drop."""
+"""Loggers, and the pattern of messages to drop."""
 IGNORED_WARNINGS = (
-    # A resumed run writes to a folder of its own, and leaves the old run's checkpoints alone.
+    # A resumed run writes to its own folder, and leaves the old run's checkpoints unchanged.
     "The dirpath has changed from",
     # Lightning 2.6.6 checks an empty batch in a way that torch 2.13 deprecates.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -40,7 +40,7 @@ IGNORED_WARNINGS = (
 
 
 def ignore_library_messages() -> None:
-    """Drop these messages in this process from now on; calling it again has no effect.
+    """Drop these messages in this process; calling it again has no effect.
 
     Example:
         >>> ignore_library_messages()
@@ -57,7 +57,7 @@ def _is_kept(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def report_on_stdout() -> Generator[None]:
-    """Write the report of each run to the standard output, and not to where other messages go."""
+    """Write each run's report to stdout, separately from other messages."""
     printing = logging.StreamHandler(sys.stdout)
     REPORTS.addHandler(printing)
     REPORTS.propagate = False

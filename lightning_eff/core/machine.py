@@ -1,4 +1,4 @@
-"""The machine that a result was measured on: versions, device, threads."""
+"""The machine of a measurement: versions, device, threads, and facts for rules."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def machine_info(device: torch.device) -> dict[str, Any]:
 
 
 def num_cores(num_processes: int = 1) -> int:
-    """Return the cores that each of several processes on this machine may use."""
+    """Return the number of cores for each of `num_processes` processes on this machine."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, cores // num_processes)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the chip from its driver, or on the CPU from PyTorch."""
+    """Return the name of the chip, from its driver or, on the CPU, from PyTorch."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return what this machine has that rules may mention, for a type of device; description by name."""
+    """Return facts of this machine that rules may mention, for a device type; description by name."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):
@@ -68,7 +68,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
 
 
 def gpu_facts(capability: int) -> dict[str, str]:
-    """Return what a GPU of a compute capability, times ten, has that rules may mention; description by name.
+    """Return facts of a GPU with a compute capability (times ten) for rules; description by name.
 
     Example:
         >>> gpu_facts(80), gpu_facts(90)
@@ -78,9 +78,9 @@ def gpu_facts(capability: int) -> dict[str, str]:
 
 
 def find_compiler(device_type: str) -> str | None:
-    """Return the path of the compiler that torch.compile's inductor calls on a device, or None.
+    """Return the path of the compiler that torch.compile's inductor calls for a device, or None.
 
-    On the CPU it compiles C++; on a GPU Triton compiles a small launcher in C.
+    For the CPU it compiles C++. For a GPU, Triton compiles a small launcher in C.
     """
     variable, *programs = ("CXX", "g++", "clang++") if device_type == "cpu" else ("CC", "gcc", "clang")
     candidates = (os.environ.get(variable), *programs)
@@ -96,7 +96,7 @@ def package_version(package: str) -> str:
 
 
 def command_line() -> str:
-    """Return this process's command line in a form that can be typed again, however it was started."""
+    """Return this process's command line so that it can be typed again, however it was started."""
     program = Path(sys.argv[0])
     is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
     return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])

@@ -1,7 +1,7 @@
-"""The base classes of our own: what every callback of the suite does in addition to its technique.
+"""Base classes of callbacks: what every callback of the suite does besides its technique.
 
-`Managed` asks the rules when they can be answered, stamps checkpoints, and undoes at the end of a run, or
-when one fails, what the technique pushed onto `cleanup`. `Tiling` is its only subclass that is a base too.
+`Managed` calls the rules, stamps checkpoints, and undoes the changes that a technique pushed onto `cleanup`
+when a run ends or fails. `Tiling` is its only subclass that is a base too.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ BATCH_HOOKS = [name for name in vars(pl.Callback) if re.match("on_(.*_batch_|bef
 """Hooks that Lightning calls for each batch."""
 
 
-def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Hide the hooks for each batch that a callback's class does not define, which cost 5 to 8 us each.
+def skip_hook(callback: pl.Callback, trainer: pl.Trainer, name: str, *, of: type[pl.Callback]) -> None:
+    """Hide a hook from Lightning if it is still the one defined by class `of`; each hook costs 5 to 8 us.
 
-    Lightning 2.6 enters a profiler's context around every hook that is callable, so these become None, on the
-    object only: a subclass may call `super().on_train_batch_end(...)`. A callback that another one calls, and
-    not the Trainer, keeps them.
+    Lightning 2.6 enters a profiler's context around every callable hook. So the hook becomes None, on the
+    object only: a subclass may call `super().on_train_batch_end(...)`. A callback that is called by another
+    callback, and not by the Trainer, keeps its hooks.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for name in BATCH_HOOKS if any(each is callback for each in callbacks) else ():
-        if getattr(type(callback), name) is getattr(pl.Callback, name):
-            vars(callback).setdefault(name, None)
+    is_called = any(each is callback for each in callbacks)
+    if is_called and getattr(type(callback), name) is getattr(of, name):
+        vars(callback).setdefault(name, None)
+
+
+def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
+    """Hide the per-batch hooks that no class of a callback defines."""
+    for name in BATCH_HOOKS:
+        skip_hook(callback, trainer, name, of=pl.Callback)
 
 
 def set_up_monitor(
@@ -50,8 +56,8 @@ def set_up_monitor(
 class Managed(pl.Callback):
     """Base of a technique that is a callback.
 
-    A subclass that overrides one of these hooks calls the one here first. What it changes it undoes by
-    `self.cleanup.callback(undo)`; the last change is undone first.
+    A subclass that overrides one of these hooks must first call the hook of this class. It undoes its
+    changes with `self.cleanup.callback(undo)`; the last change is undone first.
 
     Example:
         >>> class Loud(Managed):
@@ -65,16 +71,16 @@ class Managed(pl.Callback):
     """
 
     exact = False
-    """Whether steps have the plain run's loss, but for the order of additions and for other random draws."""
+    """Whether losses match the plain run's, up to the order of additions and different random numbers."""
     lowers: tuple[str, ...] = ()
-    """What there is less of with it: `time`, or categories of memory."""
+    """What the technique reduces: `time`, or categories of memory."""
     on_fit_start = rules.enforce
     on_save_checkpoint = checkpoint_stamp.save_stamp
     on_load_checkpoint = checkpoint_stamp.load_stamp
 
     @property
     def cleanup(self) -> ExitStack:
-        """Return what `teardown` and `on_exception` run."""
+        """Undo functions that `teardown` and `on_exception` run."""
         return vars(self).setdefault("_cleanup", ExitStack())
 
     @override
@@ -98,26 +104,26 @@ class Managed(pl.Callback):
 class Tiling(Managed):
     """Base of a technique that computes parts of a model in tiles, from their stage of a fit to its end.
 
-    A subclass has `tile`, `outcome`, and calls `setup` and `on_train_end` of this class where it overrides
-    them.
+    A subclass defines `tile` and `outcome`, and calls this class's `setup` and `on_train_end` where it
+    overrides them.
     """
 
     exact = True
     hint = ""
-    """Added to the warning that nothing was computed in tiles: a remedy."""
+    """Remedy added to the warning that nothing was computed in tiles."""
     hint_if_none = ""
-    """The same where the model has nothing to tile."""
+    """Remedy if the model has nothing to tile."""
 
     def __init__(self) -> None:
         self._tiled: dict[str, Any] = {}
-        """What `tile` has returned in this fit."""
+        """The results of `tile` in this fit."""
 
     def tile(self, model: nn.Module) -> Mapping[str, Any]:
-        """Tile what is not tiled yet; return by name what was, objects whose `restore()` undoes it."""
+        """Tile modules that are not tiled yet; return by name objects whose `restore()` undoes it."""
         raise NotImplementedError
 
     def outcome(self) -> Outcome:
-        """Report what was computed in tiles."""
+        """Report the modules that were computed in tiles."""
         raise NotImplementedError
 
     @override

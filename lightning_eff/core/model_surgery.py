@@ -1,13 +1,13 @@
-"""Changes of a model, in one fixed order and at one moment: after `configure_model`, before a restore.
+"""Changes of a model, in a fixed order and at one moment: after `configure_model`, before a restore.
 
-Lightning has no hook between `configure_model` and the restore of a checkpoint, so the first `queue` of a run
-replaces the module's `configure_model` by a function that runs the original and then all queued changes, in
-the order of their stages and not of the callbacks. Lightning calls it again for every stage of a run (fit,
-validate, test), so the second call of a change must find nothing to do.
+Techniques that change a model call `queue`. Lightning has no hook between `configure_model` and the restore
+of a checkpoint. So the first `queue` of a run replaces the module's `configure_model`. The replacement runs
+the original and then all queued changes, ordered by stage, not by callback. Lightning calls it again for
+every stage of a run (fit, validate, test), so a change must do nothing the second time.
 
-Why not `Strategy.setup` or `convert_module`: they run after the restore, so a change that renames or adds
-keys would train, but its checkpoint could not be resumed. Why not `functools.wraps`: Lightning's
-`is_overridden` unwraps it and takes the hook for not overridden.
+Why not `Strategy.setup` or `convert_module`: they run after the restore. A change that renames or adds keys
+would train, but its checkpoint could not be resumed. Why not `functools.wraps`: Lightning's `is_overridden`
+unwraps it and concludes that the hook is not overridden.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch import nn
 from lightning_eff.core.errors import ConfigError, suggest_name
 
 ModelChange = Callable[[nn.Module], int]
-"""Changes a model in place and returns the number of changed modules; 0 where nothing is left to do."""
+"""Changes a model in place; returns the number of changed modules, 0 if nothing is left to do."""
 
 BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """Class names, patterns of module names, classes, or a predicate; None for the repeated blocks."""
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes of a module (torch 2.13) in which its hooks are."""
+"""Attributes of a module (torch 2.13) that hold its hooks."""
 RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
-"""Packages whose hooks move weights, count or check, and read no values that pass a module."""
+"""Packages whose hooks move weights, count or check, but read no values that pass a module."""
 
 
 class Stage(IntEnum):
-    """The order of changes; a change may rely on those of earlier stages."""
+    """The order of changes; a change may rely on changes of earlier stages."""
 
     LOAD = 0
     QUANTIZE = 1
@@ -50,7 +50,7 @@ class Stage(IntEnum):
     COMPILE = 7
     SHARD = 8
     MEMORY_FORMAT = 9
-    """Strides of weights: last, since FSDP2 (torch 2.13) shards contiguous parameters only."""
+    """Strides of weights; last, since FSDP2 (torch 2.13) shards contiguous parameters only."""
 
 
 @runtime_checkable
@@ -66,23 +66,23 @@ class CastsFrozen(Protocol):
     """A precision plugin that casts frozen weights, which are known only after adapters were added."""
 
     cast_frozen: ModelChange
-    """Runs at `Stage.CAST_FROZEN`."""
+    """The change for `Stage.CAST_FROZEN`."""
 
 
 @runtime_checkable
 class AddsAdapters(Protocol):
-    """A callback that adds adapters: known by this, since importing PEFT for its class takes seconds."""
+    """A callback that adds adapters; a protocol, since importing PEFT for its class takes seconds."""
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
-        """Return what the callback changes, with or without reading the weights of its base."""
+        """Return the callback's changes, with or without loading the weights of its base."""
         ...
 
 
 def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those of the named modules whose own parameters will not be trained.
+    """Return the named modules whose own parameters will not be trained.
 
-    A callback that will freeze most of the model names what it will train by `trainable_modules(model,
-    names)`; without such a callback, or a Trainer, `requires_grad` decides.
+    A callback that will freeze most of the model names the modules that it will train with
+    `trainable_modules(model, names)`. Without such a callback, or without a Trainer, `requires_grad` decides.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
@@ -97,13 +97,13 @@ def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def trained_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those of the named modules that have a parameter of their own with `requires_grad`."""
+    """Return the named modules that directly own a parameter with `requires_grad`."""
     own = {name: model.get_submodule(name).parameters(recurse=False) for name in names}
     return {name for name, parameters in own.items() if any(p.requires_grad for p in parameters)}
 
 
 def plugin_changes(plugin: object) -> list[tuple[Stage, ModelChange]]:
-    """Return the changes that a precision plugin makes before a checkpoint is restored; most make none.
+    """Return the changes that a precision plugin makes before a checkpoint is restored; usually none.
 
     Example:
         >>> plugin_changes(pl.plugins.MixedPrecision("bf16-mixed", "cpu"))
@@ -119,7 +119,7 @@ def plugin_changes(plugin: object) -> list[tuple[Stage, ModelChange]]:
 
 @dataclass(eq=False)
 class _ConfigureModelPatch:
-    """Replaces the `configure_model` of a module until `restore`."""
+    """Replaces a module's `configure_model` until `restore`."""
 
     trainer: pl.Trainer
     module: pl.LightningModule
@@ -132,7 +132,7 @@ class _ConfigureModelPatch:
         apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _ConfigureModelPatch:
-        """Copy the module (weight averaging does, for example), but neither the Trainer nor its callbacks."""
+        """Copy the module (as weight averaging does), but neither the Trainer nor its callbacks."""
         twin = memo[id(self)] = copy.copy(self)
         twin.module = copy.deepcopy(self.module, memo)
         twin.original = copy.deepcopy(self.original, memo)
@@ -161,14 +161,14 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
 
 
 def is_foreign(hook: Any) -> bool:
-    """Return whether a hook may read or change what passes its module: any but those of `RUNNERS`."""
+    """Return whether a hook may read or change values that pass its module: any not from `RUNNERS`."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return not str(getattr(hook, "__module__", "")).startswith(RUNNERS)
 
 
 def restore(module: pl.LightningModule) -> None:
-    """Restore the module's own `configure_model`; does nothing where it was not replaced."""
+    """Restore the module's own `configure_model`; do nothing if it was not replaced."""
     patch = getattr(module.__dict__.get("configure_model"), "__self__", None)
     if isinstance(patch, _ConfigureModelPatch):
         del module.configure_model
@@ -177,11 +177,11 @@ def restore(module: pl.LightningModule) -> None:
 
 
 def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> list[int]:
-    """Change a model now, in the order of the stages: for Fabric, or for a training loop of your own.
+    """Change a model now, in the order of the stages: for Fabric, or for a custom training loop.
 
     Args:
-        model: Before its optimizer is built.
-        changes: Stage and function, in any order.
+        model: The model, before its optimizer is built.
+        changes: Stage and function of each change, in any order.
 
     Returns:
         The number of modules that each function changed, in the order of `changes`.
@@ -201,11 +201,11 @@ def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> lis
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that a model is a stack of, by name.
+    """Return the repeated layers of a model (its stack of blocks), by name.
 
-    A block is a module with parameters and children that has a sibling of its class, outermost first. Where
-    the blocks of a stack directly hold a stack of their own (the stages of a Swin or a ConvNeXt), the inner
-    blocks are returned. A layer with an adapter counts as the layer: PEFT's modules inside are no blocks.
+    A block is a module with parameters and children, and with a sibling of its class; outermost blocks count.
+    If the blocks of a stack directly hold their own stacks (the stages of a Swin or a ConvNeXt), the inner
+    blocks are returned. A layer with an adapter counts as the layer: PEFT's modules inside are not blocks.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -214,12 +214,12 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     blocks: dict[str, nn.Module] = {}
-    pending = [("", model, False)]  # name, module, whether it has a sibling of its class; the next one last
+    pending = [("", model, False)]  # name, module, whether it has a sibling of its class; popped from the end
     while pending:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
-            continue  # used twice
-        # A child that is a stack, or directly holds one, is a stage: its blocks are meant, not the stage.
+            continue  # a module that is used twice
+        # A module that is a stack, or directly holds one, is a stage: its blocks are selected instead.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
         ):
@@ -232,7 +232,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 ADAPTER = "adapter_layer_names"
-"""Attribute of PEFT's BaseTunerLayer: importing PEFT for isinstance takes seconds."""
+"""Attribute of PEFT's BaseTunerLayer; importing PEFT for `isinstance` takes seconds."""
 
 
 def _siblings(module: nn.Module) -> set[str]:
@@ -247,7 +247,7 @@ def _siblings(module: nn.Module) -> set[str]:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return a module's children by name; of a PEFT layer only copies of modules that are trained in full."""
+    """Return a module's children by name; for a PEFT layer only copies of modules trained in full."""
     children = dict(module.named_children())
     if not hasattr(module, ADAPTER):
         return children
@@ -259,11 +259,11 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
 
     Args:
         model: The model; never selected itself.
-        blocks: Class names or patterns of module names (`model.layers.*`), classes, a predicate of name and
-            module; None takes `repeated_blocks`.
+        blocks: Class names or patterns of module names (`model.layers.*`), classes, or a predicate of name
+            and module; None selects `repeated_blocks`.
 
     Raises:
-        ConfigError: An entry of `blocks` fits no module of the model, or it has none.
+        ConfigError: An entry of `blocks` matches no module of the model, or the model has no blocks.
 
     Example:
         >>> list(select_blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"]))

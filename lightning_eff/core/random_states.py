@@ -1,10 +1,16 @@
-"""The states of all random generators that a training step or its data draw from, in plain types."""
+"""The states of all random generators that a training step or its data uses, in plain types.
+
+NumPy takes 0.1 ms to return the state of its global generator, because it copies element by element. A retry
+needs that state before each step, so it is read only if the generator's memory has changed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,27 +19,66 @@ import torch
 from torch import Tensor, nn
 
 RandomStates = dict[str, Any]
-"""By generator: `torch`, `device`, `python`, `numpy`, and others by name; as a checkpoint can have them."""
+"""By generator: `torch`, `device`, `python`, `numpy`, and others by name; in types for a checkpoint."""
 KINDS = (torch.Generator, np.random.Generator)
 """Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]
-"""Generators of a user's own, by name."""
+"""A user's own generators, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
+MT19937_BYTES = 625 * 4
+"""Size of NumPy's `mt19937_state`: 624 words of 4 bytes, and the position in them."""
+NumpyState = tuple[bytes, int, int, float]
+"""Words, position, whether a normal deviate is cached for the next call, and its value."""
+
+
+@lru_cache(maxsize=1)
+def _numpy_state_of(memory: bytes) -> NumpyState:
+    """Return the state of NumPy's global generator; `memory`, its words and position, is the cache key."""
+    del memory
+    state: Any = cast(Any, np.random).get_state(legacy=False)
+    words, gauss = state["state"], (state["has_gauss"], state["gauss"])
+    return words["key"].tobytes(), words["pos"], *gauss
+
+
+def numpy_state() -> NumpyState | dict[str, Any]:
+    """Return the state of NumPy's global generator; a dict if the user has replaced the default generator."""
+    generator: Any = cast(Any, np.random).get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return dict(cast(Any, np.random).get_state(legacy=False))
+    state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
+    _, _, has_gauss, _ = state
+    if has_gauss:  # taking the cached deviate does not change the memory; caching one draws two numbers
+        _numpy_state_of.cache_clear()
+    return state
+
+
+def set_numpy_state(state: NumpyState | dict[str, Any]) -> None:
+    """Set a state returned by `numpy_state`."""
+    _numpy_state_of.cache_clear()
+    if isinstance(state, dict):
+        np.random.set_state(state)
+        return
+    key, position, has_gauss, gauss = state
+    np.random.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, has_gauss, gauss))
+
+
+@lru_cache(maxsize=1024)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, KINDS)
 
 
 def held_by(module: nn.Module) -> dict[str, Any]:
-    """Return the generators that a module and the modules inside it keep as attributes."""
+    """Return the generators that a module and its submodules keep as attributes."""
     held = [value for part in module.modules() for value in vars(part).values()]
-    return {str(id(value)): value for value in held if isinstance(value, KINDS)}
+    return {str(id(value)): value for value in held if _is_generator(type(value))}
 
 
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
-    """Return the states of torch's CPU generator, the device's, Python's, NumPy's and of others."""
+    """Return the states of torch's CPU generator, the device's, Python's, NumPy's and `generators`."""
     states: RandomStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    legacy: Any = cast(Any, np.random).get_state(legacy=False)
-    if legacy["bit_generator"] == "MT19937":  # NumPy's default; others belong to whoever set them
-        key, position = legacy["state"]["key"].tobytes(), legacy["state"]["pos"]
-        states["numpy"] = (key, position, legacy["has_gauss"], legacy["gauss"])
+    numpy = numpy_state()
+    if not isinstance(numpy, dict):  # NumPy's default; others belong to whoever set them
+        states["numpy"] = numpy
     if device is not None and device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
     for name, generator in generators.items():
@@ -49,12 +94,11 @@ def restore(
     device: torch.device | None = None,
     generators: Generators = NO_OTHERS,
 ) -> None:
-    """Set the generators whose states are there to these states."""
+    """Set the generators to those of their states that are present."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:
-        key, *others = states["numpy"]
-        np.random.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), *others))
+        set_numpy_state(states["numpy"])
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
     for name, generator in generators.items():
@@ -67,17 +111,17 @@ def restore(
 
 
 def differing(states: RandomStates, others: RandomStates) -> RandomStates:
-    """Return the states that differ from the ones of the same name in `others`."""
+    """Return the states that differ from the states of the same name in `others`."""
     return {
         name: state for name, state in states.items() if name not in others or _differs(state, others[name])
     }
 
 
 def has_global(states: RandomStates) -> bool:
-    """Return whether there are states among these that more than a loader's own sampler draws from."""
+    """Return whether any of these states is global, so that more than a loader's own sampler uses it."""
     return any("." not in name for name in states)
 
 
 def _differs(state: Any, other: Any) -> bool:
-    # Not `torch.equal`, which asks for values that there are none of in a dry run.
+    # Not `torch.equal`, which needs values, and a dry run has none.
     return not np.array_equal(state.numpy(), other.numpy()) if isinstance(state, Tensor) else state != other

@@ -1,10 +1,10 @@
 """The verdict on a set of techniques, before anything is built and again when more is known.
 
-Each technique states facts about itself (core/technique.py) and never checks which others are present. Here
-the facts are compared with each other, with Lightning's callbacks and plugins, and with the run. The same
-rules are applied three times: to a Trainer that has no model yet, to one with its model, and when `fit`
-starts. A fact that is not known yet is absent, so a rule about it applies later. The verdict is kept on the
-Trainer: all techniques ask for it, and each states its facts once.
+Each technique states facts about itself (core/technique.py) and never checks for others. Here the facts are
+compared with each other, with Lightning's callbacks and plugins, and with the run. The same rules are applied
+three times: to a Trainer without a model, to one with its model, and when `fit` starts. A fact that is not
+known yet counts as absent, so rules about it apply later. The verdict is kept on the Trainer, since all
+techniques ask for it. `Managed.setup`, strategies and plugins call `enforce`; `plan` calls `verdict_on`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from lightning_eff.core.technique import (
 from lightning_eff.core.torch_private import batch_norm_class
 
 _VERDICT = "lightning_eff_verdict"
-"""Attribute of a Trainer with its findings, and the objects that they are about."""
+"""Attribute of a Trainer with its findings, and the objects they were computed for."""
 _LATE_CONVERSION = Rule(
     name=TRANSFORM,
     reason="it replaces layers after the checkpoint was restored, so earlier changes of them are lost",
@@ -154,20 +154,20 @@ LIBRARY_RULES = {
 }
 """Rules about classes of other libraries: Lightning's callbacks and plugins, optimizers of torch and others.
 
-A key is a package and a class, and holds for its subclasses too; or it is a name that a technique provides.
+A key is a package and a class, and applies to subclasses too; or it is a name that a technique provides.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """A rule that applies, and who states it; `found` is what it excludes, empty for a need not met."""
+    """A rule that applies, and who states it; `found` is what it excludes, empty for an unmet need."""
 
     technique: str
     rule: Rule
     found: str
 
     def __str__(self) -> str:
-        """Return one sentence and up to three remedies, a line each."""
+        """Return one sentence and up to three remedies, one per line."""
         found = f"{self.rule.name} ({self.found})" if " " in self.rule.name else self.found
         met = f"with {found}" if self.found else f"without {self.rule.name}"
         tries = (f"  try: {remedy}" for remedy in self.rule.remedies[:3])
@@ -175,9 +175,10 @@ class RuleFinding:
 
 
 def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
-    """Compare the rules of every object, of this package or not, with what the others provide and the run.
+    """Compare every object's rules with the facts of the run and of all other objects.
 
-    `run` has facts of the run and the machine, description by name; one that is not known yet is absent.
+    Objects may be of other packages. `run` has facts of the run and the machine, description by name; an
+    unknown fact is absent.
     """
     present, stated, counts = dict(run), list[tuple[str, Facts]](), Counter[str]()
     for component in objects:
@@ -186,7 +187,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
         facts = component.facts() if isinstance(component, HasFacts) else Facts()
         names = [name, *facts.provides]
         if not kind.__module__.startswith(f"{PACKAGE}."):
-            # A class of a library is named with its bases: a user's subclass of BatchSizeFinder is one too.
+            # A library's class is listed with its bases: a user's subclass of BatchSizeFinder counts as one.
             bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
             names = [f"{package}/{title}" for package, title in bases if package not in ("builtins", PACKAGE)]
         if isinstance(component, Technique):
@@ -210,7 +211,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
-    """Return what is known about a run so far, description by name; the module may not be known yet."""
+    """Return the facts of a run known so far, description by name; the module may not be known yet."""
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
     clips = bool(trainer.gradient_clip_val)
@@ -245,7 +246,7 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
 def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
     """Return for each fact about a module whether it holds, and its description."""
     children = dict(module.named_modules())
-    # The module itself has no name among its children.
+    # The module itself has an empty name.
     named = {name or type(child).__name__: child for name, child in children.items()}
     first = next((n for n, child in named.items() if getattr(child, "gradient_checkpointing", False)), "")
     normed = next((name for name, child in children.items() if isinstance(child, batch_norm_class())), "")
@@ -277,7 +278,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def trainer_components(trainer: pl.Trainer) -> list[object]:
-    """Return everything in a Trainer that may have rules; a class where the object is constructed later."""
+    """Return all objects in a Trainer that may have rules; a class if its object is constructed later."""
     strategy = trainer.strategy
     callbacks = callbacks_of(trainer)
     added = [item for callback in callbacks for item in getattr(callback, "components", tuple)()]
@@ -290,12 +291,11 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
 def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> list[RuleFinding]:
     """Apply the rules to a Trainer, and keep the findings on it until more is known.
 
-    More is known with the model, with callbacks that the model adds, and when the optimizers exist. Every
-    technique asks in each of its hooks; at the end of a run `Managed` forgets the verdict, since settings may
-    change before the next one.
+    The model, callbacks that it adds, and the optimizers become known later. Every technique asks in each of
+    its hooks. At the end of a run `Managed` drops the verdict, since settings may change before the next run.
     """
     stating = [callback for callback in callbacks_of(trainer) if isinstance(callback, HasFacts)]
-    # By id, so that nothing of an earlier `fit` stays in memory.
+    # Ids instead of objects, so that nothing of an earlier `fit` stays in memory.
     moment = [trainer.state.fn, *(id(each) for each in (module, *stating, *trainer.optimizers))]
     kept_moment, findings = vars(trainer).get(_VERDICT, (None, []))
     if kept_moment != moment:
@@ -305,7 +305,7 @@ def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) ->
 
 
 def forget_verdict(trainer: pl.Trainer) -> None:
-    """Let the next run of a Trainer be judged anew."""
+    """Drop a Trainer's verdict, so that its next run is checked again."""
     vars(trainer).pop(_VERDICT, None)
 
 
@@ -320,7 +320,7 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
     if rejected:
         lacks = all(finding.rule.name.startswith("machine/") for finding in rejected)
         error = EnvironmentLacksError if lacks else ConflictError
-        # Of one finding all remedies, of several the first of each, so that each is seen.
+        # All remedies of a single finding; of several findings the first remedy each, so that each is shown.
         shown = None if len(rejected) == 1 else 2
         raise error("\n".join(line for each in rejected for line in str(each).splitlines()[:shown]))
 
@@ -328,7 +328,7 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
 def reject_legacy_trainer(
     self: object, trainer: object, pl_module: object = None, stage: str | None = None
 ) -> None:
-    """Reject a Trainer of the package `pytorch_lightning`; usable as the `setup` of a callback.
+    """Reject a Trainer of the package `pytorch_lightning`; can be used as a callback's `setup`.
 
     Raises:
         ConflictError: The Trainer's class comes from that package.
@@ -341,8 +341,8 @@ def reject_legacy_trainer(
 def plugin_repr(self: object) -> str:
     """Return the `__repr__` of a strategy or plugin.
 
-    A Trainer of the package `pytorch_lightning` rejects it before any code of this package runs, and quotes
-    this text in its error.
+    A Trainer of the package `pytorch_lightning` rejects a strategy or plugin before any code of this package
+    runs, and quotes this text in its error.
     """
     return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
 
@@ -350,14 +350,14 @@ def plugin_repr(self: object) -> str:
 def enforce(
     self: object, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None
 ) -> None:
-    """Check a Trainer's techniques; every technique does so in `setup` and again in `on_fit_start`.
+    """Check a Trainer's techniques; every technique calls it in `setup` and again in `on_fit_start`.
 
     Raises:
         ConflictError: A combination is rejected, or the Trainer comes from `pytorch_lightning`.
-        EnvironmentLacksError: The machine lacks something that is needed.
+        EnvironmentLacksError: The machine lacks something required.
 
     Warns:
-        ConflictWarning: A rule of this technique allows a combination with a warning.
+        ConflictWarning: A rule of this technique allows a combination, with a warning.
     """
     del stage
     reject_legacy_trainer(self, trainer)

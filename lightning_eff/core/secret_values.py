@@ -1,10 +1,10 @@
-"""Decide what is a secret, and keep secrets out of everything that a run writes.
+"""Detect secrets, and keep them out of everything that a run writes.
 
-A config names a secret by a variable of the environment, `api_token: ${oc.env:API_TOKEN}`. A composed config
-keeps this interpolation, also within another text, and Hydra resolves it when the class is built. A run's
-files therefore hold no secret, and the run can be composed from them again. Hyperparameters hold the value:
-loggers and checkpoints leave it out. Texts of errors, which may contain anything, lose the values of
-variables that are named like a secret.
+A config names a secret by an environment variable, `api_token: ${oc.env:API_TOKEN}`. A composed config keeps
+this interpolation, even inside a longer text, and Hydra resolves it when the class is built. A run's files
+therefore contain no secret, and the run can be composed from them again. Hyperparameters contain the value;
+loggers and checkpoints drop it. Error texts, which may contain anything, have the values of variables with a
+secret's name replaced.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from lightning_eff.core.errors import ConfigError
 
 HIDDEN = "***"
 MIN_CHARACTERS = 6
-"""Of a value that is replaced in texts: a shorter one may be a part of any word."""
+"""Shortest value that is replaced in texts: a shorter one may be part of any word."""
 _SECRET = re.compile(
     r"(?!(?-i:(.*_)?(bos|eos|sos|unk|sep|pad|cls|class|mask|special|start|end|prefix|suffix|image|audio|video)_token$))"
     r"(.*_)?(token|password|passwd|passphrase|secret|credentials?|(api|access|auth|private|secret)_?key)$",
     re.IGNORECASE,
 )
-"""Names of secrets; a vocabulary's special tokens are none."""
+"""Names of secrets; special tokens of a vocabulary are not secrets."""
 _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def secret_variables() -> dict[str, str]:
-    """Return the variables of the environment that are named like a secret: name by value, longest first."""
+    """Return environment variables that are named like a secret: name by value, longest value first."""
     long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
     named = [(value, name) for value, name in long if _SECRET.match(name)]
     return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
 
 
 def is_secret(key: object, value: object, variables: Mapping[str, str] | None = None) -> bool:
-    """Return whether a value is a secret: a text under a key that is named like one, or with one in it.
+    """Return whether a value is a secret: a string whose key is named like one, or that contains one.
 
-    `variables` are `secret_variables()`, for whoever asks often.
+    Pass `secret_variables()` as `variables` to avoid computing it for every call.
 
     Example:
         >>> is_secret("api_token", "x"), is_secret("eos_token", "</s>"), is_secret("use_auth_token", True)
@@ -51,14 +51,14 @@ def is_secret(key: object, value: object, variables: Mapping[str, str] | None = 
 
 
 def keep_variables(values: Any, source: Any) -> Any:
-    """Return a resolved config in which each secret is an interpolation of the environment.
+    """Return a resolved config with each secret replaced by its environment interpolation.
 
     Args:
         values: The config.
-        source: The same before it was resolved.
+        source: The same config before it was resolved.
 
     Raises:
-        ConfigError: The config itself has a secret.
+        ConfigError: The config itself contains a secret.
     """
     variables = secret_variables()
 
@@ -89,7 +89,7 @@ def keep_variables(values: Any, source: Any) -> Any:
 
 
 def without_secrets(values: Any) -> Any:
-    """Return hyperparameters without those that are secrets.
+    """Return hyperparameters without secrets.
 
     Example:
         >>> without_secrets({"width": 3, "hubs": [{"token": "x", "name": "y"}]})
@@ -108,7 +108,7 @@ def without_secrets(values: Any) -> Any:
 
 
 def hide_secrets(text: str, shown: str = HIDDEN) -> str:
-    """Return a text with `shown`, which may have the name, for values of variables named like a secret."""
+    """Replace the values of secret variables in a text by `shown`, which may contain their names."""
     for value, name in secret_variables().items():
         text = text.replace(value, shown.format(name))
     return text

@@ -1,6 +1,6 @@
 """Tensors that are sharded over ranks: DTensors of FSDP2, and parameters of ZeRO stage 3.
 
-DeepSpeed replaces the data of a stage-3 parameter by an empty tensor and adds `ds_id` and `ds_shape` to it.
+DeepSpeed replaces a stage-3 parameter's data by an empty tensor and adds `ds_id` and `ds_shape` to it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 LEAF = "_z3_leaf"
-"""DeepSpeed's mark of a module whose weights stage 3 gathers at once; ranks may differ inside it."""
+"""DeepSpeed's mark for a module whose weights stage 3 gathers at once; ranks may differ inside it."""
 
 
 class GatheredAtOnce:
-    """Has stage 3 of ZeRO gather the weights of a module and of all inside it at once, until `undo`.
+    """Makes stage 3 of ZeRO gather the weights of a module and of its submodules at once, until `undo`.
 
-    DeepSpeed (0.19) reduces their gradients when that of the module's input is known. An input that needs
-    none would have that happen before the backward pass of the module, so there it gets one.
+    DeepSpeed (0.19) reduces their gradients when the gradient of the module's input is known. For an input
+    without a gradient that would happen before the module's backward pass, so such an input gets one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,17 +56,17 @@ def is_sharded(tensor: object) -> bool:
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the full tensor, also where this rank holds a shard of it."""
+    """Return the shape of the full tensor, even if this rank holds only a shard of it."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int] | None:
-    """Return first and end of this rank's rows; None unless the tensor is sharded by rows on a 1-D mesh."""
+    """Return start and end of this rank's rows; None unless the tensor is sharded by rows on a 1-D mesh."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1 or tensor.placements != (Shard(0),):
         return None
     num_rows = tensor.shape[0]
-    # DTensor splits as torch.chunk does: ceil(num_rows / ranks) rows each, the last ranks fewer or none.
+    # DTensor splits like torch.chunk: ceil(num_rows / ranks) rows each, the last ranks fewer or none.
     rows_per_rank = -(-num_rows // mesh.size())
     first = min(mesh.get_local_rank() * rows_per_rank, num_rows)
     return first, min(first + rows_per_rank, num_rows)
@@ -74,9 +74,10 @@ def local_rows(tensor: DTensor) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor; one that is not sharded is returned as is.
+    """Return the full tensor; a tensor that is not sharded is returned unchanged.
 
-    A collective (all-gather) for a sharded tensor: every rank of its mesh or process group must call it.
+    For a sharded tensor this is a collective (all-gather): every rank of its mesh or process group must call
+    it.
     """
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
@@ -89,7 +90,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
     """Return a context in which a stage-3 parameter is gathered on every rank; a collective.
 
-    Changes by `modifier_rank` are broadcast to all others on exit; None is for read access only.
+    Changes by `modifier_rank` are broadcast to all ranks on exit; None is for read access only.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

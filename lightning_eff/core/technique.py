@@ -1,14 +1,14 @@
 """The interface of a technique: its configuration, its rules about a run, and its outcome.
 
-A technique needs no base class for this. Its configuration is read off its constructor: every parameter is
-kept in an attribute of the same name. Its optional method `facts()` returns what it needs and excludes,
-`outcome()` what it did, `components()` the objects with rules of their own that it adds to a run (an
-optimizer, for example), or their classes. core/rules.py compares the facts of all techniques of a run.
+A technique needs no base class for this. Its configuration is read from its constructor: every parameter is
+stored in an attribute of the same name. Optional methods: `facts()` returns what it needs and excludes,
+`outcome()` what it did. `components()` returns the objects with their own rules that it adds to a run (for
+example an optimizer), or their classes. core/rules.py compares the facts of all techniques of a run.
 
 Three class attributes are for `compare`, `tune` and the planner's advice, so that no other module lists
 techniques (`ways_to_try` collects them). `exact = True` promises the loss of the plain run, up to the order
-of additions and to other random draws; comparison/judgement.py holds it to that. `lowers` names what there is
-less of with it: `time`, or memory of some category. `try_as` says how to try it.
+of additions and different random numbers; comparison/judgement.py checks it. `lowers` names what the
+technique reduces: `time`, or memory of some category. `try_as` describes how to try it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_eff.core.secret_values import HIDDEN, is_secret, secret_variables
 
 TIME = "time"
 MEMORY = ("parameters", "gradients", "optimizer state", "activations")
-"""What a technique may lower of a step: its time, and categories of its memory (report/recording.py)."""
+"""Memory categories that a technique may lower in a step, in addition to its time (report/recording.py)."""
 PACKAGE = __name__.partition(".")[0]
 SUITE = PACKAGE
-"""Provided by every technique of this package that changes a run; monitors do not provide it."""
+"""Provided by every technique of this package that changes a run; not by monitors."""
 TRANSFORM = "transform"
 """Provided by techniques that change the model before its checkpoint is restored."""
 RECOMPUTE = "recompute"
@@ -51,8 +51,8 @@ class Outcome:
 
     Args:
         did: One line for the report, with numbers and units.
-        effective: False when it changed nothing.
-        numbers: The same for a program; plain types only.
+        effective: False if it changed nothing.
+        numbers: The same for programs; plain types only.
     """
 
     did: str
@@ -83,9 +83,9 @@ def name_of(technique: object) -> str:
 
 
 def config_of(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments in plain types, from the attributes of their names, without secrets.
+    """Return the constructor's arguments in plain types and without secrets, read from attributes.
 
-    Where a base class already uses the attribute `x`, the argument is kept as `given_x`.
+    If a base class already uses the attribute `x`, the argument is kept as `given_x`.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -101,7 +101,7 @@ def config_of(technique: object) -> dict[str, Any]:
 
 
 def non_default_config(technique: object) -> dict[str, Any]:
-    """Return those of the constructor's arguments that differ from the defaults, in plain types.
+    """Return the constructor's arguments that differ from the defaults, in plain types.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -113,9 +113,9 @@ def non_default_config(technique: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return plain types as they are, a `functools.partial` as the text of its call, all else as its repr.
+    """Return plain types unchanged, a `functools.partial` as the text of its call, anything else as its repr.
 
-    A tuple is shown as a list: YAML has no other.
+    A tuple becomes a list: YAML has no tuples.
     """
     value = list(value) if type(value) is tuple else value
     if isinstance(value, (str, int, float, bool, type(None))):
@@ -146,7 +146,7 @@ class Rule:
         name: A technique (`callbacks/torch_compile`), a name that a technique provides (`recompute`), a class
             of Lightning (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
         reason: What would happen.
-        remedies: Up to three changes or commands that help, each sufficient.
+        remedies: Up to three changes or commands, each sufficient.
         verdict: The consequence.
     """
 
@@ -158,7 +158,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The rules of one technique, as it was constructed.
+    """The rules of a technique with its current configuration.
 
     Args:
         provides: Names that rules of other techniques may mention, in addition to the technique's own.
@@ -175,18 +175,20 @@ class Facts:
 class Try:
     """One way to try a technique on a recipe.
 
-    `compare` takes the first way of each option and asks for no condition, since its table has a row for
-    every technique. `tune` and the planner's advice try each way that is worth it. A technique without
-    `try_as` is in the table and nowhere else; one whose `try_as` lacks its own option is not in the table.
+    `compare` takes the first way of each option and ignores conditions, since its table has a row for every
+    technique. `tune` and the planner's advice try each way whose conditions hold. A technique without
+    `try_as` appears only in the table; a technique whose `try_as` lacks its own option does not appear in the
+    table.
 
     Args:
-        overrides: Settings besides the option. `{part}` stands for a part of the samples that a device has in
-            an optimizer step, `{global_batch}` for the samples of all devices.
-        option: Option to choose, as in `precision/bf16_mixed`; empty for the technique's own.
-        needs: Facts without which it is not worth a try: of the run (`run/cuda`), an option that is on, or an
+        overrides: Settings in addition to the option. `{part}` stands for a fraction of a device's samples
+            per optimizer step, `{global_batch}` for the samples of all devices.
+        option: Option to choose, for example `precision/bf16_mixed`; empty for the technique's own.
+        needs: Facts required for a useful try: of the run (`run/cuda`), an option that is on, or an
             operation whose results are held at the peak (`peak/convolution`).
-        excludes: Facts with which it is not worth a try.
-        changes: What it changes about the training, besides rounding; `tune` changes nothing.
+        excludes: Facts that make a try useless.
+        changes: What it changes in the training, besides rounding; `tune` accepts no changes.
+        is_advised: Whether the planner's advice may choose it to make a recipe fit.
         is_advised: Whether the planner's advice may choose it to make a recipe fit.
     """
 
@@ -198,7 +200,7 @@ class Try:
     is_advised: bool = True
 
     def filled(self, *, part: int, global_batch: int) -> list[str]:
-        """Return the overrides with these numbers of samples; of 0 samples only those that name none."""
+        """Return the overrides with these numbers filled in; with 0, only overrides that need none."""
         return [
             words.format(part=part, global_batch=global_batch)
             for words in self.overrides
@@ -206,12 +208,12 @@ class Try:
         ]
 
     def is_worth(self, facts: Collection[str]) -> bool:
-        """Return whether the facts include all that it needs, and nothing that it excludes."""
+        """Return whether the facts include everything it needs and nothing it excludes."""
         return set(self.needs) <= set(facts) and not set(self.excludes) & set(facts)
 
 
 def ways_to_try() -> list[tuple[Any, Try]]:
-    """Return every technique's class with each way to try it, whose `option` is filled in."""
+    """Return every technique's class with each way to try it; `option` is filled in."""
     return [
         (technique, replace(way, option=way.option or name))
         for name, technique in catalog.techniques_with("try_as").items()
@@ -224,12 +226,14 @@ class HasFacts(Protocol):
     """A technique with rules."""
 
     def facts(self) -> Facts:
-        """Return what follows from the constructor's arguments alone."""
+        """Return rules that depend only on the constructor's arguments."""
         ...
 
 
 _DEEPSPEED = ("lightning/DeepSpeedStrategy", "strategy/deepspeed_zero")
 _FSDP = ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy", "strategy/fsdp2")
+SHARDED = (*_DEEPSPEED, *_FSDP)
+"""Strategies that keep only a shard of the model on each device."""
 NEEDS_MATRICES = tuple(
     Rule(
         name=name,
@@ -238,9 +242,9 @@ NEEDS_MATRICES = tuple(
     )
     for name in _DEEPSPEED
 )
-"""Rules of optimizers whose update needs the full matrix of a weight."""
+"""Rules for optimizers whose update needs a weight's full matrix."""
 PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
-    for name in (*_DEEPSPEED, *_FSDP)
+    for name in SHARDED
 )
-"""Rules of optimizers that choose the device of their state."""
+"""Rules for optimizers that choose the device of their state."""

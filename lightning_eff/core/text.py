@@ -1,4 +1,4 @@
-"""Human-readable numbers, plain-text tables, and JSON on the standard output."""
+"""Human-readable numbers, plain-text tables, and JSON on stdout."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from itertools import zip_longest
 from typing import Any
 
 WIDTH = 100
-"""Characters of a line of `plan` where the output is no terminal."""
+"""Line length of `plan` in characters if stdout is not a terminal."""
 BROKEN_WIDTH = 12
-"""Characters down to which a column of sentences is narrowed before names are broken."""
+"""Smallest width of a column of sentences; below it, names are broken first."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Of sizes that a user types, in bytes."""
+"""Units of sizes that a user types, in bytes."""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size as `human_bytes` writes it; a unit is needed.
+    """Return the bytes of a size in the format of `human_bytes`; a unit is required.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: It is not a size.
 
     Example:
         >>> parse_bytes("40GiB") == 40 * 2**30, parse_bytes("1.5 kib"), parse_bytes("24GB")
@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    r"""Return a text with escapes in place of what a terminal obeys: control characters, other directions.
+    r"""Return a text with escapes for control characters, and for those that change the text direction.
 
     Example:
         >>> printable("a\x1b[2Jb\u202ec")
@@ -77,15 +77,15 @@ def human_count(count: float) -> str:
 
 
 def line_width(width: int | None = None) -> int | None:
-    """Return the columns of the terminal; `width` where the standard output is none."""
+    """Return the columns of the terminal; `width` if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else width
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
-    """Return a table of plain text whose lines fit the terminal, or `width` without one.
+    """Return a plain-text table whose lines fit the terminal, or `width` if there is no terminal.
 
-    Columns of sentences are wrapped, the widest first. Where they are as narrow as their longest word and the
-    table is still too wide, their words are broken, and only then those of columns of names.
+    Columns of sentences are wrapped, widest first, down to their longest word. If the table is still too
+    wide, their words are broken, and last the words in columns of names.
 
     Example:
         >>> print(text_table(["name", "n"], [["a/b", "1"], ["long", "two or three"]], width=13))
@@ -99,7 +99,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     widths = [max(1, *map(len, column)) for column in columns]
     limit = (line_width(width) or sys.maxsize) - 2 * len(widths)
     longest_words = [max(1, *map(len, [title, *" ".join(cells).split()])) for title, *cells in columns]
-    # A column of names has no cell that is longer than its longest word; a title counts as one.
+    # In a column of names, no cell is longer than its longest word; a title counts as one word.
     names_whole = [
         word if word == size else min(word, BROKEN_WIDTH)
         for word, size in zip(longest_words, widths, strict=True)
@@ -110,7 +110,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
             widths[max(spare, key=widths.__getitem__)] -= 1
     wrappers = [textwrap.TextWrapper(size) for size in widths]
     for wrapper in wrappers:
-        # Whole words that fit, else parts of one: up to a sign, such as those of overrides and paths, or cut.
+        # Keep words that fit. Break others after a sign, as in overrides and paths, or anywhere.
         fits = rf"\S{{1,{wrapper.width}}}"
         wrapper.wordsep_re = re.compile(rf"(\s+|(?<!\S){fits}(?!\S)|{fits}(?<=[=(,/:])|{fits})")
     lines: list[str] = []
@@ -123,7 +123,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
 
 
 def json_safe(value: Any) -> Any:
-    """Return a value with nan and infinity as strings, since strict JSON has neither.
+    """Return a value with NaN and infinity as strings, since strict JSON has neither.
 
     Example:
         >>> json_safe({"loss": float("nan"), "steps": [1, 2.5]})
@@ -137,5 +137,5 @@ def json_safe(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """Write a value as JSON to the standard output."""
+    """Write a value as JSON to stdout."""
     sys.stdout.write(json.dumps(json_safe(value), indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""Private names of torch, looked up where they are used and never at import.
+"""Private names of torch, looked up on use and never at import.
 
-Another version of torch then loses the feature whose name is gone, and not the package. Not looked up here
-are `torch.utils._pytree`, `TorchDispatchMode` and fake tensors, which other libraries build on too.
+With another version of torch, only the feature whose name is missing fails, not the package. Exceptions are
+`torch.utils._pytree`, `TorchDispatchMode` and fake tensors, which other libraries depend on too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def torch_private(place: str, feature: str) -> Any:
     """Look up a private name of torch, `module:name`, for a feature.
 
     Raises:
-        EnvironmentLacksError: This torch has no such name, so the feature cannot work.
+        EnvironmentLacksError: This torch lacks the name, so the feature cannot work.
     """
     module, _, name = place.partition(":")
     try:
@@ -32,10 +32,10 @@ def torch_private(place: str, feature: str) -> Any:
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Compute with real tensors inside: without fakes, recorders and other dispatch modes."""
+    """Return a context that computes with real tensors: without fakes, recorders and other dispatch modes."""
     return torch_private("torch.utils._python_dispatch:_disable_current_modes", "computing inside a mode")()
 
 
 def batch_norm_class() -> Any:
-    """Return the base of all batch norms, other libraries' included."""
+    """Return the base class of all batch norms, including other libraries'."""
     return torch_private("torch.nn.modules.batchnorm:_BatchNorm", "the search for batch norms")

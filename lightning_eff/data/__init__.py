@@ -1,1 +1,1 @@
-"""Data of the recipes: plain LightningDataModules that import nothing of the suite."""
+"""Data of the recipes: plain LightningDataModules that import nothing from this package's techniques."""

@@ -1,10 +1,10 @@
-"""Tokenized documents, and rows of them with labels.
+"""Tokenized documents, and rows of them with labels; data/text.py packs with it.
 
 A row is a list of ranges of one array of tokens: a document, several uncut ones, or a section of the stream
-of all documents. Only these ranges are in memory; the tokens are read through a memory map when a row is.
+of all documents. Only these ranges are in memory; tokens are read through a memory map when a row is read.
 
 Labels follow Hugging Face's convention: the label of a position is the token at that position, and the model
-compares it with its output one position before.
+compares it with its output one position earlier.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Documents:
     tokens: Tensor
     """[N] int32."""
     is_target: Tensor
-    """[N] bool: whether the model is to predict the token."""
+    """[N] bool: whether the token is a target."""
     ends: Tensor
-    """[D] int64: where each document ends in `tokens`."""
+    """[D] int64: end of each document in `tokens`."""
     first_target: Tensor
-    """[D] int64: the first target with a token before it, counted from the document's start; its length or
-    more if there is none."""
+    """[D] int64: first target that has a token before it, counted from the document's start; the document's
+    length or more if there is none."""
     is_chat: Tensor
     """[D] bool."""
 
 
 class Pieces:
-    """Documents cut into pieces that fit a row, without the documents that have no target."""
+    """Documents cut into pieces that fit a row; documents without a target are dropped."""
 
     def __init__(self, documents: Documents, *, context_length: int, packing: Packing) -> None:
         self.documents = documents
@@ -55,7 +55,7 @@ class Pieces:
         ends = documents.ends.numpy()
         lengths = np.diff(ends, prepend=0)
         step = max(1, int(lengths.max())) if packing == "across" else context_length
-        # Of a conversation only the first piece is kept: others would lack the questions.
+        # Keep only the first piece of a conversation: later pieces would lack the questions.
         counts = np.where(documents.is_chat.numpy() | (packing is not True), 1, -(-lengths // step))
         document = np.repeat(np.arange(len(lengths)), counts)
         start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
@@ -71,12 +71,12 @@ class Pieces:
         self.num_skipped = len(lengths) - len(np.unique(self.pieces[:, 0]))
 
     def rows(self, pieces: Integers, pad_id: int) -> Rows:
-        """Return rows of some of the pieces; `pad_id` fills them."""
+        """Return rows of the selected pieces, padded with `pad_id`."""
         ranges = pieces[:, 1:]
         lengths = ranges[:, 1] - ranges[:, 0]
         firsts = np.arange(len(ranges))
         if self.packing == "across":
-            # The stream is cut where a document or a row ends.
+            # Cut the stream where a document or a row ends.
             ends = np.cumsum(lengths)
             row_starts = np.arange(0, ends[-1], self.context_length)
             edges = np.union1d(row_starts, ends)
@@ -92,7 +92,7 @@ class Pieces:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows as integer tensors by name: `ranges` of tokens in order, and the `firsts` of them, one a row."""
+    """Rows as integer tensors by name: `ranges` of tokens in order, and `firsts`, each row's first range."""
 
     def __init__(self, source: Pieces, ranges: Integers, firsts: Integers, pad_id: int) -> None:
         self.source = source
@@ -101,9 +101,9 @@ class Rows(Dataset[dict[str, Tensor]]):
         self.pad_id = pad_id
         tokens = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
         self.lengths: Integers = np.diff(tokens[self.bounds])
-        """Tokens of each row."""
+        """Number of tokens in each row."""
         self.padding_fraction = 1.0 - float(self.lengths.sum()) / (len(self) * source.context_length)
-        """Fraction of the positions of packed rows that hold no token."""
+        """Fraction of positions without a token in packed rows."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -117,12 +117,12 @@ class Rows(Dataset[dict[str, Tensor]]):
         ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()
         is_target = torch.cat([documents.is_target[start:stop] for start, stop in ranges])
         lengths = torch.tensor([stop - start for start, stop in ranges])
-        # The first token of a document has no token before it; in a stream, that of a row.
+        # A document's first token has no token before it; in a stream, this applies to a row's first token.
         starts = lengths.cumsum(0) - lengths
         is_target[starts if packing is True else 0] = False
         row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}
         room = self.source.context_length - len(ids) if packing in (True, "across") else 0
-        if packing is True:  # positions begin at 0 with each document, and with the padding
+        if packing is True:  # positions restart at 0 with each document, and with the padding
             positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
             row["position_ids"] = torch.cat([positions, torch.arange(room)])
         for name, value in (("input_ids", self.pad_id), ("labels", IGNORED_TARGET)):
@@ -131,7 +131,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
-    """Return a batch as long as its longest document, padded on the right and masked there.
+    """Return a batch with the length of its longest document, padded on the right and masked there.
 
     Example:
         >>> samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, 2])}]
@@ -147,14 +147,14 @@ def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[st
 
 
 def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices of the items in each bin: longest first, each into the fullest bin with room for it.
+    """Return the indices of the items in each bin: longest first, each into the fullest bin with enough room.
 
     Example:
         >>> best_fit_bins([2, 5, 3, 1], 6)
         [[1], [2, 0, 3]]
     """
     bins: list[list[int]] = []
-    bins_by_room: dict[int, list[int]] = {}  # bins with this many tokens left
+    bins_by_room: dict[int, list[int]] = {}  # bins by number of free tokens
     rooms: list[int] = []  # the keys of bins_by_room, sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         position = bisect.bisect_left(rooms, lengths[index])

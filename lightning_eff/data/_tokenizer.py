@@ -1,10 +1,11 @@
-"""From text and conversations to tokens: bytes, which need no files, or a Hugging Face tokenizer.
+"""Turn text and conversations into tokens, with a byte tokenizer, which needs no files, or Hugging Face's.
 
-Of a conversation only what the assistant says is a target. Its tokens are found as follows, in this order:
+data/text.py uses it. In a conversation only the assistant's words are targets. Their tokens are found by the
+first method that applies:
 
 1. The tokenizer's chat template marks them (`{% generation %}`).
 2. The template has no marks: a turn is the text that the template appends to the earlier turns and their
-   generation prompt. A template that rewrites earlier turns is rejected.
+   generation prompt. Templates that rewrite earlier turns are rejected.
 3. There is no template: `DEFAULT_TEMPLATE` is used, which has marks.
 """
 
@@ -31,11 +32,11 @@ ASSISTANT = "assistant"
 Turns = list[dict[str, str]]
 """A conversation: `role` and `content` of each turn."""
 Tokens = tuple[list[int], list[bool]]
-"""Tokens, and whether each is a target if there is a token before it."""
+"""Tokens, and whether each is a target, provided that a token precedes it."""
 
 
 class TrainingTokenizer:
-    """A fast tokenizer of transformers by name or folder, or of bytes; its code is never executed.
+    """A fast tokenizer of transformers by name or folder, or a byte tokenizer; its code is never executed.
 
     Example:
         >>> TrainingTokenizer().tokenizer.encode("né").ids
@@ -76,27 +77,27 @@ class TrainingTokenizer:
         self.tokenizer: Tokenizer = self._hub.backend_tokenizer
         self.eos_id: int | None = self._hub.eos_token_id
         self.pad_id = 0 if self.eos_id is None else self.eos_id
-        """The token for padding; its positions are masked or have no label."""
+        """The padding token; its positions are masked or have no label."""
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        # The name of a special token in a text is encoded as text, not as that token.
+        # Encode a special token's name in a text as text, not as that token.
         self.tokenizer.encode_special_tokens = True
 
     def digest(self) -> str:
-        """Return a hash of all that decides which tokens a document has."""
+        """Return a hash of everything that determines a document's tokens."""
         facts = [self.tokenizer.to_str(), str(self._hub.chat_template), str(self._hub.special_tokens_map)]
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, with an end token."""
+        """Return the tokens of each text, each with an end token."""
         encoded = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]  # in parallel
         if self.eos_id is None:
             return encoded
         return [[*ids, self.eos_id] if ids and ids[-1] != self.eos_id else ids for ids in encoded]
 
     def encode_chat(self, turns: Turns) -> Tokens:
-        """Return the tokens of a conversation; what the assistant says are the targets.
+        """Return the tokens of a conversation; the assistant's words are the targets.
 
         Raises:
             ValueError: The assistant says nothing, or the template rejects the conversation.
@@ -112,12 +113,12 @@ class TrainingTokenizer:
         return list(made["input_ids"]), [bool(mask) for mask in made["assistant_masks"]]
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Return the tokens of the beginning of a text: as of a text, without an end token."""
+        """Return the tokens of the start of a text, without an end token."""
         ids, bare = (self.tokenizer.encode(prompt, add_special_tokens=added).ids for added in (True, False))
         return ids[:-1] if ids != bare and ids[-1] == self.eos_id else ids
 
     def encode_chat_prompt(self, turns: Turns) -> list[int]:
-        """Return the tokens of a conversation up to where the assistant's next turn begins.
+        """Return the tokens of a conversation up to the start of the assistant's next turn.
 
         Raises:
             ValueError: The template rejects it.
@@ -145,7 +146,7 @@ class TrainingTokenizer:
         return made.ids, [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
 
     def _apply(self, turns: Turns, **options: Any) -> Any:
-        """Apply the chat template; an error of its own is a ValueError."""
+        """Apply the chat template; its own errors become ValueErrors."""
         from jinja2 import TemplateError
 
         try:
@@ -153,4 +154,4 @@ class TrainingTokenizer:
         except TemplateError as error:
             raise ValueError(f"the tokenizer's chat template rejects it: {error}") from error
         finally:
-            self.tokenizer.encode_special_tokens = True  # transformers has switched it off for the template
+            self.tokenizer.encode_special_tokens = True  # transformers has disabled it for the template

@@ -1,6 +1,6 @@
 """Real images that need no download: the 1,797 handwritten digits of 8 x 8 pixels in scikit-learn.
 
-They are a part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin & Kaynak 1998).
+They are part of the UCI data set "Optical Recognition of Handwritten Digits" (Alpaydin & Kaynak 1998).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Digits(pl.LightningDataModule):
     Args:
         batch_size: Images per batch of the loader, per rank.
         val_fraction: Fraction of the images for validation, 0.001 to 0.999.
-        num_workers: DataLoader worker processes; the images lie in memory, so 0 is fastest.
+        num_workers: DataLoader worker processes; 0 is fastest, because the images are in memory.
 
     Raises:
         ValueError: A number is outside its range.
@@ -42,7 +42,7 @@ class Digits(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Load and split the images, with the same result in every run and on every rank."""
+        """Load and split the images; the split is the same in every run and on every rank."""
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
@@ -68,5 +68,5 @@ class Digits(pl.LightningDataModule):
     ) -> DataLoader[tuple[Tensor, ...]]:
         workers, is_kept = self.num_workers, self.num_workers > 0
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_kept}
-        # By name: Lightning adds `shuffle` when it makes the loader of one rank.
+        # As keywords: Lightning sets `shuffle` when it creates the loader of one rank.
         return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, **options)

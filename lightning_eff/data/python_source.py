@@ -1,9 +1,9 @@
-"""Real text that every machine has: the source of Python's own standard library, about 13 MB.
+"""Real text that every machine has: the source of Python's standard library, about 13 MB.
 
-Its files are split by file into training and validation, and encoded by a byte-level BPE that is trained on
-the training files (Sennrich et al. 2016). Tokenizer and tokens are one file of the cache, which is read
-through a memory map; its name contains the hash of the text and of the settings: another Python patch version
-has other source, hence another file.
+Files are split into training and validation files, and encoded by a byte-level BPE that is trained on the
+training files (Sennrich et al. 2016). Tokenizer and tokens are in one cache file, read through a memory map.
+Its name contains a hash of the text and the settings, because another Python patch version has another
+source.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class PythonSource(pl.LightningDataModule):
         context_length: Tokens in a sequence.
         vocab_size: Number of BPE tokens, 257 to 65536: at least 256 bytes and one separator.
         batch_size: Sequences per batch of the loader, per rank.
-        num_workers: DataLoader worker processes; windows are cheap to read, so 0 is fastest.
+        num_workers: DataLoader worker processes; 0 is fastest, because windows are cheap to read.
         val_fraction: Fraction of the files for validation, up to 0.5: one in `round(1 / val_fraction)`.
         cache_dir: Folder for the tokenizer and the tokens.
         source_dir: Folder that is searched for `*.py` instead of the standard library.
 
     Raises:
         ValueError: A number is outside its range.
-        FileNotFoundError: `source_dir` is not a folder, or, raised in `prepare_data`, has no Python files.
+        FileNotFoundError: `source_dir` is not a folder; raised in `prepare_data` if it has no Python files.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class PythonSource(pl.LightningDataModule):
         self.cache_dir = cache_dir
         self.source_dir = source_dir
         self.tokens: Mapping[str, Tensor] = {}
-        """The tokens of each split, each text behind a separator; known after `setup`."""
+        """The tokens of each split, each text after a separator; set by `setup`."""
         self.tokenizer: Tokenizer
-        """The byte-level BPE of the text; known after `setup`."""
+        """The byte-level BPE of the text; set by `setup`."""
         self.unigram_entropy: float
-        """Validation loss of the best model without context, in nats per token: a baseline."""
+        """Validation loss of the best context-free model, in nats per token: a baseline."""
 
     @override
     def prepare_data(self) -> None:
@@ -101,7 +101,7 @@ class PythonSource(pl.LightningDataModule):
         splits["val"] = list(texts.values())[::every]
         log.info("tokenizing %d texts with %d tokens, cached in %s", len(texts), self.vocab_size, file)
         tokenizer = self._make_tokenizer(splits["train"])
-        tokenizer.encode_special_tokens = True  # the separator's name in a text is encoded as text
+        tokenizer.encode_special_tokens = True  # encode the separator's name in a text as text
         separator = tokenizer.token_to_id("<|file|>")
         cached: dict[str, Any] = {"tokenizer": tokenizer.to_str()}
         for split, chosen in splits.items():
@@ -109,7 +109,7 @@ class PythonSource(pl.LightningDataModule):
             cached[split] = torch.tensor(list(itertools.chain.from_iterable(tokens)))
         size = tokenizer.get_vocab_size()
         train, val = (cached[split].bincount(minlength=size).double() for split in ("train", "val"))
-        # One is added to each training frequency, so that no token has probability 0.
+        # Add one to each training frequency, so that no token has probability 0.
         cached["unigram_entropy"] = float(-(val * ((train + 1) / (train + 1).sum()).log()).sum() / val.sum())
         save_whole(cached, file)
 
@@ -135,7 +135,7 @@ class PythonSource(pl.LightningDataModule):
         source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
         files: list[Path] = []
         for folder, names, found in os.walk(source):
-            names[:] = set(names) - SKIPPED_FOLDERS  # os.walk visits what is left in the list
+            names[:] = set(names) - SKIPPED_FOLDERS  # os.walk visits only the folders left in the list
             files += [Path(folder) / name for name in found if name.endswith(".py")]
         files = sorted(file for file in files if file.is_file())
         if len(files) < 2:
@@ -175,7 +175,7 @@ class PythonSource(pl.LightningDataModule):
         return self._loader("val", shuffle=False)
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
-        """Return a batch of the right shapes, without preparing the text."""
+        """Return a batch with the right shapes, without preparing the text."""
         size = (self.batch_size, self.context_length)
         return torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
 
@@ -183,7 +183,7 @@ class PythonSource(pl.LightningDataModule):
         if len(self.tokens[split]) <= self.context_length:
             length = self.context_length
             raise ValueError(f"the {split} text is shorter than one window of context_length={length} tokens")
-        # Adjacent windows, and one token more: the target of a position is the token after it.
+        # Adjacent windows plus one token: the target of a position is the next token.
         windows = self.tokens[split].unfold(0, self.context_length + 1, self.context_length)
         return DataLoader(
             TensorDataset(windows[:, :-1], windows[:, 1:]),
@@ -196,15 +196,15 @@ class PythonSource(pl.LightningDataModule):
 
 
 def save_whole(content: Mapping[str, Any], file: Path) -> None:
-    """Write a file of the cache, which is whole or not there: after an error nothing is left.
+    """Write a cache file that is complete or absent; an error leaves nothing behind.
 
-    Whoever writes the same file at the same time does no harm: its content follows from its name.
+    Another process may write the same file at the same time, because the name determines the content.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as sink:
-            buffer = io.BytesIO()  # `torch.save` to a file hides the system's error, as of a full disk
+            buffer = io.BytesIO()  # `torch.save` to a file hides the system's error, for example a full disk
             torch.save(content, buffer)
             sink.write(buffer.getbuffer())
         Path(scratch).replace(file)
@@ -213,7 +213,7 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a file of the cache is there and has its checksums; a memory map checks none."""
+    """Return whether a cache file exists and its checksums match, which a memory map does not check."""
     try:
         with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
             return archive.testzip() is None

@@ -1,8 +1,8 @@
 """Images to segment that need no download: bright diamonds, discs and squares, a dark background, and noise.
 
-A shape is all pixels at most a radius away from its centre; which shape that is depends on how the distance
-is measured. Each image is drawn when it is asked for, from its own index alone: the same in every run, on
-every rank and in every worker.
+A shape is all pixels within a radius of its centre; the distance measure determines which shape. Each image
+is drawn on request, from its own index alone. So it is the same in every run, on every rank and in every
+worker.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 DISTANCES = (torch.add, torch.hypot, torch.maximum)
-"""Of both coordinates' distances: a diamond, a disc and a square, the classes 1 to 3; 0 is the background."""
+"""Combine the two coordinates' distances: a diamond, a disc and a square, classes 1 to 3; 0 is background."""
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
 """Fractions of the image's size."""
 NOISE = 0.3
-"""Standard deviation, where the background is -1.5 to 0 and shapes are 0 to 1.5."""
+"""Standard deviation; the background is -1.5 to 0, and shapes are 0 to 1.5."""
 VALIDATION = 10**6
-"""Index of the first validation image, so that the number of training images does not change them."""
+"""Index of the first validation image, so that they do not depend on the number of training images."""
 
 
 class Drawings(Dataset[tuple[Tensor, Tensor]]):
-    """Images [3, size, size] of floats with masks [size, size] of integers, from an index on."""
+    """Images [3, size, size] of floats with masks [size, size] of integers, starting at an index."""
 
     def __init__(self, first: int, num_images: int, *, size: int, num_shapes: int) -> None:
         self.first = first
@@ -44,7 +44,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
         generator = torch.Generator().manual_seed(self.first + index)
         image = -1.5 * torch.rand(3, 1, 1, generator=generator).repeat(1, self.size, self.size)
         mask = torch.zeros(self.size, self.size, dtype=torch.int64)
-        pixels = torch.arange(self.size) + 0.5  # their centres
+        pixels = torch.arange(self.size) + 0.5  # pixel centres
         for _ in range(self.num_shapes):
             y, x, relative = torch.rand(3, generator=generator).tolist()
             y, x, radius = (
@@ -64,8 +64,8 @@ class Shapes(pl.LightningDataModule):
 
     Args:
         image_size: Height and width in pixels.
-        num_train_images: Images of an epoch.
-        num_val_images: Images of a validation.
+        num_train_images: Images per epoch.
+        num_val_images: Images per validation.
         num_shapes: Shapes in each image; later ones hide earlier ones.
         batch_size: Images per batch of the loader, per rank.
         num_workers: DataLoader worker processes.
@@ -113,7 +113,7 @@ class Shapes(pl.LightningDataModule):
         return self._loader(VALIDATION, self.num_val_images, shuffle=False)
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
-        """Return a batch of the right shapes, without drawing it."""
+        """Return a batch with the right shapes, without drawing it."""
         size = (self.batch_size, self.image_size, self.image_size)
         return torch.zeros(size[0], 3, *size[1:]), torch.zeros(size, dtype=torch.int64)
 
@@ -121,5 +121,5 @@ class Shapes(pl.LightningDataModule):
         images = Drawings(first, num_images, size=self.image_size, num_shapes=self.num_shapes)
         workers, is_kept = self.num_workers, self.num_workers > 0
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_kept}
-        # By name: Lightning adds `shuffle` when it makes the loader of one rank.
+        # As keywords: Lightning sets `shuffle` when it creates the loader of one rank.
         return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, **options)

@@ -1,28 +1,30 @@
-"""Text of your own for a causal language model, and conversations, read by Hugging Face `datasets`.
+"""Your own text for a causal language model, and conversations, read by Hugging Face `datasets`.
 
-A batch is a dictionary of integer tensors as models of transformers take them: `input_ids` and `labels`
-[B, T], with `position_ids` or `attention_mask`. Labels are the tokens themselves (the model compares each
-with its output one position before) and -100 where there is no target: at the first token of a document, in
+A batch is a dictionary of integer tensors in the format of transformers: `input_ids` and `labels` [B, T],
+with `position_ids` or `attention_mask`. Labels are the tokens themselves; the model compares each with its
+output one position earlier. The label is -100 where there is no target: at a document's first token, in
 padding, and in everything that the assistant does not say in a conversation.
 
 `packing` selects how rows are made:
 
-- `true`: several uncut documents a row, by best fit. Their positions begin at 0, by which models of
-  transformers detect that attention must not cross (`HFCausalLM` tests whether its model does, and rejects it
-  if not), and no target crosses a boundary: each document trains as it would alone. Texts longer than a row
-  are cut into pieces, conversations are cut off.
+- `true`: several uncut documents per row, by best fit. Positions restart at 0 in each document, from which
+  models of transformers detect that attention must not cross (`HFCausalLM` tests its model, and rejects it if
+  it does not). No target crosses a boundary, so each document trains as it would alone. Texts longer than a
+  row are split into pieces, conversations are truncated.
 - `across`: one stream of all documents, cut into rows; attention and targets cross boundaries, as in most
   pre-training. Nothing is dropped, and only the last row is padded.
-- `grouped`: one document a row, rows of similar length in a batch (transformers' `LengthGroupedSampler`);
-  longer ones are cut off.
-- `false`: one document a row, padded to the longest of its batch and masked; longer ones are cut off.
+- `grouped`: one document per row, rows of similar length in a batch (transformers' `LengthGroupedSampler`);
+  longer documents are truncated.
+- `false`: one document per row, padded to the longest in its batch and masked; longer documents are
+truncated.
 
-Truncated and dropped text and the share of padding are logged. A conversation is a list of `{role, content}`;
-with `field=messages` also a row of ShareGPT (`conversations`) or Alpaca (`instruction`, `input`, `output`).
+Truncated and dropped text and the padding fraction are logged. A conversation is a list of `{role, content}`.
+With `field=messages`, a row may also be ShareGPT's (`conversations`) or Alpaca's (`instruction`, `input`,
+`output`).
 
 Documents are tokenized once, in `prepare_data`, into a file under `cache_dir` that is read through a memory
-map. Rows are then ranges of one array of tokens: any row can be read by its index, so a run resumes in the
-middle of an epoch by the indices alone (`callbacks/exact_resume`).
+map. Rows are ranges of one array of tokens. Any row can be read by its index, so a run resumes in the middle
+of an epoch from the indices alone (`callbacks/exact_resume`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ log = logging.getLogger(__name__)
 _log = rank_zero_only(log.log)
 
 PYDOC = "pydoc"
-"""A path that stands for the topics of `help()`, English prose that every Python has."""
+"""A path that stands for the topics of `help()`: English prose that every Python has."""
 HUB = re.compile(
     r"hf://datasets/(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<subset>[^:]*))?(:(?P<split>.+))?"
 )
@@ -64,7 +66,7 @@ BUILDERS = {
     ".parquet": "parquet",
     ".csv": "csv",
 }
-"""The builder of `datasets` for a suffix; a file of another one that is named is read as text."""
+"""The `datasets` builder for each suffix; a named file with another suffix is read as text."""
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
@@ -74,11 +76,11 @@ SHAREGPT_ROLES = {
 FORMAT = 1
 """Version of the cached file; increase it with every change."""
 CHUNK = 200
-"""Documents that are tokenized at once."""
+"""Number of documents tokenized at once."""
 
 
 class DataError(ValueError):
-    """The data cannot be used as the settings say; the process exits as for any wrong setting."""
+    """The data cannot be used with these settings; the process exits as for any wrong setting."""
 
     exit_code = 2
 
@@ -87,21 +89,21 @@ class Text(pl.LightningDataModule):
     """Documents as rows of tokens with labels.
 
     Args:
-        paths: Files, folders or patterns with `*`, of text, JSON, JSON Lines, CSV or Parquet; a folder that
-            `save_to_disk` of datasets wrote; `hf://datasets/owner/name` for the training split of a dataset
-            on the hub, then perhaps `@revision`, `:subset` and `:split`; `pydoc` for the English prose of
-            Python's own help.
+        paths: Files, folders or patterns with `*`, of text, JSON, JSON Lines, CSV or Parquet; a folder
+            written by `save_to_disk` of datasets; `hf://datasets/owner/name` for the training split of a data
+            set on the hub, optionally followed by `@revision`, `:subset` and `:split`; `pydoc` for the
+            English prose of Python's own help.
         tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
         context_length: Longest row in tokens.
         batch_size: Rows per batch of the loader, per rank.
         packing: True, False, "across" or "grouped", as described in the module's docstring.
-        field: Column that holds the text or the conversation. A text file is one document.
+        field: Column with the text or the conversation. A text file is one document.
         val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5; the same in every run.
-        cache_dir: Folder of the tokenized documents, and of what `datasets` makes of local files.
+        cache_dir: Folder for tokenized documents, and for the cache of `datasets`.
 
     Raises:
-        ValueError: A value is outside its range, the tokenizer cannot be loaded, or, raised in
-            `prepare_data`, a file cannot be read or a row has no text.
+        ValueError: A value is out of range, or the tokenizer cannot be loaded; raised in `prepare_data` if a
+            file cannot be read or a row has no text.
         FileNotFoundError: A path matches no file.
         ModuleNotFoundError: transformers or datasets is not installed.
 
@@ -144,9 +146,9 @@ class Text(pl.LightningDataModule):
         self.training_tokenizer = TrainingTokenizer(tokenizer)
         self.tokenizer = self.training_tokenizer.tokenizer
         self.vocab_size = self.training_tokenizer.vocab_size
-        """Rows that a model's embedding needs."""
+        """Number of rows that a model's embedding needs."""
         self.padding_fraction: float | None = None
-        """Fraction of the training positions that hold no token, after `setup`; None where it is unknown."""
+        """Fraction of the training positions without a token, set by `setup`; None if unknown."""
         self._rows: dict[str, Rows] = {}
 
     @override
@@ -166,13 +168,13 @@ class Text(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Split and pack the documents, alike in every run and on every rank."""
+        """Split and pack the documents, in the same way in every run and on every rank."""
         if self._rows:
             return
         documents = self._tokenized()
         pieces = Pieces(documents, context_length=self.context_length, packing=self.packing)
         self._log_losses(documents, pieces)
-        # Documents are split, not pieces: none is on both sides.
+        # Split documents, not pieces, so that no document is in both splits.
         kept = np.unique(pieces.pieces[:, 0])
         num_val = max(1, round(self.val_fraction * len(kept))) if self.val_fraction else 0
         if num_val == len(kept):
@@ -193,7 +195,7 @@ class Text(pl.LightningDataModule):
         self.padding_fraction = self._rows["train"].padding_fraction if is_packed else None
 
     def _log_losses(self, documents: Documents, pieces: Pieces) -> None:
-        """Report skipped and cut documents.
+        """Log skipped and truncated documents.
 
         Raises:
             DataError: No document has a target.
@@ -218,7 +220,7 @@ class Text(pl.LightningDataModule):
             return self._loader(rows, shuffle=True)
         from transformers.trainer_pt_utils import LengthGroupedSampler
 
-        # All ranks draw the same order, of which Lightning gives each rank its share.
+        # All ranks draw the same order; Lightning gives each rank its fraction of it.
         generator = torch.Generator().manual_seed(torch.initial_seed())
         sampler = LengthGroupedSampler(self.batch_size, lengths=rows.lengths.tolist(), generator=generator)
         return self._loader(rows, sampler=sampler)
@@ -230,14 +232,14 @@ class Text(pl.LightningDataModule):
     def _loader(self, rows: Rows, **order: Any) -> DataLoader[dict[str, Tensor]]:
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
         collate = None if self.packing in (True, "across") else pad
-        # By name: Lightning changes `shuffle` or `sampler` when it makes the loader of one rank.
+        # As keywords: Lightning changes `shuffle` or `sampler` when it creates the loader of one rank.
         return DataLoader(rows, batch_size=self.batch_size, collate_fn=collate, **order)
 
 
 def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return what to read: `pydoc`, `hub` or `saved` with a name, or a builder of `datasets` with its files.
+    """Return the sources to read: `pydoc`, `hub` or `saved` with a name, or a `datasets` builder with files.
 
-    Each file is there once, whatever paths match it: read twice, a document might validate what it trained.
+    Each file occurs once, even if several paths match it. Otherwise a document could be in both splits.
 
     Raises:
         FileNotFoundError: A path matches no file.
@@ -261,7 +263,7 @@ def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
             continue
         reason = "matches no file, folder or pattern"
         if path.is_dir():
-            # Of JSON only lines: in folders *.json are often settings.
+            # For JSON only *.jsonl: *.json files in folders are often settings.
             known = [suffix for suffix in BUILDERS if suffix != ".json"]
             files = [file for file in path.rglob("*") if file.suffix.lower() in known]
             reason = f"has no file that ends in {', '.join(known)}"
@@ -287,10 +289,10 @@ def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
 def open_sources(
     sources: Sequence[tuple[str, list[str]]], field: str, cache_dir: Path
 ) -> list[tuple[str, Any]]:
-    """Return the sources as datasets of `datasets`, each with the name that messages call it by.
+    """Return the sources as data sets of `datasets`, each with its name for messages.
 
     Raises:
-        DataError: One cannot be read, or has no column `field`.
+        DataError: A source cannot be read, or has no column `field`.
         ModuleNotFoundError: datasets is not installed.
     """
     try:
@@ -305,7 +307,7 @@ def open_sources(
             rows = _open(kind, names, field, cache_dir)
         except unreadable as error:
             cause: BaseException = error
-            while cause.__cause__ is not None:  # the first one knows what is wrong with the file
+            while cause.__cause__ is not None:  # the first cause names the problem with the file
                 cause = cause.__cause__
             reason = next(iter(str(cause).strip().splitlines()), "it has no rows")
             raise DataError(f"data.paths={name!r} cannot be read: {reason}") from error
@@ -320,7 +322,7 @@ def open_sources(
 
 
 def _open(kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
-    """Open a source; `datasets` reads data only, and runs no code of a dataset's repository."""
+    """Open a source; `datasets` reads data only, and runs no code from a data set's repository."""
     import datasets
 
     if kind == "pydoc":
@@ -344,7 +346,7 @@ def _open(kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
         "cache_dir": str(cache_dir / "datasets"),
     }
     if kind == "text":
-        # Without the byte order mark of some editors; a file is one document.
+        # Drop the byte order mark that some editors write; a file is one document.
         options |= {"sample_by": "document", "encoding": "utf-8-sig"}
         rows = datasets.load_dataset(kind, **options)
         return rows.rename_column("text", field) if field != "text" else rows
@@ -357,10 +359,10 @@ def _is_conversation(columns: Sequence[str]) -> bool:
 
 
 def read_documents(opened: Sequence[tuple[str, Any]], field: str) -> Iterator[tuple[str | Turns, str]]:
-    """Yield each document, a text or a conversation, and where it is from.
+    """Yield each document (a text or a conversation) and its origin.
 
     Raises:
-        DataError: A row has neither.
+        DataError: A row is neither.
     """
     for name, rows in opened:
         for number, row in enumerate(rows, start=1):
@@ -370,7 +372,7 @@ def read_documents(opened: Sequence[tuple[str, Any]], field: str) -> Iterator[tu
                 content = _conversation(row, location)
             strings: list[Any] = [content]
             if isinstance(content, list) and all(isinstance(turn, dict) for turn in content):
-                # Other keys of a turn are not trained on.
+                # Other keys of a turn are not used for training.
                 content = [{key: turn.get(key) for key in ("role", "content")} for turn in content]
                 strings = [text for turn in content for text in turn.values()]
             if not all(isinstance(text, str) for text in strings):
@@ -383,7 +385,7 @@ def read_documents(opened: Sequence[tuple[str, Any]], field: str) -> Iterator[tu
 
 
 def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]] | None:
-    r"""Return the turns of a row of ShareGPT or Alpaca; None if it is of neither.
+    r"""Return the turns of a ShareGPT or Alpaca row; None for any other row.
 
     Example:
         >>> _conversation({"instruction": "Add.", "input": "1 2", "output": "3"}, "a.json, row 1")[0]
@@ -405,7 +407,7 @@ def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         if role is None:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"{location}: a turn is from {turn.get('from')!r}: expected one of {known}")
-        if role == "system":  # the conversation's own prompt stands for the row's
+        if role == "system":  # the conversation's own prompt replaces the row's
             turns.clear()
         turns.append({"role": role, "content": turn.get("value")})
     return turns
@@ -415,7 +417,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
     """Return the fields of `Documents`.
 
     Raises:
-        DataError: There is no document, or a conversation without an answer; the message names its row.
+        DataError: There is no document, or a conversation has no answer; the message names its row.
     """
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
@@ -436,7 +438,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
             is_chat.append(not isinstance(content, str))
     if not tokens:
         raise DataError("data.paths: there is no document")
-    # Behind a document a target is assumed, so that there is one.
+    # Assume a target after the end of each document, so that argmax always finds one.
     first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
     arrays = {
         "tokens": np.concatenate(tokens),

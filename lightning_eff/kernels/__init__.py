@@ -1,18 +1,18 @@
 """The tiled GEMM and the layer that uses it: tensors only, without Lightning or Hydra.
 
-Which code decides who computes a GEMM, and with which tile: `dispatch.find` and `dispatch.choose`. From a
-layer's forward to the product of two tiles, in the order of the calls:
+`dispatch.find` and `dispatch.choose` decide who computes a GEMM, and with which tile. The call order from a
+layer's forward pass to the product of two tiles:
 
     linear.py         the layer: its three GEMMs
     matmul.py         gemm, the public function; the torch operator
-    dispatch.py       who computes: torch's library or our kernels, with which config
-    measure.py        the first call of a shape: which of them is faster
-    choices.py        what was measured, in a file for the next start
+    dispatch.py       choose torch's library or our kernels, and a config
+    measure.py        on the first call of a shape: measure which is faster
+    choices.py        store the measurements in a file for the next process
     launch.py         grids, strides, scratch memory
     gemm_kernels.py   the Triton kernels
-    epilogue.py       what they compute on a finished tile
+    epilogue.py       computes C, bias and activation on a finished tile
 
-What these use: operands.py (checks of shapes, dtypes, strides), tile_configs.py (the configs that may be
-launched), tiles.py (the cost model that ranks and explains them), library.py (torch's functions), devices.py
+They use operands.py (checks of shapes, dtypes, strides), tile_configs.py (the configs that can be launched),
+tiles.py (the cost model that ranks and explains configs), library.py (torch's functions) and devices.py
 (peaks and sizes of GPUs).
 """

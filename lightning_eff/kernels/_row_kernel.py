@@ -1,4 +1,4 @@
-"""Cross-entropy of a tile of logits in one Triton kernel, with the gradient in the memory of the logits.
+"""Cross-entropy of a tile of logits in one Triton kernel; the gradient overwrites the logits.
 
 For each row l [V] of scaled logits, with the terms of `_row_losses.py`:
 
@@ -7,21 +7,21 @@ For each row l [V] of scaled logits, with the terms of `_row_losses.py`:
     G_c = (of_p + of_lse * lse) * p_c + of_target * [c = t] - of_all * s / V * w_c
           - of_entropy * p_c * (log p_c + H)
 
-and then the slope of the scaling. One program computes a row, from left to right, twice:
+and then the derivative of the scaling. Each program computes one row, left to right, in two passes:
 
               BLOCK   BLOCK   BLOCK
             +-------+-------+----+..+     the tile [r, V]; a row begins every `pitch` elements
     program | l     | l     | l  |  |     1. top, d and u of each of BLOCK lanes, then of all lanes
-            +-------+-------+----+..+     2. l again, and G over it
+            +-------+-------+----+..+     2. read l again, write G over it
 
-Float32 logits of 16-bit products have a gradient of 16 bits, for the products that follow. It lies in the
-front half of its row, and never reaches logits that are yet to be read:
+Where 16-bit products have float32 logits, the gradient has 16 bits, for the products that follow. It is
+written to the front half of its row, so it never overwrites logits that are still to be read:
 
     bytes   0      2 * c  4 * c
-            [G ... G     ][l ... l    ]   at column c: G ends at byte 2 * c, what is left of l begins at 4 * c
+            [G ... G     ][l ... l    ]   at column c: G ends at byte 2 * c, unread logits start at 4 * c
 
-Online softmax: a lane keeps the largest logit m that it has seen, and sums relative to that. So each logit
-takes one exponential, and no lane waits for another before the row has been read.
+Online softmax: each lane keeps the largest logit m that it has seen, and sums relative to m. So a logit costs
+one exponential, and no lane waits for another before the end of the row. `_row_losses.py` calls `compute`.
 
 Source: learned from Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), and from
 Liger-Kernel for the gradient in place.
@@ -40,15 +40,15 @@ from lightning_eff.kernels import devices
 from lightning_eff.kernels.epilogue import jit, tl
 
 MAX_BLOCK = 2048
-"""Columns of a block."""
+"""Largest number of columns in a block."""
 COLUMNS_OF_A_WARP = 256
-"""8 a thread: with 16, the sums of all options would not stay in registers."""
+"""8 columns per thread: with 16, the sums of all options would not stay in registers."""
 PITCH = 16
-"""Rows begin at multiples of so many elements: then the kernel reads vectors, whatever V is."""
+"""Rows start at multiples of this many elements, so that the kernel reads vectors for any V."""
 
 
 def runs_on(logits: Tensor) -> bool:
-    """Return whether the kernel computes these logits: on a GPU with Triton, and in a prediction for one."""
+    """Return whether the kernel computes these logits: on a GPU with Triton, or in a prediction for one."""
     gpu = devices.gpu_of(logits)
     if gpu is None or logits.dtype == torch.float64:
         return False
@@ -60,19 +60,19 @@ def compute(
     factors: Sequence[Tensor | None], class_weight: Tensor | None, *, smoothing: float, softcap: float | None,
     temperature: float, sums: str,
 ) -> Tensor:  # fmt: skip
-    """Fill `stats` and, with factors, the gradient [r, V] of the logits, which is in their memory.
+    """Fill `stats` and, if `factors` are given, write the gradient [r, V] over the logits.
 
     Args:
-        logits: [r, V], each row followed by memory that is free up to the next one.
-        dtype: Of the gradient: that of the logits, or of 16 bits.
+        logits: [r, V], each row followed by free memory up to the next one.
+        dtype: Of the gradient: the logits' dtype, or one of 16 bits.
         target: [r, 1].
-        stats: Largest logit, its p, the target's logit, and the row's sum of `sums`, each [r, 1].
+        stats: Largest logit, its p, the target's logit, and the row's sum selected by `sums`, each [r, 1].
         factors: of_p, of_target, of_lse, of_all and of_entropy, each [r, 1] or None.
         class_weight: [V], or None.
         smoothing: s / V.
         softcap: Of the logits.
         temperature: Of the logits, after the soft cap.
-        sums: `classes`: s / V * w_c * l_c; `entropy`; or an empty string for none.
+        sums: What to sum: `classes` for s / V * w_c * l_c, `entropy`, or an empty string for nothing.
     """
     num_rows, width = logits.shape
     gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
@@ -96,13 +96,13 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     softcap, cooling, smoothing,
     SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row: its statistics and, with of_p, its gradient. `cooling` is 1 / temperature."""
+    """Compute one row: its statistics and, if of_p is given, its gradient. `cooling` is 1 / temperature."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * pitch
     gradient += row.to(tl.int64) * gradient_pitch
     t = tl.load(target + row)
 
-    # Of each lane [BLOCK]: largest logit, sums relative to it, the target's logit, the sum over classes.
+    # Per lane [BLOCK]: largest logit, sums relative to it, the target's logit, the sum over classes.
     m = tl.full([BLOCK], -float("inf"), tl.float32)
     d = tl.zeros([BLOCK], tl.float32)
     u = tl.zeros([BLOCK], tl.float32)
@@ -113,6 +113,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
         x = _scaled(logits, c, V, pitch, softcap, cooling)
         e, e_distance = _decay(m, x)
         if SUMS == "entropy":
+            # A larger x becomes the new m: the sums are rescaled by e = exp(m - x).
             u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
         d = tl.where(x > m, d * e + 1.0, d + e)
         m = tl.maximum(m, x)
@@ -120,10 +121,10 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
         if SUMS == "classes":
             of_classes += tl.where(c < V, x * (smoothing * _weight(class_weight, c, V)), 0.0)
 
-    # Of the row: the lanes' sums relative to the largest of all.
+    # Per row: the lanes' sums, rescaled to the largest logit of all lanes.
     largest = tl.max(m, 0)
     e, e_distance = _decay(largest, m)
-    # As in torch, a row whose largest logit is infinite has no number as its loss or gradient.
+    # As in torch, loss and gradient are NaN for a row whose largest logit is infinite.
     total = tl.where(tl.abs(largest) < float("inf"), tl.sum(d * e, 0), float("nan"))
     log_total, inverse, entropy = tl.log(total), 1.0 / total, 0.0
     tl.store(top + row, largest)
@@ -153,7 +154,8 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
                 tanh = x / (cooling * softcap)
                 g *= 1.0 - tanh * tanh
             g *= cooling
-            # A warp that is ahead would overwrite what another has not read of this block or an earlier one.
+            # Without it, a fast warp would overwrite logits of this or an earlier block that another has yet
+            # to read.
             tl.debug_barrier()
             tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=c < pitch)
 
@@ -162,7 +164,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
 def _scaled(logits, c, V, pitch, softcap, cooling):
     """Return the scaled logits of columns c [BLOCK] in float32, and -inf beyond V.
 
-    The mask is `pitch`, which 16 divides where there is memory up to it: with V, vectors would not be read.
+    The mask is `pitch`, a multiple of 16 wherever memory reaches that far; V would prevent vector loads.
     """
     x = tl.load(logits + c, mask=c < pitch, other=0.0).to(tl.float32)
     if softcap is not None:
@@ -172,7 +174,7 @@ def _scaled(logits, c, V, pitch, softcap, cooling):
 
 @jit
 def _decay(m, x):
-    """Return e = exp(-|m - x|) and e * |m - x|: of equal infinities 1 and 0, of NaN NaN."""
+    """Return e = exp(-|m - x|) and e * |m - x|: 1 and 0 for equal infinities, NaN for NaN."""
     distance = tl.where(m == x, 0.0, tl.abs(m - x))
     e = tl.exp(-distance)
     return e, e * tl.where(e == 0.0, 0.0, distance)
@@ -186,7 +188,7 @@ def _weight(class_weight, c, V):
 
 @jit
 def _tanh(v):
-    """Return tanh(v): by its series near 0, where the quotient would lose digits."""
+    """Return tanh(v), by its series near 0, where the quotient loses digits."""
     e = tl.exp(-2.0 * tl.abs(v))
     large = (1.0 - e) / (1.0 + e)
     s = v * v

@@ -1,10 +1,11 @@
-"""Losses of an output projection's logits, of which one tile of rows exists at a time.
+"""Losses of an output projection's logits, computed one tile of rows at a time.
 
     l [R, V] = x [R, D] @ W [V, D].T + bias            for the R rows of a tile, out of N
     values [R, k], G [R, V] = what a `RowLoss` computes from l; G is the gradient of l
     dx [R, D] = G @ W;  dW [V, D] += G.T @ x
 
-A projection with an adapter is a sum of two products, x @ W.T + u @ B.T, which are never merged.
+cross_entropy.py calls `in_tiles`. A projection with an adapter is a sum of two products, x @ W.T + u @ B.T,
+which are never merged.
 
 Before a loss reads them, logits are scaled: softcap * tanh(l / softcap) / temperature. Then
 
@@ -16,8 +17,9 @@ Cross-entropy, with target t, class weights w (1 without), label smoothing s and
     dloss / dl_c = A * p_c - (1 - s) * w_t * [c = t] - s / V * w_c
     A = w_t * (1 - s + 2 * z * lse) + s / V * sum_c w_c
 
-Where logits are rounded to 16 bits (a CPU has no product of 16 bits with a float32 result), the target's
-logit is computed in float32, in the loss and in lse alike: the other roundings average out, its own does not.
+A CPU has no 16-bit product with a float32 result, so there logits are rounded to 16 bits. The target's logit
+is then computed again in float32, and used in both the loss and lse. Errors of the other logits average out;
+the target's own would not.
 """
 
 from __future__ import annotations
@@ -39,28 +41,28 @@ from lightning_eff.kernels._row_kernel import PITCH
 
 MIB = 1 << 20
 CPU_BUDGET_MIB = 16
-"""Least default of `tile_budget_mib` on a CPU, where tiles stay near the caches."""
+"""Smallest default of `tile_budget_mib` on a CPU, where tiles stay near the caches."""
 MIN_TILES = 8
-"""Tiles of a loss on a CPU with the default budget: with a small vocabulary fewer would save too little."""
+"""Tiles of a loss on a CPU with the default budget: fewer would save too little with a small vocabulary."""
 MIN_ROWS = 128
-"""Rows of a tile on a CPU with the default budget: a product of fewer is slow (benchmarks/tiled_loss.py)."""
+"""Rows of a tile on a CPU with the default budget: smaller products are slow (benchmarks/tiled_loss.py)."""
 GPU_SHARE = 64
-"""One part in so many of a GPU's memory, rounded down to a power of two, is its least default budget."""
+"""A GPU's default budget is at least 1 / 64 of its memory, rounded down to a power of two."""
 GPU_ROWS = 2048
-"""Rows of a tile on a GPU with the default budget: each tile reads and writes the weight's gradient once."""
+"""Rows of a tile on a GPU with the default budget: every tile reads and writes the weight's gradient once."""
 MAX_16_BIT_TILES = 16
-"""Each tile rounds a weight gradient of 16 bits once more."""
+"""Limit on the number of tiles, since each tile rounds a 16-bit weight gradient once more."""
 PART_BYTES = 1 << 18
-"""Float32 logits that a CPU works on at once within a tile, at least: they stay in its caches."""
+"""Smallest size of the float32 logits that a CPU processes at once within a tile: they stay in its caches."""
 PART_BYTES_TRAINED = 1 << 20
-"""The same where the weight gets a gradient, which takes more memory than they do: fewer calls."""
+"""The same if the weight gets a gradient, which takes more memory than these logits: fewer calls."""
 CONVERTED_ROWS = 32
-"""Rows that are converted to float32 at once."""
+"""Number of rows converted to float32 at once."""
 MAX_PARTS = 64
-"""Parts of a tile on a CPU."""
+"""Largest number of parts of a tile on a CPU."""
 
 Rows = Any
-"""Which rows: a slice, or indices."""
+"""Selects rows: a slice, or indices."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +75,7 @@ class Projection:
     """A sum of products, in the dtype in which they are multiplied.
 
     Args:
-        pairs: Rows [N, D] and weight [V, D], each with its own D.
+        pairs: Rows [N, D] and weight [V, D] of each product; D may differ between products.
         bias: [V], or None.
         index: The rows that have a loss; None for all.
         tile_rows: Rows of a tile.
@@ -87,13 +89,14 @@ class Projection:
     part_bytes: int = PART_BYTES
 
     def tiles(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Yield rows and their logits, all in one buffer."""
+        """Yield the rows of each tile and their logits; all tiles share one buffer."""
         x, weight = self.pairs[0]
         num_rows = len(x) if self.index is None else len(self.index)
         is_gpu = devices.gpu_of(x) is not None
-        wide = is_gpu and x.dtype.itemsize == 2  # CUDA can keep the float32 that it accumulated
+        wide = is_gpu and x.dtype.itemsize == 2  # CUDA can keep its float32 accumulator
         options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
         step, width = max(1, min(self.tile_rows, num_rows)), len(weight)
+        # For the GPU kernel, rows start at multiples of PITCH elements; it masks the columns beyond V.
         pitch = -(-width // PITCH) * PITCH if is_gpu else width
         buffer = torch.empty(step, pitch, dtype=torch.float32 if wide else x.dtype, device=x.device)
         for start in range(0, num_rows, step):
@@ -108,43 +111,43 @@ class Projection:
             yield at, logits
 
     def gradient_of(self, logits: Tensor) -> Tensor:
-        """Return memory for the gradient of logits: their own where they have the dtype of the products."""
+        """Return memory for the gradient of logits: their own if they have the dtype of the products."""
         dtype = self.pairs[0][0].dtype
         return logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
 
     def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-        """Yield views of a tile's rows, and of other tensors: on a CPU as many as stay in its caches.
+        """Yield views of a tile's rows, and of other tensors: on a CPU, as many rows as stay in its caches.
 
-        Of a tile without values only the first rows: the others would need as much memory again.
+        For fake tensors, only the first part is yielded: the other parts need the same memory again.
         """
         num_rows, width = logits.shape
         fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
         step = num_rows if devices.gpu_of(logits) is not None else fitting
-        # By split: one call for all views of a tensor, since there are many of them.
+        # `split` makes all views of a tensor in one call, since there are many.
         views = [repeat(None) if each is None else each.split(step) for each in (logits, *others)]
         return islice(zip(*views), 1 if is_fake(logits) else None)  # noqa: B905 - Nones repeat for ever
 
     def columns(self, at: Rows, columns: Tensor) -> Tensor:
-        """Return one logit of each row in float32 [r]: that of the given column."""
+        """Return one logit per row in float32 [r]: the row's entry in `columns`."""
         exact = torch.zeros(len(columns), device=columns.device)
         for x, weight in self.pairs:
             rows = x[at]
             for start in range(0, len(columns), CONVERTED_ROWS):
                 some = slice(start, start + CONVERTED_ROWS)
                 exact[some] += (rows[some].float() * weight[columns[some]].float()).sum(-1)
-                if is_fake(x):  # the others would need as much memory again, as in `parts`
+                if is_fake(x):  # the other parts need the same memory again, as in `parts`
                     break
         return exact if self.bias is None else exact + self.bias[columns]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowLoss:
-    """What is computed from rows of scaled logits."""
+    """A loss computed from rows of scaled logits."""
 
     softcap: float | None = None
     temperature: float = 1.0
     num_values: int = 1
-    """Values of a row."""
+    """Number of values per row."""
 
     def of_tile(
         self,
@@ -153,18 +156,18 @@ class RowLoss:
         logits: Float[Tensor, "r v"],
         grads: Float[Tensor, "r k"] | None,
     ) -> tuple[Float[Tensor, "r k"], Float[Tensor, "r v"] | None]:
-        """Return the values of rows and, with their gradients `grads`, those of the logits.
+        """Return the values of a tile's rows and, if `grads` is given, the gradients of its logits.
 
         Args:
-            projection: What made the logits.
-            at: Which rows of the loss's own tensors they are.
-            logits: May be overwritten; their gradients, in the dtype of the products, may be in their memory.
-            grads: Gradients of the values; None for none.
+            projection: The source of the logits.
+            at: Selects the tile's rows in the loss's own tensors.
+            logits: May be overwritten; their gradients, in the dtype of the products, may use their memory.
+            grads: Gradients of the values; None to compute values only.
         """
         raise NotImplementedError
 
     def scale(self, logits: Tensor) -> Tensor:
-        """Return scaled logits, in float32 at least and in their own memory if they have that dtype."""
+        """Return scaled logits in float32 or wider, in place if the logits have that dtype."""
         if logits.dtype.itemsize == 2:
             logits = logits.float()
         if self.softcap is not None:
@@ -172,7 +175,7 @@ class RowLoss:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def unscale(self, grad: Tensor, scaled: Tensor) -> Tensor:
-        """Turn the gradient of scaled logits into that of the logits, in place; overwrite `scaled`."""
+        """Turn the gradient of scaled logits into the gradient of logits, in place; overwrite `scaled`."""
         if self.softcap is not None:
             tanh = scaled.mul_(self.temperature / self.softcap)
             grad.addcmul_(grad * tanh, tanh, value=-1.0)  # d tanh(u) / du = 1 - tanh(u)^2
@@ -181,7 +184,7 @@ class RowLoss:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CrossEntropy(RowLoss):
-    """Cross-entropy and, as a second value if there are two, the entropy of the row."""
+    """Cross-entropy and, if `num_values` is 2, the entropy of the row."""
 
     target: Tensor
     label_smoothing: float = 0.0
@@ -193,13 +196,13 @@ class CrossEntropy(RowLoss):
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         target, weights = self.target[at].unsqueeze(1), self.class_weight
-        # By the formula: w_t, s / V * w_c, and s / V * sum_c w_c.
+        # Terms of the module's formula: w_t, s / V * w_c, and s / V * sum_c w_c.
         weight: Any = 1.0 if weights is None else weights[target]
         smoothing = self.label_smoothing / logits.shape[1]
         of_class: Any = smoothing if weights is None else smoothing * weights
         of_classes: Any = self.label_smoothing if weights is None else of_class.sum()
-        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes of
-        # s / V * w_c * l_c, or else of -p_c * log p_c.
+        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes,
+        # of s / V * w_c * l_c or of -p_c * log p_c.
         stats = logits.new_empty(4, len(logits), 1, dtype=wide_dtype(logits.dtype)).unbind()
         factors = self._factors(grads, weight, of_classes)
         if _row_kernel.runs_on(logits):
@@ -218,7 +221,7 @@ class CrossEntropy(RowLoss):
         self, projection: Projection, logits: Tensor, gradient: Tensor, target: Tensor,
         stats: Sequence[Tensor], factors: Sequence[Tensor | None], of_class: Any,
     ) -> None:  # fmt: skip
-        """Fill `stats` and, with factors, the gradient of the logits: what `_row_kernel.py` does on a GPU."""
+        """Fill `stats` and, with factors, the logits' gradient; `_row_kernel.py` does this on a GPU."""
         for (
             row, row_target, of_p, of_target, of_lse, of_all, of_entropy, row_gradient,
             row_top, row_max, row_at_target, row_sum,
@@ -228,7 +231,7 @@ class CrossEntropy(RowLoss):
             torch.gather(scaled, 1, row_target, out=row_at_target)
             if self.label_smoothing:
                 torch.sum(scaled * of_class, -1, keepdim=True, out=row_sum)
-            # In the memory of the scaled logits, unless `unscale` needs them.
+            # Use the memory of the scaled logits, unless `unscale` needs them.
             p = torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
             torch.amax(p, -1, keepdim=True, out=row_max)
             surprise = torch.special.entr(p) if self.num_values == 2 else None  # -p * log p
@@ -244,8 +247,8 @@ class CrossEntropy(RowLoss):
             p.scatter_add_(1, row_target, of_target)
             if of_all is not None:
                 p.sub_(of_all * of_class)
-            row_gradient.copy_(self.unscale(p, scaled))  # nothing moves where it is the memory of the logits
-            del p, scaled, surprise  # before the next part is converted
+            row_gradient.copy_(self.unscale(p, scaled))  # a no-op if it is the logits' own memory
+            del p, scaled, surprise  # free them before the next part is converted
 
     def _factors(self, grads: Tensor | None, weight: Any, of_classes: Any) -> list[Tensor | None]:
         """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, the entropy's."""
@@ -263,12 +266,13 @@ class CrossEntropy(RowLoss):
     ) -> Tensor:  # fmt: skip
         top, p_max, rounded, sums = stats
         exact = rounded
-        # lse - top is the log of the largest probability, and not of a sum of exponentials, in which the loss
-        # of a target that is nearly certain would be lost.
+        # lse - top is -log of the largest probability. A log of a sum of exponentials would lose the loss of
+        # a target that is nearly certain.
         above = -p_max.log()
         if logits.dtype.itemsize == 2:
             exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
-            # Where a rounding is more than a nat, as of logits of 1e3, those of the others are as large.
+            # If the correction exceeds a nat (logits around 1e3), the other logits have errors as large: keep
+            # both rounded.
             exact = torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
             above += torch.log1p((rounded - top - above).exp() * torch.expm1(exact - rounded))
         lse = top + above
@@ -311,7 +315,7 @@ class Divergence(RowLoss):
         return values, gradient
 
     def _value(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the divergence of rows [r, 1], and the gradient of their scaled logits [r, V]."""
+        """Return the divergence [r, 1] of rows, and the gradient [r, V] of the student's scaled logits."""
         s, t, beta = log_s.exp(), log_t.exp(), self.beta
         if beta == 0.0:
             return (t * (log_t - log_s)).sum(-1, keepdim=True), s - t
@@ -333,10 +337,10 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     Args:
         x: The rows [N, D].
         width: Columns of the logits.
-        budget_mib: In MiB; None for the larger of the bytes of `x` and, on a CPU, 16 MiB, but at most an
-            eighth of the rows and at least 128; on a GPU a 64th of its memory, rounded down to a power of two
-            (1 GiB of an H100's 79), but at most 2,048 rows. That is not of the memory that is free: so a
-            prediction knows it, and every step of a run has the same tiles.
+        budget_mib: In MiB. None on a CPU: the larger of the bytes of `x` and 16 MiB, but at most an eighth of
+            the rows and at least 128. None on a GPU: also at least a 64th of its memory, rounded down to a
+            power of two (1 GiB of an H100's 79), but at most 2,048 rows. The default uses total, not free,
+            memory: so a prediction knows it, and every step of a run has the same tiles.
 
     Example:
         >>> tile_rows_of(torch.zeros(2048, 256), 16000, None)
@@ -357,7 +361,7 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
         fitting = max(fitting, MIN_ROWS)
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
-    # As many tiles as needed, of about the same size: a multiple of 8 where that still fits.
+    # As many tiles as needed, of about equal size; a multiple of 8 rows if that still fits.
     even = -(-len(x) // max(1, -(-len(x) // fitting)))
     return max(1, min(-(-even // 8) * 8, fitting))
 
@@ -368,17 +372,18 @@ def in_tiles(
     grads: Float[Tensor, "n k"] | None = None,
     receivers: Sequence[Tensor | None] = (),
 ) -> tuple[Float[Tensor, "n k"], list[Tensor | None]]:
-    """Return the values of all rows, 0 for rows without a loss, and the gradients of what receives one.
+    """Return the values of all rows (0 for rows without a loss) and the gradients of the receivers.
 
     Args:
-        projection: What makes the logits.
-        loss: What is computed from them.
-        grads: Gradients of the values; None for values only.
-        receivers: The bias, then each pair's rows and weight; None for what needs no gradient. Their
-            gradients have their dtypes.
+        projection: The source of the logits.
+        loss: The loss to compute from them.
+        grads: Gradients of the values; None to compute values only.
+        receivers: The bias, then the rows and weight of each pair; None for one that needs no gradient.
+            Gradients have their receivers' dtypes.
     """
     x = projection.pairs[0][0]
     values = x.new_zeros(len(x), loss.num_values, dtype=wide_dtype(x.dtype))
+    # [db, dx, dW, dx, dW, ...]: rows and weight of each pair follow the bias.
     found = [None if each is None else torch.zeros_like(each) for each in receivers]
     for at, logits in projection.tiles():
         values[at], grad = loss.of_tile(projection, at, logits, None if grads is None else grads[at])
@@ -389,6 +394,7 @@ def in_tiles(
         for (rows, weight), of_rows, of_weight in zip(
             projection.pairs, found[1::2], found[2::2], strict=True
         ):
+            # A slice is a view, which `out` can write to; indexing with a tensor would write to a copy.
             if of_rows is not None and isinstance(at, slice):
                 torch.mm(grad, weight, out=of_rows[at])
             elif of_rows is not None:
@@ -399,12 +405,12 @@ def in_tiles(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, which has their dtype, or float32."""
+    """Add `a @ b` to `total`, which has their dtype or float32."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif devices.gpu_of(total) is not None:  # CUDA adds what it accumulated in float32, and rounds nothing
+    elif devices.gpu_of(total) is not None:  # CUDA adds its float32 accumulator without rounding
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # in slices: each is added when it is made
+    else:  # in slices, each added as soon as it is computed
         step = max(1, len(total) // MAX_16_BIT_TILES)
         for start in range(0, len(total), step):
             total[start : start + step] += a[start : start + step] @ b

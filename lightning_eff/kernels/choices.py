@@ -1,8 +1,9 @@
-"""What was measured on a GPU: who computes each shape, and how our kernels compare with torch's library.
+"""Measured choices per GPU: who computes each shape, and how our kernels compare with torch's library.
 
-Choices are kept in a file of the user's cache folder, one for each kind of GPU, versions of torch and Triton,
-and state of the kernels' sources: they hold for nothing else. The folder `measured` here has such
-files, which ship with the package and are read first. A file that is damaged, or of something else, is empty.
+`dispatch.choices_of` returns them. They are kept in files of the user's cache folder. A file's key is the
+kind of GPU, the versions of torch and Triton, and a hash of the kernels' sources; the file is valid for this
+key only. Any edit of these sources changes the hash, comments included. Files in the folder `measured` ship
+with the package and are read first. A damaged or foreign file counts as empty.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from lightning_eff.kernels.tile_configs import BY_NAME, CONFIGS, Shape, TileConf
 LIBRARY = "torch's library"
 SHIPPED = Path(__file__).with_name("measured")
 SOURCES = ("gemm_kernels.py", "epilogue.py", "launch.py")
-"""What the speed of a config depends on, besides its numbers."""
+"""Sources that decide the speed of a config, besides its numbers."""
 
 
 class Choice(NamedTuple):
     """Who computes a shape: `LIBRARY`, or a config by its name."""
 
     by: str
-    ratio: float  # how many times as fast as the library the fastest config was; 0 where none was right
+    ratio: float  # speed of the fastest config over the library's; 0 if every config was wrong
 
     @property
     def config(self) -> TileConfig | None:
@@ -65,21 +66,21 @@ class Choices:
                 self.adopt(path.read_bytes())
 
     def adopt(self, text: str | bytes) -> None:
-        """Add the choices in the text of a file, or in rank 0's; those of another key are none."""
+        """Add the choices in the text of a file or of rank 0; text with another key adds none."""
         try:
             content = json.loads(text)
             if content["key"] == self.key:
                 read = {shape: Choice(by, float(ratio)) for shape, (by, ratio) in content["choices"].items()}
                 self.known |= {shape: each for shape, each in read.items() if each.by in (LIBRARY, *BY_NAME)}
-        except (ValueError, TypeError, KeyError, AttributeError):  # data of any form: measured again
+        except (ValueError, TypeError, KeyError, AttributeError):  # damaged text: shapes are measured again
             return
 
     def text(self) -> str:
-        """Return what `adopt` reads."""
+        """Return the choices as text that `adopt` reads."""
         return json.dumps({"key": self.key, "choices": self.known}, indent=1) + "\n"
 
     def add(self, shape: Shape, choice: Choice) -> None:
-        """Keep a choice, in the file too, with what another process has written there meanwhile.
+        """Keep a choice and write it to the file, merged with what other processes have written meanwhile.
 
         Warns:
             UserWarning: The file cannot be written.
@@ -93,7 +94,7 @@ class Choices:
             descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(self.text())
-            Path(temporary).replace(self.path)  # at once: another process reads a whole file
+            Path(temporary).replace(self.path)  # atomic: another process never reads a partial file
         except OSError as error:
             self.known[str(shape)] = choice
             text = f"the choices of GEMM kernels cannot be kept in {self.path}, and are measured in every run"
@@ -103,7 +104,7 @@ class Choices:
                 Path(temporary).unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each shape of this run: who computes it, and the ratio or why there is none."""
+        """Return one row per shape of this run: who computes it, and the ratio or why there is none."""
         rows: list[dict[str, Any]] = []
         for shape, reason in self.asked.items():
             choice = self.known.get(str(shape))
@@ -112,7 +113,7 @@ class Choices:
         return rows
 
     def ours(self) -> list[set[int]]:
-        """Return M, N and K of each shape of this run that a kernel of ours computes."""
+        """Return M, N and K of each shape of this run that our kernels compute."""
         known = ((shape, self.known.get(str(shape))) for shape in self.asked)
         return [
             {shape.M, shape.N, shape.K} for shape, choice in known if choice is not None and choice.config

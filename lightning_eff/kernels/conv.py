@@ -1,22 +1,23 @@
 """Chains of convolutions, pooling and activations in spatial tiles, forward and backward.
 
-A tile of the output is computed from the tile of the input that it reads, which is larger by a halo; the
-backward pass computes it again. So between the layers only one tile exists at a time, and the result is the
-whole image's up to rounding. Padding is added at the borders of the image, and nowhere else.
+`callbacks/tiled_conv` uses this for a model's segments; `tiled` is the public function. A tile of the output
+is computed from the tile of the input that it reads, which is larger by a halo. The backward pass recomputes
+it. So only one tile of the intermediate outputs exists at a time, and the result matches the untiled one up
+to rounding. Padding is added only at the borders of the image.
 
     input   |   halo [ tile ] halo   |      conv 3x3, conv 3x3: a halo of 2
     output  |        [ tile ]        |
 
-The forward pass keeps the input and the weights alone. The backward pass adds the tiles' gradients into one
-tensor of the input's size, and one of each weight's. They are returned through the function's own inputs, so
-hooks, DDP, FSDP2 and optimizers in the backward pass get one gradient of each weight.
+The forward pass keeps only the input and the weights. The backward pass adds the tiles' gradients into one
+tensor of the input's size, and one per weight. They are returned through the function's own inputs, so hooks,
+DDP, FSDP2 and optimizers in the backward pass get one gradient per weight.
 
-Why not slices of x under autograd, each checkpointed: the backward pass of a slice makes a tensor of zeros as
-large as x, for every tile.
+Why not slices of x under autograd, each checkpointed: the backward pass of a slice allocates a tensor of
+zeros as large as x, once per tile.
 
-Why a 1x1 or a patch convolution is torch's too, and not a view and a product of matrices: torch's own holds
-no byte more (benchmarks/tiled_conv.py). The product is faster on a CPU for few outputs and for patches, but
-patches are then a copy, and in channels-first memory weights of several samples have a gradient each.
+Why 1x1 and patch convolutions use torch's convolution, not a view and a matrix product: torch's needs no more
+memory (benchmarks/tiled_conv.py). On a CPU the product is faster for few outputs and for patches. But it
+copies the patches, and in channels-first memory each sample's weights get a separate gradient.
 """
 
 from __future__ import annotations
@@ -46,27 +47,27 @@ def tiled(
 ) -> Float[Tensor, "b o *out"]:
     """Compute layers one after another in spatial tiles.
 
-    Convolutions of any stride, dilation and groups that pad with zeros, max and average pooling, pointwise
-    activations, dropout, batch normalization in evaluation mode, and layer normalization over channels.
-    Dropout draws for each tile. There is no second derivative.
+    Supported: convolutions with zero padding (any stride, dilation and groups), max and average pooling,
+    pointwise activations, dropout, batch normalization in evaluation mode, and layer normalization over
+    channels. Dropout draws a mask per tile. Second derivatives are not supported.
 
     Args:
         segment: An `nn.Sequential`, a layer, or layers in their order.
         x: One to three spatial axes.
-        tiles: Pieces of each spatial axis of the output, or of all of them; None for as many as
+        tiles: Pieces of each spatial axis of the output, or one number for all axes. None for as many as
             `budget_mib` needs, with a halo of at most a quarter.
-        budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the larger
-            of 64 and a quarter of `x`, which is held with two gradients of about its size anyway.
+        budget_mib: MiB for the layers' outputs and two gradients of one tile. None for the larger of 64 and a
+            quarter of `x`, since `x` and two gradients of about its size are held in any case.
 
     Returns:
         The output of the last layer.
 
     Raises:
         ConfigError: A layer needs more than a window of pixels (statistics, mirrored padding), scatters its
-            input (transposed convolution, upsampling), is of another class, has hooks or a forward of its
-            own, or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
-        ValueError: `x` has other axes than the layers, or is too small for them.
-        RuntimeError: A second derivative is prepared, or weights have changed before the backward pass.
+            input (transposed convolution, upsampling), is of another class, has hooks or a custom forward,
+            or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
+        ValueError: `x` has a different number of axes than the layers expect, or is too small for them.
+        RuntimeError: A second derivative is requested, or weights have changed before the backward pass.
 
     Example:
         >>> layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
@@ -100,7 +101,7 @@ def tiled(
 
 
 def read_segment(modules: Iterable[nn.Module], num_axes: int) -> tuple[LocalLayer, ...]:
-    """Return the layers of modules whose input has that many spatial axes.
+    """Return the layers of modules whose input has `num_axes` spatial axes.
 
     Raises:
         ConfigError: A module cannot be computed in tiles, or overwrites the input of the segment.
@@ -118,7 +119,7 @@ def read_segment(modules: Iterable[nn.Module], num_axes: int) -> tuple[LocalLaye
 
 
 def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out"]:
-    """Compute the layers of a grid for x, one tile after another."""
+    """Compute the layers of a grid for x, tile by tile."""
     run = _Run(grid, x.device)
     tensors = [each for layer in grid.layers for each in layer.tensors]
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *tensors)):
@@ -130,10 +131,10 @@ def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors for whoever has the result, which has no elements.
+    """Saves tensors for the backward pass of `_Tiled`; its own result has no elements.
 
-    What a surrounding checkpoint has to save is then saved before any tile runs, so its recomputation of a
-    block that ends here stops before the tiles.
+    A surrounding checkpoint thus sees all saved tensors before any tile runs, so its recomputation of a block
+    that ends here stops before the tiles.
     """
 
     @staticmethod
@@ -158,26 +159,26 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # torch would take these gradients for constants
+        if torch.is_grad_enabled():  # torch would treat these gradients as constants
             raise RuntimeError(
                 "layers in tiles have no second derivative: compute them without tiles for gradient penalties"
             )
-        tensors = ctx.saved.saved_tensors  # raises where the graph was freed, or a weight has changed
+        tensors = ctx.saved.saved_tensors  # raises if the graph was freed or a weight has changed
         return None, None, *ctx.run.backward(tensors, grads[0], ctx.needs_input_grad[2:])
 
 
 class _Run:
-    """A forward pass, and all that its backward pass needs to compute a tile again.
+    """A forward pass, and the state that its backward pass needs to recompute a tile.
 
     Args:
         grid: The tiles.
-        device: Of the input.
+        device: The device of the input.
     """
 
     def __init__(self, grid: Grid, device: torch.device) -> None:
         self._grid, kind = grid, device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # Casts of weights are not cached: those without gradients would be found by the code around.
+        # Casts of weights are not cached: surrounding code would find the casts that have no gradient.
         self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
         draws = any(layer.draws for layer in grid.layers)
         self._redraw = _redraw(device) if draws else contextlib.nullcontext
@@ -190,13 +191,13 @@ class _Run:
                 part = self._compute(tile, x[tile.source], tensors)
                 y = self._empty_output(part) if y is None else y
                 y[tile.target] = part
-                del part  # before the next tile is computed
+                del part  # free it before the next tile is computed
         return y
 
     def backward(
         self, tensors: Sequence[Tensor | None], grad: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of x, the first of the tensors, and of the weights that need one."""
+        """Return the gradients of x, the first tensor, and of each weight that needs one."""
         x: Any = tensors[0]
         leaves = [
             None if each is None else each.detach().requires_grad_(need)
@@ -219,7 +220,7 @@ class _Run:
         grad: Tensor,
         sums: list[Tensor | None],
     ) -> None:
-        """Compute a tile again, and add its gradients to the sums over all tiles: of x, and of the leaves."""
+        """Recompute a tile, and add the gradients of x and of the leaves to their sums over all tiles."""
         part = x[tile.source].detach().requires_grad_(sums[0] is not None)
         with torch.enable_grad(), self._autocast():
             y = self._compute(tile, part, leaves)
@@ -229,7 +230,7 @@ class _Run:
             total = sums[index]
             if each is None:
                 continue
-            if total is None:  # of 16 bits are added in 32
+            if total is None:  # 16-bit gradients are added in float32
                 sums[index] = each.to(torch.promote_types(each.dtype, torch.float32))
             elif index == 0:  # tiles of x overlap by their halos
                 total[tile.source] += each
@@ -253,14 +254,14 @@ class _Run:
 
 
 def _redraw(device: torch.device) -> Callable[[], Any]:
-    """Return a context in which random numbers are those drawn from now on; as torch's checkpoint does."""
+    """Return a context that repeats the random numbers drawn from now on, like torch's checkpoint."""
     cpu = torch.get_rng_state()
     devices, states = get_device_states(torch.empty(0, device=device))
     kind = device.type if devices else "cuda"
 
     @contextlib.contextmanager
     def again() -> Generator[None]:
-        with torch.random.fork_rng(devices, device_type=kind):  # leaves the generators alone
+        with torch.random.fork_rng(devices, device_type=kind):  # restores the generators' state afterwards
             torch.set_rng_state(cpu)
             if devices:
                 set_device_states(devices, states, device_type=kind)

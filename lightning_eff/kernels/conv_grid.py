@@ -1,4 +1,4 @@
-"""The grid of tiles of a chain of layers: which pixels of every layer a tile computes, and how many tiles.
+"""The grid of tiles of a chain of layers: how many tiles, and which pixels of each layer a tile computes.
 
 Along an axis, a tile's inputs are found from its outputs, layer by layer from the last to the first; what
 lies outside the image is padding and is not computed. Tiles are products of intervals, so areas are products
@@ -19,12 +19,12 @@ from torch import Tensor
 from lightning_eff.kernels.conv_layers import Interval, LocalLayer
 
 MAX_HALO = 0.25
-"""Fraction of all outputs of the layers that may be computed more than once."""
+"""Largest fraction of the layers' outputs that may be computed more than once."""
 MIN_BUDGET_BYTES = 64 << 20
 
 NATIVE_AXES, NATIVE_ELEMENTS = 3, 20480
-"""torch 2.13 computes 3-D convolutions of one sample on a CPU some ten times slower where channels x depth x
-height are this or less."""
+"""torch 2.13 computes 3-D convolutions of one sample on a CPU about ten times slower where channels x depth x
+height is at most this."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Tile:
     Args:
         source: Its index in the input.
         target: Its index in the output.
-        padding: Of each layer: padding at both ends of each spatial axis.
+        padding: For each layer: padding at both ends of each spatial axis.
     """
 
     source: tuple[slice, ...]
@@ -44,10 +44,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Grid:
-    """Layers, the sizes of what passes them, and tiles. Level 0 is the input, level n the nth layer's output.
+    """Layers, the sizes between them, and tiles. Level 0 is the input, level n the output of the nth layer.
 
     Args:
-        layers: In their order.
+        layers: The layers in order.
         num_samples: Samples of the input.
         channels: Of each level.
         lengths: Spatial sizes of each level.
@@ -93,6 +93,7 @@ class Grid:
 
     def _levels(self, axis: int, outputs: Interval) -> list[Interval]:
         levels = [outputs]
+        # From the last layer to the first: each reads the inputs that the next one needs.
         for layer, lengths in zip(self.layers[::-1], self.lengths[-2::-1], strict=True):
             levels.append(layer.window(axis).read(levels[-1], lengths[axis])[0])
         return levels[::-1]
@@ -120,8 +121,8 @@ class Grid:
         return math.prod(map(len, (self.samples, *self.axes)))
 
     def kept_elements(self) -> int:
-        """Return the elements between the layers that autograd keeps for the backward pass without tiles."""
-        kept, memory = set[int](), [0]  # the level whose memory each level has: in place, an earlier one's
+        """Return the number of elements between the layers that autograd would keep without tiles."""
+        kept, memory = set[int](), [0]  # level that owns each level's memory
         for level, layer in enumerate(self.layers):
             memory.append(memory[-1] if layer.is_in_place else level + 1)
             if layer.keeps:
@@ -129,17 +130,17 @@ class Grid:
         return sum(self._elements(level) for level in kept - {0, memory[-1]})
 
     def tile_elements(self) -> int:
-        """Return the elements of the layers' outputs on the largest tile, and of two gradients."""
+        """Return the elements of the largest tile: all layer outputs, and two gradients."""
         samples = max(end - first for first, end in self.samples)
         sizes = zip(self.channels, self._areas(max), strict=True)
         outputs = [samples * channels * area for channels, area in sizes][1:]
         return sum(outputs) + 2 * max(outputs)
 
     def saved_elements(self, *, is_input_trained: bool) -> int:
-        """Return by how many elements the backward pass holds less than without tiles.
+        """Return how many fewer elements the backward pass holds than without tiles.
 
-        Without tiles it begins with what is between the layers, and the largest gradient of that; in tiles
-        the gradient of the input is there from the beginning.
+        Without tiles, its peak is the kept elements plus the largest gradient between the layers. With tiles,
+        the gradient of the input exists from the start.
         """
         largest = max(map(self._elements, range(1, len(self.layers))), default=0)
         plain = self.kept_elements() + largest
@@ -148,12 +149,12 @@ class Grid:
     def halo(self) -> float:
         """Return the fraction of the layers' outputs that is computed more than once."""
         levels = list(zip(self.channels, self._areas(sum), self.lengths, strict=True))[1:]
-        # A stride may leave pixels of a layer unread: then fewer are computed than there are.
+        # With a stride, some pixels of a layer may never be read, so fewer may be computed than exist.
         again = sum(channels * max(0, area - math.prod(lengths)) for channels, area, lengths in levels)
         return again / sum(channels * math.prod(lengths) for channels, _, lengths in levels)
 
     def is_native(self) -> bool:
-        """Return whether torch would compute a tile without oneDNN, but the image with it."""
+        """Return whether torch would compute a tile without oneDNN, but the whole image with it."""
         samples = min(end - first for first, end in self.samples)
         if len(self.axes) != NATIVE_AXES or samples > 1:
             return False
@@ -170,7 +171,7 @@ class Grid:
         return self.num_samples * self.channels[level] * math.prod(self.lengths[level])
 
     def _areas(self, over: Callable[[Iterable[int]], int]) -> list[int]:
-        """Return for each level the product over the axes of the largest piece, or of all pieces' sum."""
+        """Return each level's area: a product over axes, of the largest piece or of the sum of pieces."""
         return [
             math.prod(over(end - first for first, end in _at(axis, level)) for axis in self.axes)
             for level in range(len(self.lengths))
@@ -182,10 +183,10 @@ def _at(axis: list[list[Interval]], level: int) -> list[Interval]:
 
 
 def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | None) -> Grid:
-    """Return the grid with the fewest cuts whose tiles are within a budget, as far as the halo allows.
+    """Return the grid with the fewest cuts whose tiles fit a budget, as far as the halo limit allows.
 
     Args:
-        layers: In their order.
+        layers: The layers in order.
         x: The input.
         budget_bytes: Bytes of the layers' outputs and two gradients on one tile; None for the larger of 64
             MiB and a quarter of `x`, which is held with two gradients of about its size anyway.
@@ -214,6 +215,7 @@ def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
     """Yield grids with one more cut: of samples, then of the longest pieces, of the last axis first."""
     samples, *pieces = grid.pieces
     if samples < grid.num_samples:
+        # The size is proportional to the samples per tile, so jump to the number of cuts that would fit.
         more = min(grid.num_samples, max(samples + 1, int(samples * excess)))
         yield replace(grid, pieces=(more, *pieces))
     lengths = grid.lengths[-1]
@@ -223,6 +225,6 @@ def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
 
 
 def _split(length: int, pieces: int) -> list[Interval]:
-    """Return intervals of one length, but for the last."""
+    """Split a length into intervals of equal length; the last may be shorter."""
     size = -(-length // pieces)
     return [(first, min(first + size, length)) for first in range(0, length, size)]

@@ -1,15 +1,15 @@
-"""Layers whose output at a pixel depends on a window of pixels, read from modules of torch.
+"""Layers whose output at a pixel depends on a window of pixels, read from torch modules for conv.py.
 
 Along each spatial axis, output `o` reads the inputs
 
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
-where inputs below 0 and beyond the image are padding. A module whose output is no such window, or whose
-border is more than a constant, is not read: it ends a segment, and torch computes it for the whole image.
+Inputs below 0 and beyond the image are padding. A module whose output is not such a window, or whose border
+is not constant, is not read: it ends a segment, and torch computes it for the whole image.
 
-A module is read at each call: its sizes, flags and weights. Only classes of torch are read, by their exact
+A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
 type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization is the
-exception, since torch has none over channels: what a class derived from it computes is tested.
+exception, since torch has none over channels: a subclass of it is tested numerically.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.core.torch_private import real_tensors
 
 Interval = tuple[int, int]
-"""First and end of consecutive pixels along an axis."""
+"""Start and end of consecutive pixels along an axis."""
 Compute = Callable[[Tensor, Sequence[Any], Sequence[Interval]], Tensor]
 
 CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -41,7 +41,7 @@ AVG_POOLS: dict[type, Any] = {
     nn.AvgPool1d: F.avg_pool1d, nn.AvgPool2d: F.avg_pool2d, nn.AvgPool3d: F.avg_pool3d
 }  # fmt: skip
 KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh)
-"""Activations whose backward pass needs their result, and not their input."""
+"""Activations whose backward pass needs their result instead of their input."""
 ACTIVATIONS = (
     *(*KEEPS_RESULT, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid),
@@ -54,9 +54,9 @@ class Window:
     """The window of a layer along one axis; the default is that of a pointwise layer.
 
     Args:
-        kernel: Taps.
-        stride: Inputs between the windows of two outputs.
-        dilation: Inputs between two taps.
+        kernel: Number of taps.
+        stride: Inputs from one output's window to the next.
+        dilation: Inputs from one tap to the next.
         low: Padding before the first input; less than `span`, so that every window has an input.
         high: Padding after the last input; less than `span`.
     """
@@ -82,7 +82,7 @@ class Window:
         return (length + self.low + self.high - self.span) // self.stride + 1
 
     def read(self, wanted: Interval, length: int) -> tuple[Interval, Interval]:
-        """Return the inputs that outputs read on an axis of that length, and the padding at both ends.
+        """Return the inputs that outputs read on an axis of `length` pixels, and the padding at both ends.
 
         Example:
             >>> Window(kernel=3, low=1, high=1).read((0, 4), 8)
@@ -90,19 +90,20 @@ class Window:
         """
         first = wanted[0] * self.stride - self.low
         end = (wanted[1] - 1) * self.stride - self.low + self.span
+        # Inputs outside of the image are padding.
         held = max(first, 0), min(end, length)
         return held, (held[0] - first, end - held[1])
 
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """A layer as it is computed on a tile.
+    """A layer in the form that computes one tile.
 
     Args:
         compute: Takes a tile of the input, the tensors, and the padding at both ends of each axis.
         windows: One per spatial axis; empty for a pointwise layer of any number of axes.
-        channels: Of its output; None for those of its input.
-        tensors: Weights and the like that may need a gradient.
+        channels: Of its output; None if the same as its input's.
+        tensors: Weights and similar tensors that may need a gradient.
         keeps: What autograd keeps for its backward pass: `input`, `result` or nothing.
         is_in_place: Whether it overwrites its input.
         draws: Whether it draws random numbers.
@@ -122,7 +123,7 @@ class LocalLayer:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a module passes its input through its children, one after another, and no more.
+    """Return whether a module only passes its input through its children, one after another.
 
     Example:
         >>> is_container(nn.Sequential(nn.ReLU())), is_container(nn.ModuleList())
@@ -132,12 +133,12 @@ def is_container(module: nn.Module) -> bool:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children by name, a child that is used twice under both names."""
+    """Return the children by name; a child that is used twice appears under both names."""
     return dict(vars(module)["_modules"])
 
 
 def has_windows(module: nn.Module) -> bool:
-    """Return whether a convolution or a pooling is inside.
+    """Return whether a module contains a convolution or pooling layer.
 
     Example:
         >>> has_windows(nn.Sequential(nn.Conv2d(1, 1, 3))), has_windows(nn.Sequential(nn.Linear(1, 1)))
@@ -150,12 +151,12 @@ def has_windows(module: nn.Module) -> bool:
 def read_module(
     module: nn.Module, num_axes: int, replaced_by: type = NoneType
 ) -> tuple[LocalLayer, ...] | str:
-    """Return the local layers of a module, through containers, or why it has to be computed whole.
+    """Return the local layers of a module and its containers, or why torch has to compute the whole image.
 
     Args:
         module: A layer, or a container of layers.
         num_axes: Spatial axes of its input.
-        replaced_by: Class of a forward that a container may have instead of its own.
+        replaced_by: Class whose forward a container may have instead of its own.
 
     Example:
         >>> read_module(nn.InstanceNorm2d(4), 2)
@@ -184,9 +185,9 @@ def read_module(
 
 
 def overwrites_input(layers: Sequence[LocalLayer]) -> bool:
-    """Return whether the first layer that does anything to the segment's input overwrites it.
+    """Return whether the segment's input is overwritten by its first layer that computes anything.
 
-    The halo of the next tile would then be read after it was overwritten.
+    If so, the next tile would read its halo from overwritten memory.
     """
     first = next((each for each in layers if each.is_in_place or each.draws or each.keeps), None)
     return first is not None and first.is_in_place
@@ -252,14 +253,14 @@ def _pool(module: Any) -> LocalLayer | str:
 
 
 def _padded(x: Tensor, padding: Sequence[Interval], value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Pad a tile at the border of the image; return with it what the layer itself has to pad.
+    """Pad a tile at the border of the image; return it with the padding that the layer itself adds.
 
-    Padding that is equal at both ends of an axis is left to the layer, which makes no copy for it.
+    The layer adds padding that is equal at both ends of an axis, because it makes no copy for it.
     """
     own = [low if low == high else 0 for low, high in padding]
     around: list[int] = []
     for (low, high), of_layer in zip(padding, own, strict=True):
-        around = [low - of_layer, high - of_layer, *around]  # F.pad begins with the last axis
+        around = [low - of_layer, high - of_layer, *around]  # F.pad starts with the last axis
     return (F.pad(x, around, value=value) if any(around) else x), own
 
 
@@ -285,18 +286,18 @@ def _dropout(module: Any) -> LocalLayer:
 
 
 def _batch_norm(module: Any) -> LocalLayer | str:
-    """Read batch normalization, which in evaluation mode is a product and a sum for each channel."""
+    """Read batch normalization in evaluation mode: one product and one sum per channel."""
     if module.training or module.running_mean is None:
         unless = "in evaluation mode" + " with running statistics" * (module.running_mean is None)
         return f"{type(module).__name__} needs statistics of all pixels ({unless} it does not)"
-    # New tensors: a forward in training changes statistics without a version that the backward pass checks.
+    # New tensors: a training forward changes the statistics without a version for the backward pass to check.
     dtype = torch.promote_types(module.running_mean.dtype, torch.float32)
     mean = module.running_mean.to(dtype, copy=True)
     inverse_std = torch.rsqrt(module.running_var.to(dtype) + module.eps)
 
     def compute(x: Tensor, tensors: Sequence[Any], _: Sequence[Interval]) -> Tensor:
-        # Why not F.batch_norm: its backward pass on a CPU (torch 2.13) is wrong for slices whose strides
-        # do not tell the memory format, as those of tiles of one pixel.
+        # Why not F.batch_norm: its backward pass on a CPU (torch 2.13) is wrong for slices whose strides do
+        # not determine the memory format, such as tiles of one pixel.
         weight, bias = tensors
         slope = inverse_std if weight is None else inverse_std * weight
         offset = -mean * slope if bias is None else bias - mean * slope
@@ -309,14 +310,14 @@ def _batch_norm(module: Any) -> LocalLayer | str:
 def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
     """Read a class derived from `nn.LayerNorm` if it normalizes the channels of each pixel.
 
-    A copy with other weights is compared on an image [2, channels, *space] in float64.
+    A copy with test weights is compared with the formula on an image [2, channels, *space] in float64.
     """
     refusal = f"{type(module).__name__} is not known to normalize over the channels of a pixel"
     if len(module.normalized_shape) != 1 or [*module.children(), *module.buffers()]:
         return refusal
     (channels,), eps = module.normalized_shape, module.eps
 
-    def wave(*shape: int) -> Tensor:  # numbers without a pattern, which draw no random ones
+    def wave(*shape: int) -> Tensor:  # without a pattern, and without drawing random numbers
         return torch.arange(torch.Size(shape).numel(), device="cpu").double().square().sin().view(shape)
 
     with real_tensors(), torch.no_grad():
@@ -335,7 +336,7 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
             return refusal
     return LocalLayer(
         lambda x, tensors, _: _over_channels(x, tensors[0], tensors[1], eps),
-        (Window(),) * num_axes,  # pointwise, but known for this number of axes alone
+        (Window(),) * num_axes,  # pointwise, but checked for this number of axes only
         tensors=(module.weight, module.bias),
     )
 
@@ -345,7 +346,7 @@ def _over_channels(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 def _tuple(value: Any, length: int) -> tuple[int, ...]:
-    """Return a size along each axis; one that was changed may be one number for all."""
+    """Return a size per axis; a module changed after its construction may have one number for all axes."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * length
 
 
@@ -358,4 +359,4 @@ READERS: dict[type, Callable[[Any], LocalLayer | str]] = {
     nn.Dropout: _dropout,
     nn.Identity: lambda _: LocalLayer(lambda x, *_: x, keeps=""),
 }
-"""What reads a class of layers."""
+"""The reader of each class of layers."""

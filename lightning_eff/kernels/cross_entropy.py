@@ -1,22 +1,23 @@
 """Cross-entropy, log-probabilities and distillation of an output projection, without its logits.
 
-The logits [N, V] of a language model are often the largest tensor of its step, and their gradient is as
-large. Here they exist for some rows at a time: `_row_losses.py` makes the tiles, what is computed from them,
-and the gradients of x, weight and bias; on a GPU, `_row_kernel.py` computes what concerns logits alone. Of
-its autograd function there are two modes:
+The logits [N, V] of a language model are often the largest tensor of a step, and their gradient is as large.
+Here they exist for a few rows at a time. `_row_losses.py` makes the tiles, the losses, and the gradients of
+x, weight and bias; on a GPU, `_row_kernel.py` does the work on the logits themselves. The autograd function
+has two modes:
 
-*In forward* (a scalar, whose gradient is known but for a factor): the three GEMMs run in the forward pass,
-and the backward pass multiplies by the factor. *In backward* (values of rows; float16, whose gradients would
-underflow without the loss scale; a recomputed block, which would compute them twice): the forward pass keeps
-nothing but its inputs, and the backward pass computes the logits again, a fourth GEMM.
+*In forward* (a scalar, whose gradient is known up to a factor): the three GEMMs run in the forward pass, and
+the backward pass multiplies by the factor. *In backward* (values per row; float16, whose gradients would
+underflow without the loss scale; a checkpointed block, which would compute them twice): the forward pass
+keeps only its inputs, and the backward pass computes the logits again, which is a fourth GEMM.
 
-Gradients are returned through the function's own inputs, so that hooks, DDP, FSDP2, tied weights and
-optimizers in the backward pass see one gradient of a weight.
+Gradients are returned through the function's own inputs, so hooks, DDP, FSDP2, tied weights and optimizers in
+the backward pass see one gradient per weight. `callbacks/tiled_loss` calls this module.
 
 Why not torch's `F.linear_cross_entropy` (2.13): it ignores autocast, its float16 gradients underflow, it has
-neither softcap nor z-loss nor adapters, and returns a loss of 16 bits; `backend="torch"` takes it.
-Why not an inner `backward()` of each tile: hooks fire once a tile, and DDP rejects the second. Why not a
-checkpoint of each tile: autograd adds each tile's dW [V, D] to the last one, which takes its memory twice.
+no softcap, z-loss or adapters, and it returns a 16-bit loss; `backend="torch"` selects it.
+Why not an inner `backward()` per tile: hooks would fire once per tile, and DDP rejects the second call.
+Why not a checkpoint per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
+memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "beta": (0.0, 1.0, "0 (KL(teacher, student)) to 1 (KL(student, teacher))"),
     "tile_budget_mib": (MIN, MAX, "a finite number of MiB above 0, or None"),
 }
-"""Least and largest value of each option, and both in words."""
+"""Smallest and largest value of each option, and the range in words."""
 _untraced: Any = torch.compiler.disable
 
 
@@ -82,39 +83,39 @@ def linear_cross_entropy(
     low_rank: LowRank | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the cross-entropy of `x @ weight.T + bias`, whose rows are made tile by tile.
+    """Return the cross-entropy of `x @ weight.T + bias`, computed tile by tile.
 
     Args:
         x: Hidden states, `d` features last.
         weight: Of the output projection, as `nn.Linear` stores it.
-        target: Class of each row; rows with `ignore_index` have no loss and are not computed.
+        target: Class of each row; rows with `ignore_index` have no loss and are skipped.
         bias: One value per class, or None.
-        ignore_index: The target that is none.
-        label_smoothing: Share of the loss that is spread over all classes, 0 to 1.
+        ignore_index: Target value of rows without a loss.
+        label_smoothing: Fraction of the loss that is spread over all classes, 0 to 1.
         z_loss: Factor of the square of the log of the sum of exponentials.
         softcap: Logits become `softcap * tanh(logits / softcap)`; None for none.
         temperature: Divides the logits, after `softcap`.
         class_weight: Factor of each class, as `weight` of `F.cross_entropy`.
         reduction: `mean` over the targets' weights, `sum`, or `none`.
-        tile_budget_mib: Memory for float32 logits in MiB. None for the larger of `x` and, on a CPU, 16 MiB,
-            but at most an eighth of all rows and at least 128; on a GPU a 64th of its memory, rounded down to
-            a power of two, but at most 2,048 rows. A GPU without Triton needs up to three times as much, and
-            16-bit inputs are computed in 16 tiles at most.
+        tile_budget_mib: Memory for float32 logits in MiB. None on a CPU: the larger of `x` and 16 MiB, but at
+            most an eighth of all rows and at least 128. None on a GPU: the larger of `x` and a 64th of its
+            memory, rounded down to a power of two, but at most 2,048 rows. A GPU without Triton needs up to
+            three times as much. 16-bit inputs are computed in at most 16 tiles.
         low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added.
-        backend: `tiled`: this module; `torch`: torch's own, from 2.13 on. `auto` is `tiled` everywhere: on a
-            CPU it takes as long as torch's fastest, within 5 % (small losses with a frozen weight up to 20 %,
-            in bfloat16 37 %), and at most its memory, within 1 %. In bfloat16 torch's loss has an error of
-            8e-3 and this one 1e-7 (docs/benchmarks/tiled_loss.md). On a GPU neither was measured.
+        backend: `tiled`: this module; `torch`: torch's own, since 2.13. `auto` is always `tiled`. On a CPU it
+            is within 5 % of torch's fastest (small losses with a frozen weight: 20 %, in bfloat16 37 %
+            slower) and within 1 % of its memory. In bfloat16 torch's loss has an error of 8e-3, this one 1e-7
+            (docs/benchmarks/tiled_loss.md). Neither was measured on a GPU.
 
     Returns:
-        Nats in float32 (float64 for float64 inputs): a scalar, or for `none` one value per target, 0 where it
-        is ignored. The mean over no target is NaN, with gradients of 0, as in torch.
+        Nats in float32 (float64 for float64 inputs): a scalar, or with `none` one value per target, 0 for
+        ignored targets. The mean over no targets is NaN, with gradients of 0, as in torch.
 
     Raises:
-        ConfigError: A number or name is outside its range, or torch's own has no such option.
-        ValueError: Shapes that do not fit.
-        TypeError: Dtypes that do not fit.
-        IndexError: A target that is no class; on a GPU an error of CUDA, as in torch.
+        ConfigError: A number or name is out of range, or torch's own loss lacks the option.
+        ValueError: Shapes do not fit.
+        TypeError: Dtypes do not fit.
+        IndexError: A target is not a class; on a GPU this is a CUDA error, as in torch.
 
     Example:
         >>> x, weight, target = torch.eye(3), torch.eye(3), torch.tensor([0, 1, -100])
@@ -192,12 +193,12 @@ def token_logprobs(
     tile_budget_mib: float | None = None,
     low_rank: LowRank | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the log-probability of each target, for losses of preferences and of policies.
+    """Return the log-probability of each target, for preference and policy losses.
 
     Args:
-        x: As for `linear_cross_entropy`, like all that is not listed here.
+        x: As in `linear_cross_entropy`, like everything not described here.
         weight: Of the output projection.
-        target: Every one is a class: there is no index that is ignored; select rows first.
+        target: Each must be a class. There is no ignored index; select rows first.
         bias: One value per class, or None.
         temperature: Divides the logits, after `softcap`.
         softcap: Logits become `softcap * tanh(logits / softcap)`.
@@ -207,13 +208,13 @@ def token_logprobs(
 
     Returns:
         Nats, at most 0, in float32 (float64 for float64 inputs), in the shape of `target`; with
-        `with_entropy` two of these.
+        `with_entropy`, a pair of such tensors.
 
     Raises:
-        ConfigError: A number is outside its range.
-        ValueError: Shapes that do not fit.
-        TypeError: Dtypes that do not fit.
-        IndexError: A target that is no class; on a GPU an error of CUDA, as in torch.
+        ConfigError: A number is out of range.
+        ValueError: Shapes do not fit.
+        TypeError: Dtypes do not fit.
+        IndexError: A target is not a class; on a GPU this is a CUDA error, as in torch.
 
     Example:
         >>> token_logprobs(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3])).exp()
@@ -241,26 +242,26 @@ def linear_kl(
     beta: float = 0.0,
     tile_budget_mib: float | None = None,
 ) -> Tensor:
-    """Return the divergence of each row's distribution from a teacher's, for distillation.
+    """Return the divergence of each row's distribution from the teacher's, for distillation.
 
     Args:
         x: The student's hidden states.
         weight: The student's output projection.
         teacher_x: The teacher's hidden states, of any width.
-        teacher_weight: The teacher's output projection; neither gets a gradient.
+        teacher_weight: The teacher's output projection. The teacher gets no gradients.
         temperature: Divides both logits.
         beta: 0 for KL(teacher, student), 1 for KL(student, teacher); between them the generalized
             Jensen-Shannon divergence, `beta * KL(teacher, m) + (1 - beta) * KL(student, m)` with
             `m = beta * teacher + (1 - beta) * student`.
-        tile_budget_mib: Memory for the student's float32 logits in MiB; the teacher's need as much again.
+        tile_budget_mib: Memory for the student's float32 logits in MiB; the teacher's need the same again.
 
     Returns:
         Nats in float32 (float64 for float64 inputs), in the shape of the rows.
 
     Raises:
-        ConfigError: A number is outside its range.
-        ValueError: Shapes that do not fit.
-        TypeError: Dtypes that do not fit.
+        ConfigError: A number is out of range.
+        ValueError: Shapes do not fit.
+        TypeError: Dtypes do not fit.
 
     Example:
         >>> x, weight = torch.randn(5, 2), torch.randn(4, 2)
@@ -284,14 +285,15 @@ def linear_kl(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a loss is computed.
+    """Settings of one loss computation.
 
     Args:
-        loss: What is computed from the logits.
-        dtype: In which rows and weights are multiplied.
+        loss: The loss to compute from the logits.
+        dtype: Dtype in which rows and weights are multiplied.
         tile_rows: Rows of a tile.
         index: The rows that have a loss; None for all.
-        factor: Of the sum of the values, a scalar whose gradients are formed in forward; None for values.
+        factor: Multiplies the sum of the values. With it, the result is a scalar, and gradients are computed
+            in the forward pass. None for values per row.
     """
 
     loss: RowLoss
@@ -303,7 +305,7 @@ class Plan:
     def projection(
         self, bias: Tensor | None, pairs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Projection, list[Tensor | None]]:
-        """Return the projection in the dtype of its products, and which of its tensors get gradients."""
+        """Return the projection in the dtype of its products, and the tensors that get gradients."""
         receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
         cast = [each.detach().to(self.dtype) for each in pairs]
         is_trained = any(each is not None for each in receivers[2::2])
@@ -315,11 +317,11 @@ class Plan:
 
 
 class LossInTiles(torch.autograd.Function):
-    """The values of rows [N, k], or with a factor their sum times it."""
+    """The values of rows [N, k] or, with a factor, the factor times their sum."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
-        """Compute values, and with a factor the gradients too."""
+        """Compute values and, with a factor, the gradients."""
         ctx.save_for_backward(bias, *pairs)
         ctx.plan = plan
         grads = None if plan.factor is None else plan.factor.expand(len(pairs[0]), 1)
@@ -331,21 +333,21 @@ class LossInTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that forward has formed, times `grad`; else form them.
+        """Return the gradients of the forward pass, times `grad`; compute them if the forward pass did not.
 
         Raises:
-            RuntimeError: A second derivative is prepared.
+            RuntimeError: A second derivative is requested.
         """
-        if torch.is_grad_enabled():  # torch would take these gradients for constants
+        if torch.is_grad_enabled():  # torch would treat these gradients as constants
             raise RuntimeError(
                 "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
             )
-        bias, *pairs = ctx.saved_tensors  # raises where the graph was freed
+        bias, *pairs = ctx.saved_tensors  # raises if the graph was freed
         plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
         if plan.factor is not None:
             if gradients is not None:
                 return None, *[None if each is None else each.mul_(grad) for each in gradients]
-            # The second backward pass of a graph that was retained.
+            # The second backward pass of a retained graph.
             grad = (grad * plan.factor).expand(len(pairs[0]), 1)
         projection, receivers = plan.projection(bias, pairs, ctx.needs_input_grad[1:])
         with torch.autocast(pairs[0].device.type, enabled=False):
@@ -353,15 +355,15 @@ class LossInTiles(torch.autograd.Function):
 
 
 _apply: Any = _untraced(LossInTiles.apply)
-"""The number of tiles depends on values: a compiler that reaches them breaks its graph here."""
+"""The number of tiles depends on values, so torch.compile breaks its graph here."""
 
 
 @_untraced
 def _may_form_gradients(dtype: torch.dtype) -> bool:
-    """Return whether the gradients of a scalar are formed in the forward pass.
+    """Return whether gradients of a scalar are computed in the forward pass.
 
-    Not in float16, where they would underflow without the loss scale; nor where they are not wanted; nor
-    within a checkpoint, whose forward pass runs twice: it is detected by its hooks on saved tensors.
+    Not in float16 (they would underflow without the loss scale), if gradients are disabled, or within a
+    checkpoint, whose forward pass runs twice; saved-tensor hooks reveal it.
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False
@@ -370,7 +372,7 @@ def _may_form_gradients(dtype: torch.dtype) -> bool:
 
 
 def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return rows and weight of each product; the cast of the rows is autograd's, as under autocast.
+    """Return rows and weight of each product; autograd casts the rows, as under autocast.
 
     Raises:
         ValueError: An adapter's shapes do not fit the projection.
@@ -392,7 +394,7 @@ def _by_torch(
     rows: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     reduction: str, ignore_index: int, tile_rows: int,
 ) -> Tensor:  # fmt: skip
-    """Compute by `F.linear_cross_entropy`, with the options that measured best."""
+    """Compute with `F.linear_cross_entropy`, with the options that were fastest."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         allowed = f"tiled: torch {torch.__version__} has no linear_cross_entropy, which 2.13 brought"
@@ -409,12 +411,12 @@ def _by_torch(
 
 
 def _check_options(**options: Any) -> None:
-    """Check numbers; None is an option that is not set.
+    """Check numbers; None means that an option is not set.
 
-    Not by `core.arguments`: beartype is not there where kernels alone are measured.
+    Why not `core.arguments`: it needs beartype, which is missing where the kernels alone are measured.
 
     Raises:
-        ConfigError: One is no number, or outside its range.
+        ConfigError: A value is not a number, or out of range.
     """
     for key, value in options.items():
         least, largest, allowed = RANGES[key]
@@ -424,10 +426,10 @@ def _check_options(**options: Any) -> None:
 
 
 def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
-    """Return the dtype in which rows and weight are multiplied; `of` begins the names of both.
+    """Return the dtype in which rows and weight are multiplied; `of` prefixes their names in errors.
 
     Raises:
-        TypeError: Dtypes that do not fit.
+        TypeError: Dtypes do not fit.
     """
     cast = autocast_dtype(x.device.type, x.dtype, weight.dtype)
     if not x.dtype.is_floating_point or (cast is None and x.dtype != weight.dtype):
@@ -439,11 +441,11 @@ def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
 def _checked_rows(
     x: Tensor, weight: Tensor, target: Tensor | None = None, *, of: str = "", **by_class: Tensor | None
 ) -> tuple[Tensor, torch.dtype]:
-    """Return the rows [N, D], and the dtype in which they are multiplied; `of` begins the names of both.
+    """Return the rows [N, D], and the dtype in which they are multiplied; `of` prefixes names in errors.
 
     Raises:
-        ValueError: Shapes that do not fit.
-        TypeError: Dtypes that do not fit, or a module in place of its weight.
+        ValueError: Shapes do not fit.
+        TypeError: Dtypes do not fit, or a module was passed instead of its weight.
     """
     if isinstance(weight, nn.Module):
         raise TypeError(
@@ -465,11 +467,11 @@ def _checked_rows(
 
 
 def _checked_target(target: Tensor, num_classes: int, ignore_index: int | None) -> Tensor:
-    """Return targets [N]; on a GPU one that is no class fails as in torch, without waiting for its value.
+    """Return targets [N]. On a GPU an invalid class fails as in torch, without a synchronization here.
 
     Raises:
-        IndexError: One is no class.
-        TypeError: They are no integers.
+        IndexError: A target is not a class.
+        TypeError: Targets are not integers.
     """
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
         raise TypeError(f"target of {target.dtype}: expected integers; for probabilities use linear_kl")

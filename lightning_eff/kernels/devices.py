@@ -1,7 +1,7 @@
-"""Describe devices for the cost model, as data: peaks of dense products as vendors state them, and sizes.
+"""Describe devices as data for the cost model: vendors' peaks of dense products, and sizes.
 
-A GPU of this machine has the sizes that its driver reports. Peaks are known for the names of the table only:
-any other GPU gets an estimate, which ranks configs and is never shown as a peak.
+For a GPU of this machine, sizes come from its driver. Peaks are known only for the GPUs of the table. Any
+other GPU gets an estimate, which ranks configs and is never shown as a peak.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import is_fake
 
 KIB = 2**10
 AMPERE = 80
-"""Compute capability of the first GPUs that compute bfloat16."""
+"""Compute capability of the first GPUs with bfloat16."""
 _predicted: ContextVar[Device | None] = ContextVar("_predicted", default=None)
-"""The GPU that a prediction is for, whose fake tensors are on a CPU."""
+"""The GPU that a prediction is for; its fake tensors are on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Device:
         num_sms: Streaming multiprocessors, or cores.
         peak_tflops: 1e12 operations per second, by dtype.
         memory_gbs: Memory bandwidth, 1e9 bytes per second.
-        l2_gbs: The same of the last-level cache.
-        l2_bytes: Size of that cache.
-        shared_bytes: Shared memory that one block may have; of a CPU a core's own cache.
-        memory_bytes: Memory, as the driver reports it to a process.
+        l2_gbs: Bandwidth of the last-level cache, 1e9 bytes per second.
+        l2_bytes: Size of the last-level cache.
+        shared_bytes: Shared memory available to one block; on a CPU, one core's own cache.
+        memory_bytes: Memory that the driver reports to a process.
         is_cpu: Whether it is this machine's CPU.
-        is_estimate: Whether peaks and bandwidths are unknown: estimates, whose ratios rank configs.
+        is_estimate: Whether peaks and bandwidths are estimates; only their ratios matter, to rank configs.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Device:
     is_estimate: bool = False
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return operations per second in a dtype; float32's where the device has no units for it."""
+        """Return peak operations per second in a dtype; float32's if the device has no units for it."""
         name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
         return self.peak_tflops.get(name, self.peak_tflops["float32"]) * 1e12
@@ -140,11 +140,11 @@ DEVICES: Mapping[str, Device] = {
         memory_bytes=int(186.2 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that the command line accepts: of A100 and H100 the boards with 80 GB, of V100 with 32 GB.
+"""By the names that the command line accepts: A100 and H100 with 80 GB, V100 with 32 GB.
 
-Rates are dense products with float32 sums from the vendors' data sheets and white papers. Memory is what the
-driver reports or, from the RTX 5090 on, the data sheet's less 3 % for the driver, and less 1/16 where GDDR
-memory corrects errors. L2 bandwidths are estimates, since vendors do not state them."""
+Rates are dense products with float32 sums, from the vendors' data sheets and white papers. Memory is what the
+driver reports. For the RTX 5090 and later entries it is the data sheet's, less 3 % for the driver, and less
+1/16 where GDDR memory corrects errors. L2 bandwidths are estimates, since vendors do not state them."""
 
 
 def named(name: str) -> Device:
@@ -165,7 +165,7 @@ def named(name: str) -> Device:
 
 
 def unknown_gpu(memory_bytes: int) -> Device:
-    """Return a GPU of which only the memory is known; the rest is an estimate."""
+    """Return a GPU with known memory; everything else is an estimate."""
     return replace(DEVICES["a100"], name="a GPU", capability=0, memory_bytes=memory_bytes, is_estimate=True)
 
 
@@ -175,7 +175,7 @@ def of(device: torch.device) -> Device:
         return this_cpu()
     properties = torch.cuda.get_device_properties(device)
     capability = 0 if torch.version.hip else properties.major * 10 + properties.minor  # AMD's 9.4 is no 9.0
-    shared_bytes = properties.shared_memory_per_block  # the only one that ROCm has
+    shared_bytes = properties.shared_memory_per_block  # ROCm reports no other
     return _gpu(
         properties.name, capability, properties.multi_processor_count, l2_bytes=properties.L2_cache_size,
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", shared_bytes),
@@ -185,8 +185,8 @@ def of(device: torch.device) -> Device:
 
 @functools.cache
 def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
-    """Return what the table says of a GPU that is in it, else an estimate, with the driver's sizes."""
-    # The name is a word of the driver's. NVL boards have as many SMs, at lower clocks.
+    """Return the table's entry for a GPU, or an estimate if it has none, with the driver's sizes."""
+    # The name is one word of the driver's name. NVL boards have the same SMs at lower clocks.
     known = (info for info in DEVICES.values() if re.search(rf"\b{info.name}\b", name) and "NVL" not in name)
     device = next((info for info in known if info.num_sms == num_sms), None)
     if device is not None:
@@ -204,7 +204,7 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
 
 @contextmanager
 def predicted(gpu: Device | None) -> Generator[None]:
-    """Take fake tensors for tensors of a GPU, which need not be present; None leaves them on the CPU."""
+    """Treat fake tensors as tensors of a GPU that need not be present; None leaves them on the CPU."""
     token = _predicted.set(gpu)
     try:
         yield
@@ -213,7 +213,7 @@ def predicted(gpu: Device | None) -> Generator[None]:
 
 
 def gpu_of(tensor: Tensor) -> Device | None:
-    """Return the GPU that computes with a tensor, or would after a prediction; None on a CPU.
+    """Return the GPU that computes with a tensor, or would in a predicted run; None on a CPU.
 
     Example:
         >>> gpu_of(torch.ones(2)) is None
@@ -225,13 +225,13 @@ def gpu_of(tensor: Tensor) -> Device | None:
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Return why our kernels cannot run on a device of this machine; empty where they can.
+    """Return why our kernels cannot run on a device of this machine; empty if they can.
 
     Example:
         >>> why_no_kernels(torch.device("cpu"))
         "expected a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1 in the environment)"
     """
-    from lightning_eff.kernels import gemm_kernels  # imports Triton, which describing a device does not need
+    from lightning_eff.kernels import gemm_kernels  # imports Triton, not needed to describe a device
 
     if gemm_kernels.INTERPRETED:
         return ""
@@ -248,20 +248,19 @@ def why_no_kernels(device: torch.device) -> str:
 def float32_precision() -> Literal["tf32", "ieee"]:
     """Return how float32 is multiplied on CUDA, whichever of PyTorch's switches were used.
 
-    `fp32_precision` is what PyTorch's own products follow: it has what any of the switches set, and what it
-    inherits from those above it. The older `allow_tf32` and `get_float32_matmul_precision` raise where the
-    newer switches say something else.
+    PyTorch's own products follow `fp32_precision`, which reflects every switch, inherited ones included. The
+    older `allow_tf32` and `get_float32_matmul_precision` raise if the newer switches disagree.
     """
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# As torch.compiler.assume_constant_result, without importing the compiler: it cannot trace the switch, but
-# compiles again once the switch has changed.
+# Equivalent to torch.compiler.assume_constant_result, without importing the compiler. It cannot trace the
+# switch, but compiles again after the switch has changed.
 float32_precision.__dict__["_dynamo_marked_constant"] = True
 
 
 def this_cpu() -> Device:
-    """Describe this machine's CPU; its speed and its caches are a guess, which only ranks sizes."""
+    """Describe this machine's CPU; speed and caches are guesses, used only to rank sizes."""
     cores = torch.get_num_threads()
     return Device(
         name="CPU", capability=0, num_sms=cores, is_cpu=True, is_estimate=True,

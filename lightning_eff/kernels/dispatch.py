@@ -1,17 +1,18 @@
-"""Decide who computes a GEMM, torch's library or our kernels, and with which config. Start reading here.
+"""Decide whether torch's library or our kernels compute a GEMM, and with which config. Start reading here.
 
-`backend="triton"` runs our kernels, with the config that the cost model (tiles.py) ranks first; `torch` is
-torch's library. `auto` is whichever is faster on this GPU: in the first call of a shape the library and the
-configs that the cost model ranks first are measured (measure.py), and ours compute where they are more than
-3 % faster. Choices are kept for the next start (choices.py). `auto` is the library on any other device, for
-small products, and for what a compiler or autograd records.
+`backend="triton"` runs our kernels with the config that the cost model (tiles.py) ranks first; `torch` calls
+torch's library. `auto` picks the faster of the two on this GPU. The first call of a shape measures the
+library and the top-ranked configs (measure.py); our kernels are chosen if they are more than 3 % faster.
+Choices are stored for the next process (choices.py). `auto` always calls the library on other devices, for
+small products, and while a compiler or autograd records the call.
 
-Rows, the tokens of a layer, vary: a choice holds up to the next power of two. Nothing is measured while a
-CUDA graph is captured; under deterministic algorithms, since another run could choose another order of sums;
-and on other ranks than 0, so that all compute alike. What is not known there is the library's for now.
+The number of rows (tokens of a layer) varies, so a choice holds up to the next power of two. Nothing is
+measured while a CUDA graph is captured. The same applies under deterministic algorithms, because another run
+could choose another order of sums, and on ranks other than 0, because all ranks must compute alike. Until a
+shape has been measured, the library computes it.
 
-`find` is asked once per GEMM. The answer for a kind of operands (sizes, strides, dtypes, alignment of
-addresses) is kept, so that a later call is one look-up.
+matmul.py calls `find` once per GEMM. The answer is cached by kind of operands (sizes, strides, dtypes,
+alignment of addresses), so later calls are one lookup.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape, TileConfig
 
 BACKENDS = ("auto", "torch", "triton")
 NUM_CANDIDATES = 4
-"""Configs that are measured: those that the cost model ranks first."""
+"""Number of configs that are measured, best-ranked first."""
 MIN_FLOP = 2e10
-"""Of a product that may be ours with `auto`: 30 us of an H100, below which launching takes what is gained."""
+"""Smallest product that `auto` measures: 30 us on an H100. Below that, launch overhead cancels the gain."""
 MAX_FOUND = 4096
-"""Answers that are kept: of more kinds of operands, as lengths that vary make them, all are forgotten."""
+"""Cached answers. If varying lengths produce more kinds of operands than this, the cache is cleared."""
 _found: dict[tuple[Any, ...], Launch | None] = {}
-_dropped: set[TileConfig] = set()  # those that could not be compiled
+_dropped: set[TileConfig] = set()  # configs that failed to compile
 
 
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernels may compute: whatever the shape, or with `auto` where they are faster.
+    """Return whether our kernels may compute: required with `triton`, as candidates with `auto`.
 
     Raises:
         ValueError: An unknown backend.
@@ -71,13 +72,13 @@ def _can_run(device: torch.device) -> bool:
 def find(
     operands: Operands, out: Tensor | None = None, *, backend: str = "triton", writes: int = 0
 ) -> Launch | None:
-    """Return what computes a GEMM into `out` or a new, contiguous tensor; None for torch's library.
+    """Return the launch that computes a GEMM into `out` or a new tensor; None for torch's library.
 
     Args:
         operands: Checked, with values; `may_use_triton` is true for them.
-        out: Receives the result.
+        out: Receives the result; None for a new, contiguous tensor.
         backend: `auto` or `triton`.
-        writes: As in `Operands.shape`; for `Launch` these matrices are new, too.
+        writes: As in `Operands.shape`; these matrices are newly allocated, and so aligned.
     """
     a, b, c, bias = operands.tensors
     epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
@@ -109,20 +110,20 @@ def find(
 
 
 def _may_add(operands: Operands, c: Tensor, out: Tensor) -> bool:
-    """Return whether a config may add to `out` in memory: C itself, a float32 sum without an epilogue."""
+    """Return whether a config may add to `out` in memory: `out` is C, in float32, without an epilogue."""
     is_sum = operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
     return is_sum and in_place(c, out)
 
 
 def candidates(shape: Shape, device: torch.device) -> list[TileConfig]:
-    """Return the configs that fit a shape, the one first that the cost model ranks first."""
+    """Return the configs that fit a shape, best-ranked first."""
     ranked = (cost.config for cost in tiles.rank_configs(shape, devices.of(device)))
     return [config for config in ranked if config not in _dropped]
 
 
 def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) -> Choice | None:
-    """Return who computes a shape with `auto`, measured now if it has to be; None if it may not be yet."""
+    """Return what `auto` chooses for a shape, measuring it if needed; None while it may not be measured."""
     if 2.0 * shape.batch * shape.M * shape.N * shape.K < MIN_FLOP:
         return Choice(LIBRARY, 0.0)
     choices, shape = choices_of(operands.a.device), rounded(shape)
@@ -134,11 +135,11 @@ def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) ->
     if choices.asked[shape]:
         return None
     try:
-        with torch.cuda.device_of(operands.a):  # whose stream is timed
+        with torch.cuda.device_of(operands.a):  # measure on the stream of A's device
             choice = measure.measure(operands, out, writes, configs[:NUM_CANDIDATES])
     except torch.OutOfMemoryError:
         choices.asked[shape] = "out of memory"
-        return Choice(LIBRARY, 0.0)  # not tried again: an allocation that fails takes time
+        return Choice(LIBRARY, 0.0)  # cached: retrying a failed allocation would be slow
     if choice is not None:
         choices.add(shape, choice)
     else:
@@ -148,19 +149,19 @@ def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) ->
 
 @functools.cache
 def choices_of(device: torch.device) -> Choices:
-    """Return the choices of a GPU of this machine, as far as they are known."""
+    """Return the choices for a GPU of this machine that are known so far."""
     return Choices(device)
 
 
 def rounded(shape: Shape) -> Shape:
-    """Return a shape with its rows rounded up to a power of two: K of a weight's gradient, else M."""
+    """Return a shape with its tokens rounded up to a power of two: K of a weight's gradient, else M."""
     if shape.layout[0] == "t":
         return replace(shape, K=1 << (shape.K - 1).bit_length())
     return replace(shape, M=1 << (shape.M - 1).bit_length())
 
 
 def why_not_measured() -> str:
-    """Return why nothing may be measured now; empty where it may."""
+    """Return why nothing may be measured now; empty if it may."""
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms"
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
@@ -169,13 +170,13 @@ def why_not_measured() -> str:
 
 
 def drop(config: TileConfig) -> None:
-    """Use a config no more in this process, since it cannot be compiled."""
+    """Stop using a config in this process, because it cannot be compiled."""
     _dropped.add(config)
     _found.clear()
 
 
 def forget() -> None:
-    """Begin a run: choose again, by what the files have, and list its shapes alone."""
+    """Start a run: reload the choices from the files, and list the shapes of this run only."""
     _found.clear()
     for cached in (_can_run, choices_of):
         cached.cache_clear()

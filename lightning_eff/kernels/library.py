@@ -1,4 +1,4 @@
-"""Compute the GEMM, and the epilogues of MLPs, by torch's own functions: the alternative to our kernels."""
+"""Compute the GEMM and the epilogues of MLPs with torch's own functions: the alternative to our kernels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MLP_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     "gelu": (F.gelu, partial(aten.gelu_backward, approximate="none")),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
 }
-"""Functions, and from the gradient of a result and the input the gradient of the input."""
+"""Per activation: the function, and its backward (result's gradient, input) -> input's gradient."""
 
 
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
-    """Compute in the fewest calls of torch's library, into `out` or a new tensor; with gradients.
+    """Compute with the fewest calls of torch's library, into `out` or a new tensor; differentiable.
 
-    As torch does it: 16-bit results are rounded before a bias that follows C, and before an activation.
+    Rounding follows torch: 16-bit results are rounded before a bias that follows C, and before an activation.
     """
     a, b, c, bias, out_dtype = operands.a, operands.b, operands.c, operands.bias, operands.out_dtype
     batch, options = operands.batch, dict[str, Any]()
@@ -34,12 +34,12 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
     if any(tensor.dtype != out_dtype for tensor in operands.tensors if tensor is not None):
         wide = torch.promote_types(torch.promote_types(torch.float32, out_dtype), a.dtype)
         if a.is_cuda and a.dtype.itemsize == 2 and wide == torch.float32 and not operands.needs_gradient:
-            options["out_dtype"] = wide  # CUDA multiplies 16-bit operands as they are
+            options["out_dtype"] = wide  # CUDA multiplies 16-bit operands without a cast
         else:
             a, b = a.to(wide), b.to(wide)
         c, bias = (tensor.to(wide) if tensor is not None else None for tensor in (c, bias))
     addend, beta = (c, operands.beta) if c is not None else (bias, 1.0)
-    if batch:  # torch's batched product has one batch axis
+    if batch:  # torch.baddbmm has one batch axis
         a, b = (matrix.expand(*batch, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b))
         addend = addend.flatten(0, -3) if addend is not None and addend.ndim > 1 else addend
     direct = _written_to(operands, out) if out_dtype == wide and operands.activation is None else None
@@ -48,8 +48,8 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
     if addend is None and operands.alpha == 1.0:
         result = (torch.bmm if batch else torch.mm)(a, b, **options)
     else:
-        addend, beta = (a.new_empty(()), 0.0) if addend is None else (addend, beta)  # with 0 it is not read
-        if "out_dtype" in options:  # torch makes a result of the addend's size and dtype then
+        addend, beta = (a.new_empty(()), 0.0) if addend is None else (addend, beta)  # not read with 0
+        if "out_dtype" in options:  # torch sizes and types the result like the addend then
             addend = addend.to(wide).expand(*a.shape[:-1], b.shape[-1])
         multiply = torch.baddbmm if batch else torch.addmm
         result = multiply(addend, a, b, beta=beta, alpha=operands.alpha, **options)
@@ -64,7 +64,7 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
 
 
 def _written_to(operands: Operands, out: Tensor | None) -> Tensor | None:
-    """Return `out` with one batch axis, as the library writes it; None where no single stride can."""
+    """Return `out` with one batch axis for the library to write to; None if no single stride describes it."""
     if out is None or len(operands.batch) < 2:
         return out
     try:
@@ -74,7 +74,7 @@ def _written_to(operands: Operands, out: Tensor | None) -> Tensor | None:
 
 
 def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
-    """Compute a GEMM with the epilogue of an MLP: `d`, and `pre` and `d2` if there are such (epilogue.py)."""
+    """Compute a GEMM with the epilogue of an MLP: `d`, then `pre` and `d2` if they exist (epilogue.py)."""
     gate, up, activation = cast("Any", operands.gate), operands.up, operands.activation or ""
     x = by_library(replace(operands, activation=None, gate=None, up=None, gradient=False))
     if not operands.gradient:
@@ -88,13 +88,13 @@ def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
 def activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     """Compute A [T, F] of an MLP: act(H), or act(G) * H."""
     activate = MLP_ACTIVATIONS[activation][0]
-    return activate(h) if gate is None else activate(gate) * h  # a checkpoint may keep the factor
+    return activate(h) if gate is None else activate(gate) * h  # a checkpoint policy may keep this factor
 
 
 def input_gradients(
     grad_a: Tensor, h: Tensor, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of H and of the gate from that of A, all [T, F]; `grad_a` may be overwritten."""
+    """Return the gradients of H and of the gate from A's, all [T, F]; `grad_a` may be overwritten."""
     activate, differentiate = MLP_ACTIVATIONS[activation]
     if gate is None:
         return differentiate(grad_a, h), None

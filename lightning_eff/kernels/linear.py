@@ -1,23 +1,23 @@
-"""A linear layer that computes by our GEMM: `nn.Linear` with another class, the same parameters and state.
+"""A linear layer computed by our GEMM: `nn.Linear` with another class, same parameters and state.
 
     y = x @ weight.T + bias
 
-The three GEMMs of a layer, for T rows of x, need no transposed copy:
+The three GEMMs of a layer, for T rows of x, need no transposed copy. `callbacks/triton_gemm` converts layers:
 
     forward            Y [T, N] = X [T, K] @ W [N, K].T     nt
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
     weight's gradient  W [N, K] = Y [T, N].T @ X [T, K]     tn
 
-While an `Accumulation` is open, the GEMM adds a weight's gradient to `weight.grad`, C = dW and beta = 1: no
-second gradient of the weight's size is allocated. The first micro-batch of a step finds no `weight.grad`, and
-its gradient becomes it (beta = 0).
+While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta = 1). So
+no second gradient of the weight's size is allocated. In the first micro-batch of a step there is no
+`weight.grad`, and the layer's gradient becomes it (beta = 0).
 
-Only whoever runs the backward passes can open one: this gradient bypasses autograd, so that a hook on the
-parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer therefore adds only where none of
-them is present.
+Only the code that runs the backward passes can open one. This gradient bypasses autograd, so a hook on the
+parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer therefore adds in place only if none
+of them is present.
 
-The layer is `F.linear` wherever that is as fast or knows more: without accumulation on a CPU and for small
-products, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
+The layer falls back to `F.linear` where that is as fast or supports more: without accumulation on a CPU and
+for small products, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from lightning_eff.kernels.operands import DTYPES, Operands
 
 @dataclass(eq=False)
 class Accumulation:
-    """Controls when layers may add to gradients in place, and counts how often they did.
+    """Controls when layers may add gradients in place, and counts how often they did.
 
-    They may in a `with` block, in which a backward pass runs that DDP does not wait for.
+    They may inside its `with` block, around a backward pass that DDP does not wait for.
 
     Args:
-        is_expected: Whether the step may have several backward passes: else layers do not prepare for it.
+        is_expected: Whether a step may have several backward passes; if not, layers do not prepare for it.
 
     Example:
         >>> accumulation = Accumulation()
@@ -74,7 +74,7 @@ class Accumulation:
     def takes(self, weight: Tensor, node: Any) -> bool:
         """Return whether a gradient may bypass autograd: `weight.grad` exists, and no hook would miss it.
 
-        `node` of the graph accumulates the gradient of the weight.
+        `node` is the graph node that accumulates the weight's gradient.
         """
         if not self._depth or weight.grad is None or weight.grad.layout != torch.strided:
             return False
@@ -82,7 +82,8 @@ class Accumulation:
         is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction adds too
         if has_hooks or not is_plain or not weight.is_leaf:
             return False
-        # Only `backward` accumulates into .grad; `autograd.grad` returns the gradient, and raises here.
+        # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead, and raises
+        # here.
         try:
             return torch._C._will_engine_execute_node(node)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         except RuntimeError:
@@ -90,7 +91,7 @@ class Accumulation:
 
 
 class TritonLinear(nn.Linear):
-    """A linear layer by our GEMM, made as `nn.Linear` is; assigning it to `__class__` converts one.
+    """A linear layer by our GEMM, constructed like `nn.Linear`; assigning it to `__class__` converts a layer.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -146,7 +147,7 @@ def linear(
     if not (is_ours or accumulates) or not is_dense:
         return F.linear(x, weight, bias)
     if matmul.is_traced() or matmul.in_forward_mode():
-        if backend == "triton" and not matmul.in_forward_mode():  # the operator, which the compiler keeps
+        if backend == "triton" and not matmul.in_forward_mode():  # torch.compile keeps the operator
             return matmul.gemm(x, weight.T, bias=bias, backend=backend)
         return F.linear(x, weight, bias)
     if is_ours and backend == "auto" and 2.0 * x.numel() * weight.shape[0] < dispatch.MIN_FLOP:
@@ -156,10 +157,10 @@ def linear(
     dtype = matmul.autocast_dtype(x.device.type, x.dtype, weight.dtype)
     if dtype is None:
         if x.dtype != weight.dtype:
-            return F.linear(x, weight, bias)  # which says what is wrong
+            return F.linear(x, weight, bias)  # raises the error
         dtype = x.dtype
     copy = None if dtype == weight.dtype else low_copy(weight, dtype)
-    rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, as autocast's own cast is
+    rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, like autocast's cast
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _Linear.apply(rows, weight, bias, copy, backend if is_ours else "torch", accumulation)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -169,10 +170,10 @@ _low_copies: Any = WeakTensorKeyDictionary()
 
 
 def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight in autocast's dtype: the same copy while a graph holds it, as autocast has it.
+    """Return the weight in autocast's dtype; reuse the copy while a graph holds it, as autocast does.
 
     A layer that is called a hundred times in a forward pass casts once, and keeps one copy. A change through
-    `weight.data` is not seen while a graph holds the copy: whoever steps an optimizer calls `forget_copies`.
+    `weight.data` is not detected while a graph holds the copy: call `forget_copies` after an optimizer step.
     """
     version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
     kept, reference = _low_copies.get(weight, (None, None))
@@ -184,24 +185,24 @@ def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forget_copies() -> None:
-    """Cast weights anew."""
+    """Drop the cached casts of weights."""
     _low_copies.clear()
 
 
 class _Linear(torch.autograd.Function):
-    """The three GEMMs of a layer, of which it saves what the gradients that are needed need."""
+    """The three GEMMs of a layer. It saves only the operands that the requested gradients need."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor | None, backend: str,
         accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
-        # The weight without its history: `weight.data = ...` before the backward pass must not change it.
+        # Detached: `weight.data = ...` before the backward pass must not change the weight used here.
         used = weight.detach() if copy is None else copy
         low_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, used if needs_x else None)
-        ctx.weight = weight  # receives the gradient; a saved tensor need not be the same object
+        ctx.weight = weight  # receives the gradient; a saved tensor may be another object
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.backend, ctx.accumulation = backend, accumulation
         if backend == "torch":
@@ -212,7 +213,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, weight, backend, accumulation = grads[0], ctx.weight, ctx.backend, ctx.accumulation
         x, used = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative: torch's functions, which have one
+        if torch.is_grad_enabled():  # a second derivative: torch's functions have one
             return _differentiable(ctx, grad, x, used)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
@@ -229,12 +230,12 @@ class _Linear(torch.autograd.Function):
 def weight_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, node: Any, backend: str, accumulation: Accumulation | None
 ) -> Tensor | None:
-    """Return dW [N, K] = dY.T [N, T] @ X [T, K] in the weight's dtype; None if `weight.grad` has it already.
+    """Return dW [N, K] = dY.T [N, T] @ X [T, K] in the weight's dtype; None once it is in `weight.grad`.
 
-    `node` of the graph accumulates the gradient of the weight.
+    `node` is the graph node that accumulates the weight's gradient.
     """
     is_ours = backend != "torch"
-    # On a CPU torch's library adds in the dtype of its operands only; elsewhere autograd adds.
+    # On a CPU torch's library adds only in the dtype of its operands; otherwise autograd adds.
     may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
     if may_add and accumulation is not None and accumulation.takes(weight, node):
         # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
@@ -246,7 +247,7 @@ def weight_gradient(
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """Return db [N], dY summed over T; by ours in the bias' dtype, by torch's library in that of dY."""
+    """Return db [N], dY summed over T: in the bias' dtype by our kernel, in dY's dtype by torch's library."""
     total = grad.sum(0) if backend == "torch" or grad.dtype == dtype else grad.sum(0, dtype=dtype)
     return total if total.dtype == dtype else total.to(dtype)
 
@@ -255,7 +256,7 @@ def product(
     a: Tensor, b: Tensor, backend: str, *, bias: Tensor | None = None, total: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return `a @ b + bias` or `total += a @ b`, of operands that need no check."""
+    """Return `a @ b + bias` or `total += a @ b`; operands are not checked."""
     if backend == "torch" and (total is None or total.dtype == a.dtype):
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
     dtype = total.dtype if total is not None else out_dtype or a.dtype
@@ -266,7 +267,7 @@ def product(
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor | None, used: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients with a graph of their own."""
+    """Return the gradients as differentiable functions, with their own graph."""
     weight, bias_dtype = ctx.weight, ctx.bias_dtype
     grad_x = grad @ weight.to(grad.dtype) if used is not None else None
     grad_weight = (grad.T @ x).to(weight.dtype) if x is not None else None

@@ -1,13 +1,13 @@
 """Compute D = activation(alpha * A @ B + beta * C + bias), by our Triton kernels or by torch's library.
 
-A call checks its operands (operands.py), looks up who computes (dispatch.py), and passes them on: to torch's
-library (library.py), or through launch.py to the kernels (gemm_kernels.py). Layers call `compute`, since
-their operands need no check.
+A call checks its operands (operands.py) and looks up who computes (dispatch.py). Then it calls torch's
+library (library.py), or the kernels (gemm_kernels.py) through launch.py. Layers call `compute`, since their
+operands need no check.
 
-The kernels are registered as a torch operator, with its shape, its FLOPs, and its gradient: autograd,
-torch.compile, checkpointing and fake tensors see one opaque operation. Where none of them is active, a call
-launches directly: torch's dispatcher costs more than the rest of the call. Through the dispatcher only
-tensors pass, so that the implementation looks its launch up again.
+The kernels are registered as a torch operator with a shape, FLOPs and a gradient. Autograd, torch.compile,
+checkpointing and fake tensors thus see one opaque operation. If none of them is active, a call launches
+directly, because torch's dispatcher costs more than the rest of the call. The dispatcher passes only tensors,
+so the operator's implementation looks its launch up again.
 
 Example:
     >>> gemm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2), alpha=2.0, beta=-1.0)
@@ -48,7 +48,7 @@ OPERATOR_NAME = "lightning_eff::gemm"
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, float alpha, float beta, ScalarType out_dtype"
 _NUM_INPUTS = 7
 PLAIN_TENSORS = (Tensor, nn.Parameter)
-"""Tensor types without a `__torch_dispatch__` or `__torch_function__` of their own."""
+"""Tensor types without a custom `__torch_dispatch__` or `__torch_function__`."""
 
 
 def gemm(
@@ -67,27 +67,27 @@ def gemm(
     """Compute `activation(alpha * A @ B + beta * C + bias)`, accumulating in float32 (float64 for float64).
 
     Args:
-        a: `[*batch, M, K]` of any strides, so that a transpose costs nothing.
+        a: `[*batch, M, K]` of any strides, so a transpose costs nothing.
         b: `[*batch, K, N]`; batch axes are broadcast as in `torch.matmul`.
-        c: `[*batch, M, N]`, or what broadcasts to it, in any floating-point dtype.
+        c: `[*batch, M, N]` or broadcastable to it, in any floating-point dtype.
         alpha: Factor of the product; with 0 `a` and `b` are not read, as in BLAS.
-        beta: Factor of `c`, given with it; with 0 it is not read.
+        beta: Factor of `c`, required with `c`; with 0 `c` is not read.
         bias: Added to every row, `[N]`.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
-        out_dtype: Of the result; None for that of `a`.
-        out: Receives the result, which is then `out`; it may be `c`. Without gradients, as everywhere in
+        out_dtype: Dtype of the result; None for the dtype of `a`.
+        out: Receives the result and is returned; it may be `c`. Not differentiable, like `out` everywhere in
             torch. If it overlaps another operand, the result is computed in new memory and copied.
-        backend: `triton`: our kernels; `torch`: torch's library; `auto`: whichever is faster, as measured in
+        backend: `triton`: our kernels; `torch`: torch's library. `auto`: whichever is faster, as measured in
             the first call of a shape on a CUDA GPU (dispatch.py); the library where gradients are recorded.
 
     Raises:
-        ValueError: Shapes, devices or names that do not fit; only one of `beta` and `c`.
-        TypeError: A dtype that the kernels do not multiply, or a factor that is no number.
+        ValueError: Shapes, devices or names do not fit; only one of `beta` and `c` is given.
+        TypeError: The kernels do not support a dtype, or a factor is not a number.
         RuntimeError: `triton` where its kernels cannot run, or gradients with `out`.
         ImportError: `triton`, which is not installed.
 
     Warns:
-        UserWarning: A kernel cannot be compiled; torch's library computes such products from then on.
+        UserWarning: A kernel cannot be compiled; torch's library computes such products afterwards.
     """
     if beta if c is None else beta is None:
         remedy = "c=out adds to out" if c is None else "beta=1.0 adds c, and with 0.0 it is not read"
@@ -106,7 +106,7 @@ def gemm(
             return out.copy_(gemm(a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation,
                                   out_dtype=out_dtype, backend=backend))  # fmt: skip
     folded, folded_out = fold_batch(operands, out)
-    device = a.device.type  # the operands have their dtypes already
+    device = a.device.type  # the operands have their final dtypes already
     with torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext():
         result = compute(folded, folded_out, backend)
     if out is not None:
@@ -115,13 +115,13 @@ def gemm(
 
 
 def autocast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in the dtype in which `torch.matmul` would multiply them under autocast."""
+    """Return both operands in the dtype that `torch.matmul` would use under autocast."""
     dtype = autocast_dtype(a.device.type, a.dtype, b.dtype)
     return (a, b) if dtype is None else (a.to(dtype), b.to(dtype))
 
 
 def autocast_dtype(device: str, *dtypes: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that autocast casts operands to; None where it leaves them."""
+    """Return the dtype that autocast casts operands to; None if it does not cast them."""
     if not _is_autocast(device) or not all(dtype in AUTOCAST_DTYPES for dtype in dtypes):
         return None
     return torch.get_autocast_dtype(device)
@@ -133,7 +133,7 @@ def _is_autocast(device: str) -> bool:
 
 
 def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute a GEMM of checked operands, into `out` or a new tensor; by whom, dispatch.py says.
+    """Compute a GEMM of checked operands, into `out` or a new tensor; dispatch.py decides who computes.
 
     Raises:
         ValueError: An unknown backend.
@@ -144,7 +144,7 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
     is_real = not is_traced() and are_plain(operands, out)
     if is_real and not operands.needs_gradient and not _has_mode():
         return _run(operands, out, backend)
-    if backend == "auto":  # an operator of ours would take more than a kernel gains
+    if backend == "auto":  # our operator would cost more than a kernel gains
         return by_library(operands, out)
     product = operands if operands.activation is None else replace(operands, activation=None)
     arguments = (*operands.tensors, operands.alpha, operands.beta, operands.out_dtype)
@@ -159,7 +159,7 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
 def compute_fused(
     operands: Operands, backend: str, *, stores_pre: bool, stores_d2: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Compute a GEMM with the epilogue of an MLP (epilogue.py); None where torch's library is to compute.
+    """Compute a GEMM with the epilogue of an MLP (epilogue.py); None if torch's library should compute it.
 
     Returns:
         `d`, and `pre` and `d2` if they are stored.
@@ -178,19 +178,19 @@ def compute_fused(
 
 
 def is_traced() -> bool:
-    """Return whether a call is recorded, not run: by torch.compile, torch.jit or torch.func."""
+    """Return whether torch.compile, torch.jit or torch.func records calls instead of running them."""
     transform = torch._C._functorch.maybe_current_level()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     is_tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     return torch.compiler.is_compiling() or is_tracing or transform is not None
 
 
 def in_forward_mode() -> bool:
-    """Return whether derivatives are computed forwards (jvp, jacfwd), which our operator does not have."""
+    """Return whether forward-mode derivatives (jvp, jacfwd) are computed, which our operator lacks."""
     return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def are_plain(operands: Operands, *others: Tensor | None) -> bool:
-    """Return whether all tensors have values that a kernel can read as they are: not of a lazy negation."""
+    """Return whether kernels can read all tensors directly: plain types without a lazy negation."""
     return all(
         tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_meta and not tensor.is_neg())
         for tensor in (*operands.tensors, *others)
@@ -202,7 +202,7 @@ def _has_mode() -> bool:
 
 
 def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Tensor:
-    """Launch the kernels, or call the library where it is faster or they cannot be compiled."""
+    """Launch the kernels, or call the library where it is faster or the kernels cannot be compiled."""
     is_empty = 0 in operands.size
     launch = dispatch.find(operands, out, backend=backend) if not is_empty else None
     if launch is None:
@@ -218,7 +218,7 @@ def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Ten
 def _launched(
     launch: Launch, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
 ) -> Tensor | None:
-    """Launch the kernels; None, with a warning, where they cannot be compiled."""
+    """Launch the kernels; warn and return None if they cannot be compiled."""
     try:
         return launch(operands, d, pre, d2)
     except CannotCompileError as error:
@@ -266,7 +266,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of A, B, C and the bias from that of D, `[*batch, M, N]`."""
+    """Return the gradients of A, B, C and the bias from the gradient of D, `[*batch, M, N]`."""
     a, b = ctx.saved_tensors
     like_a, like_b, like_c, like_bias = ctx.likes
     needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]

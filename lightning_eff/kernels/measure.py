@@ -1,8 +1,9 @@
-"""Measure who computes a GEMM fastest, on the operands of its first call and with results of its own.
+"""Measure who computes a GEMM fastest, with the operands of its first call and separate results.
 
-Every candidate is first compared with torch's library, into memory that is filled with NaN. Those that are
-right take turns, A B A B, since clocks drift, 20 ms each in all. Triton's `do_bench` puts CUDA events around
-each call, and empties the L2 cache before it: in a step it holds other things too.
+`dispatch.choose` calls `measure`. Each candidate first fills NaN-initialized memory, which is compared with
+the result of torch's library. The correct ones then take turns, A B A B, since clocks drift, for 20 ms each
+in total. Triton's `do_bench` puts CUDA events around each call and flushes the L2 cache before it, because in
+a real step the cache holds other data.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from lightning_eff.kernels.operands import Operands, in_place
 from lightning_eff.kernels.tile_configs import TileConfig
 
 MIN_RATIO = 1.03
-"""How many times as fast as the library a config has to be: less is within the noise of 20 ms."""
+"""How much faster than the library a config has to be; a smaller gain is within the noise of 20 ms."""
 TURNS, TURN_MS = 4, 5
 MAX_ROWS = 256
-"""Rows that are compared: a fault of a tile affects each of its rows."""
+"""Number of rows that are compared: a faulty tile affects each of its rows."""
 
 
 def measure(
     operands: Operands, out: Tensor | None, writes: int, configs: Sequence[TileConfig]
 ) -> Choice | None:
-    """Return the fastest of the library and some configs; None for results that would hide a fault.
+    """Return the fastest of the library and some configs; None if the results would hide a fault.
 
     Args:
         operands: Of the first call; they are only read.
-        out: Where it computes into, or None for a new tensor.
+        out: The result tensor of that call, or None for a new one.
         writes: As in `Operands.shape`.
-        configs: Those that the cost model ranks first.
+        configs: The candidates, best-ranked first.
 
     Raises:
         OutOfMemoryError: There is no room for another result.
 
     Warns:
-        UserWarning: A config computes something else than the library.
+        UserWarning: A config computes a wrong result.
     """
     adds = out is not None and operands.c is not None and in_place(operands.c, out)
     d = torch.empty(operands.size, dtype=operands.out_dtype, device=operands.a.device)
@@ -70,7 +71,7 @@ def measure(
     reset()
     expected = [_some_rows(result) for result in library()]
     if not all(bool(rows.isfinite().all() & rows.any()) for rows in expected):
-        return None  # as the first gradients in float16 may be
+        return None  # for example the first gradients in float16
     runs: dict[str, Callable[[], object]] = {LIBRARY: library}
     for config in configs:
         reset()
@@ -91,17 +92,17 @@ def measure(
 
 
 def _some_rows(result: Tensor) -> Tensor:
-    """Return some rows of a result, the first and the last among them."""
+    """Return some rows of a result, including the first and the last."""
     matrix = result.flatten(0, -2)
     last = len(matrix) - 1
     return matrix[torch.linspace(0, last, min(last + 1, MAX_ROWS), device=result.device).round().long()]
 
 
 def is_right(found: Tensor, expected: Tensor) -> bool:
-    """Return whether results differ by less than a few roundings of the largest element of a row.
+    """Return whether results differ by less than a few roundings of a row's largest element.
 
-    That lets sums in another order pass, and rounding of what goes into an activation. A step of K that is
-    missing is seen: it changes an element by the square root of its part of K, 1/8 with 4,096 columns.
+    This accepts sums in another order, and roundings before an activation. It detects a missing step of K,
+    which changes an element by the square root of the step's share of K: 1/8 for 4,096 columns.
     """
     found, largest = found.float(), expected.float().abs().amax(1, keepdim=True)
     allowed = 4 * max(torch.finfo(expected.dtype).eps, 2.0**-10) * largest
@@ -109,7 +110,7 @@ def is_right(found: Tensor, expected: Tensor) -> bool:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Return the milliseconds of a call on the GPU."""
+    """Return the milliseconds that a call takes on the GPU."""
     from triton.testing import do_bench
 
     return float(do_bench(run, warmup=1, rep=TURN_MS, return_mode="median"))  # pyright: ignore[reportArgumentType]

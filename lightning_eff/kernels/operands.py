@@ -1,4 +1,4 @@
-"""Check the operands of a GEMM once, for all backends: shapes, dtypes, devices, and where the result goes."""
+"""Check the operands of a GEMM once for all backends: shapes, dtypes, devices, and the result's memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_eff.kernels import devices
 from lightning_eff.kernels.tile_configs import TMA_BYTES, Shape
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Of operands and results."""
+"""Dtypes of operands and results."""
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Activations that the kernels compute. Not the exact GELU: erf spills registers."""
+"""Activations that the kernels compute. The exact GELU is missing: erf spills registers."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -32,22 +32,22 @@ class Operands:
     Args:
         a: `[*batch, M, K]`.
         b: `[*batch, K, N]`.
-        c: `[*batch, M, N]` after broadcasting, or None where it is not read.
+        c: `[*batch, M, N]` after broadcasting; None if it is not read.
         bias: `[N]`, or None.
-        out_dtype: Of D.
+        out_dtype: Dtype of D.
         batch: Batch axes of D.
         alpha: Factor of the product.
         beta: Factor of `c`.
         activation: One of `ACTIVATIONS`, or None.
-        gate: `[*batch, M, N]`, contiguous: what the activation is applied to in place of the product (the
+        gate: `[*batch, M, N]`, contiguous: the activation is applied to it instead of the product (the
             epilogues of MLPs: epilogue.py); or None.
         up: `[*batch, M, N]`, contiguous: the factor of a gated activation, in its gradient; or None.
-        gradient: The product is the gradient of the activation's result, and D that of its input.
+        gradient: The product is the gradient of the activation's result, and D the gradient of its input.
 
     Attributes:
         M: Rows of D.
         N: Columns of D.
-        K: Length of the sums.
+        K: Length of the dot products.
         size: Shape of D.
     """
 
@@ -79,17 +79,17 @@ class Operands:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether autograd records an operation on them."""
+        """Whether autograd records operations on them."""
         if not torch.is_grad_enabled():
             return False
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
 
     def shape(self, *, adds: bool = False, writes: int = 0) -> Shape:
-        """Return what the choice of a config depends on.
+        """Return the properties of the GEMM that the choice of a config depends on.
 
         Args:
-            adds: The result is added to C in its memory.
-            writes: Matrices that the epilogue stores besides the result: `pre`, `d2` of `Launch`.
+            adds: The result is added to C in memory.
+            writes: Number of matrices that the epilogue stores besides the result: `pre`, `d2` of `Launch`.
         """
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         return Shape(
@@ -98,7 +98,7 @@ class Operands:
             aligned=aligned and self.N * self.out_dtype.itemsize % TMA_BYTES == 0,
             c_itemsize=self.c.element_size() if self.c is not None else 0, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
-            # Not the bias, which costs neither backend a pass of its own
+            # The bias is left out: it costs neither backend a separate pass
             epilogue=f"{self.activation or ''}{' gradient' if self.gradient else ''}",
             epilogue_reads=(self.gate is not None) + (self.up is not None), epilogue_writes=writes,
             tf32=float32_precision(self.a) == "tf32",
@@ -106,12 +106,12 @@ class Operands:
 
 
 def float32_precision(a: Tensor) -> str:
-    """Return how the kernels multiply what is float32: `tf32` where torch's own switch is on, else `ieee`."""
+    """Return how the kernels multiply float32: `tf32` if torch's own switch is on, else `ieee`."""
     return devices.float32_precision() if a.dtype == torch.float32 and a.is_cuda else "ieee"
 
 
 def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Return the batch axes of a product; two matrices skip `broadcast_shapes`, which takes microseconds."""
+    """Return the batch axes of a product; two matrices skip the slow `broadcast_shapes` (microseconds)."""
     return () if a.ndim == b.ndim == 2 else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
 
 
@@ -144,8 +144,8 @@ def check_operands(
     """Check that operands fit together, broadcast them, and return them.
 
     Raises:
-        ValueError: Shapes, devices or an activation do not fit.
-        TypeError: A dtype that the kernels do not multiply, or two that differ.
+        ValueError: Shapes or devices do not fit, or the activation is unknown.
+        TypeError: The kernels do not support a dtype, or two dtypes differ.
     """
     batch = _check_product(a, b, out_dtype)
     check_activation(activation)
@@ -201,11 +201,12 @@ def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor
 
 
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
-    """Return the GEMM as one product, [batch * M, K] @ [K, N], if B is one matrix and no copy is needed."""
+    """Return the GEMM as one product, [batch * M, K] @ [K, N], if B is a matrix and no copy is needed."""
     if not operands.batch or operands.b.ndim > 2:
         return operands, out
     rows = math.prod(operands.batch) * operands.M
     try:
+        # `view` copies nothing: it raises if the batch axes cannot be merged.
         a, c, out_rows = (
             tensor.view(rows, tensor.shape[-1]) if tensor is not None else None
             for tensor in (operands.a, operands.c, out)
@@ -220,14 +221,14 @@ def check_out(operands: Operands, out: Tensor) -> None:
 
     Raises:
         ValueError: Its shape, dtype or device differs, or several of its elements share memory.
-        RuntimeError: An operand or `out` needs a gradient, which cannot pass through `out`.
+        RuntimeError: An operand or `out` needs a gradient, which `out` does not support.
     """
     if out.shape != operands.size or out.dtype != operands.out_dtype or out.device != operands.a.device:
         raise ValueError(
             f"out is {out.dtype} {list(out.shape)} on {out.device}: "
             f"expected {operands.out_dtype} {list(operands.size)} on {operands.a.device}"
         )
-    reached = 0  # the last offset that axes of smaller strides reach: the next stride must exceed it
+    reached = 0  # last offset reached by axes of smaller strides: the next stride must exceed it
     for stride, length in sorted(zip(out.stride(), out.shape, strict=True)) if out.numel() else ():
         if length > 1 and stride <= reached:
             raise ValueError(f"out has strides {out.stride()}: expected that no two elements share memory")
@@ -239,7 +240,7 @@ def check_out(operands: Operands, out: Tensor) -> None:
 
 
 def in_place(c: Tensor, out: Tensor) -> bool:
-    """Return whether both are the same elements of the same memory."""
+    """Return whether both tensors have the same elements in the same memory."""
     if c is out:
         return True
     same = (c.dtype, c.shape, c.stride()) == (out.dtype, out.shape, out.stride())
@@ -247,11 +248,11 @@ def in_place(c: Tensor, out: Tensor) -> bool:
 
 
 def overlaps_operand(operands: Operands, out: Tensor) -> bool:
-    """Return whether writing `out` may overwrite an operand that is still read; C in place is fine."""
+    """Return whether writing `out` may overwrite an operand before it is read; C in place is fine."""
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False
     c = None if operands.c is None or in_place(operands.c, out) else operands.c
-    spans: list[tuple[int, int]] = []  # the first address of a tensor's elements, and the one after the last
+    spans: list[tuple[int, int]] = []  # per tensor: address of its first element, and one past its last
     read = (operands.a, operands.b, c, operands.bias)
     for tensor in (out, *(tensor for tensor in read if tensor is not None and tensor.numel())):
         steps = zip(tensor.shape, tensor.stride(), strict=True)

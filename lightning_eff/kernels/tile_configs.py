@@ -1,8 +1,9 @@
-"""The configs that the kernels can be launched with, and the properties of a GEMM that decide which fit.
+"""The configs that the kernels can be launched with, and the properties of a GEMM that decide which ones fit.
 
-The tests compile every config for sm_90, those with pointers for sm_80 too, for sizes and strides that 16
-divides and for others: no register is spilled, no stack is used, and `shared_bytes` is what the compiler
-reports. Larger tiles with pointers (128 x 128) spill where 16 divides nothing.
+tiles.py ranks the configs, launch.py launches one. The tests compile every config for sm_90, and the pointer
+configs for sm_80 too, with sizes and strides that are multiples of 16 and with others. They check that no
+register is spilled, no stack is used, and `shared_bytes` is what the compiler reports. Larger pointer tiles
+(128 x 128) spill where nothing is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class TileConfig:
         block_k_bytes: Depth of a step through K, in bytes of a row.
         num_warps: Warps that share a tile.
         num_stages: Steps whose loads are in flight at once.
-        subtiles: Number of tiles that a finished tile is stored as, so that it needs less shared memory.
-        adds: The finished tile is added to what is in memory, and C is never read.
+        subtiles: Number of tiles in which a finished tile is stored; more of them need less shared memory.
+        adds: The finished tile is added to the result in memory, and C is never read.
         split_k: Number of ranges of K that are computed separately, and summed by `reduce_split_k`.
         efficiency: Fraction of the peak that the inner loop reaches on a full device.
     """
@@ -52,13 +53,13 @@ class TileConfig:
         return ", ".join([text, *(mark for mark, holds in marks.items() if holds)])
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Return the most shared memory that `gemm_tma` uses.
+        """Return the shared memory in bytes that `gemm_tma` uses at most.
 
-        num_stages * (block_m + block_n) * block_k of operands, and a finished tile [block_m, block_n /
-        subtiles] for D, and one for C, gate and up, which are read one after the other.
+        It holds num_stages * (block_m + block_n) * block_k of operands, a finished tile [block_m, block_n /
+        subtiles] of D, and one more tile for C, gate and up, which are read one after the other.
         """
         out_itemsize, c_itemsize = shape.out_itemsize, shape.c_itemsize
-        if self.split_k > 1:  # float32 sums; reduce_split_k has the epilogue
+        if self.split_k > 1:  # float32 sums; the epilogue runs in reduce_split_k
             out_itemsize, c_itemsize = 4, 0
         elif c_itemsize or shape.epilogue_reads:
             c_itemsize = 0 if self.adds else max(c_itemsize, out_itemsize)
@@ -83,9 +84,9 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig("pointers", 64, 64, 64, 4, 3, split_k=4, efficiency=0.40),
     TileConfig("pointers", 16, 64, 64, 4, 3, split_k=8, efficiency=0.15),
 )
-"""Everything that may be launched."""
+"""All configs that can be launched."""
 BY_NAME = {str(config): config for config in CONFIGS}
-"""As files and reports name them."""
+"""By their names in files and reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +99,15 @@ class Shape:
         K: Columns of A and rows of B.
         dtype: Of A and B.
         out_dtype: Of the result; None for `dtype`.
-        batch: Independent products.
-        aligned: Every row that TMA copies begins at a multiple of 16 bytes.
-        c_itemsize: Bytes per element of C; 0 where it is not read.
-        epilogue_reads: Matrices [M, N] that the epilogue reads besides C: `gate`, `up`; elements at most as
-            wide as those of the result.
-        epilogue_writes: The same that it writes besides the result: `pre`, `d2`.
-        adds: The result may be added to what is in memory.
-        layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows, or transposed.
-        epilogue: The activation, which torch computes in a pass of its own, or its gradient; empty without.
+        batch: Number of independent products.
+        aligned: Every row that TMA copies starts at a multiple of 16 bytes.
+        c_itemsize: Bytes per element of C; 0 if it is not read.
+        epilogue_reads: Number of matrices [M, N] that the epilogue reads besides C: `gate`, `up`. Their
+            elements are at most as wide as the result's.
+        epilogue_writes: Number of matrices that it writes besides the result: `pre`, `d2`.
+        adds: The result may be added in memory.
+        layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows (n) or transposed (t).
+        epilogue: The activation or its gradient, for which torch needs a separate pass; empty if none.
         tf32: float32 is multiplied as TF32.
     """
 
@@ -127,7 +128,7 @@ class Shape:
 
     @classmethod
     def packed(cls, M: int, N: int, K: int, dtype: torch.dtype) -> Shape:
-        """Return the shape of contiguous operands, as a linear layer's are.
+        """Return the shape of contiguous operands, as in a linear layer.
 
         Example:
             >>> [Shape.packed(8, 16, K, torch.bfloat16).aligned for K in (24, 20)]
@@ -137,7 +138,7 @@ class Shape:
         return cls(M=M, N=N, K=K, dtype=dtype, aligned=aligned)
 
     def __str__(self) -> str:
-        """Name the shape in files and reports; shapes that differ have different names."""
+        """Return the shape's name in files and reports, unique per shape."""
         dtypes = [str(each).removeprefix("torch.") for each in (self.dtype, self.out_dtype or self.dtype)]
         marks = {
             f"{self.batch} products": self.batch > 1, "unaligned": not self.aligned, "tf32": self.tf32,

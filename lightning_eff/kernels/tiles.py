@@ -1,10 +1,10 @@
 """Predict what each tile config costs for a GEMM on a device, rank the configs, and explain the best one.
 
-A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N; an SM computes one at a time, so that they run in
-waves of as many as the device has SMs. Losses: wave quantization (SMs without a tile in the last wave), tile
-quantization (elements of tiles beyond the edge), operands that are read again because the L2 cache is too
-small, and rows whose start is not a multiple of 16 bytes, which the tensor memory accelerator (TMA) cannot
-copy. Times are predictions.
+A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
+waves of as many as the device has SMs. Four losses are modelled. Wave quantization: SMs without a tile in the
+last wave. Tile quantization: elements beyond the edge. Operands that are read again because the L2 cache is
+too small. Rows that do not start at a multiple of 16 bytes, which the tensor memory accelerator (TMA) cannot
+copy. Times are predictions. dispatch.py uses the ranking, `explain_tiles` is for users.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileCo
 KERNEL_LAUNCH_S = 5e-6
 """Seconds from the end of one kernel to the start of the next."""
 MIN_WAVE_EFFICIENCY = 0.95
-"""Fraction of the SMs' time that a size must use to be recommended: 1 - wave quantization."""
+"""Fraction of the SMs' time that a recommended size must use: 1 - wave quantization."""
 ALIGNED_SIZE = 64
-"""A recommended N or K is a multiple of it: whole steps of K, and more alignment than TMA requires."""
+"""Recommended N and K are multiples of it: whole steps of K, and more alignment than TMA requires."""
 MARGIN_BYTES = 2048
-"""Shared memory that a kernel uses besides tiles, at most: barriers, and scratch of the epilogue."""
+"""Shared memory that a kernel uses besides tiles, at most: barriers, and scratch memory of the epilogue."""
 
 
 class Cost:
     """The predicted cost of a config for a shape on a device.
 
     Args:
-        shape: Of the GEMM.
-        config: Of the kernel.
-        device: That computes it.
+        shape: Properties of the GEMM.
+        config: Config of the kernel.
+        device: The device that computes it.
 
     Attributes:
         grid: Tiles along M and along N.
@@ -46,9 +46,10 @@ class Cost:
         tile_quantization: Fraction of the computed elements that are beyond the edge of the result.
         depth: Columns of A that one tile reads, in whole steps.
         l2_bytes: Bytes from the L2 cache to the SMs: both operands of every tile.
-        memory_bytes: Bytes to and from memory: operands once per wave, or once if the L2 cache holds them; D.
-        bound: The longest of `computing`, `memory` and `the cache`.
-        seconds: Predicted time: that of `bound`, and one launch, two with split K.
+        memory_bytes: Bytes to and from memory: D, and the operands once per wave, or once in total if the L2
+            cache holds them.
+        bound: What takes longest: `computing`, `memory` or `the cache`.
+        seconds: Predicted time of `bound` plus one kernel launch, two with split K.
         peak_fraction: Predicted fraction of the device's peak.
     """
 
@@ -70,6 +71,7 @@ class Cost:
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
+        # The cache does not hold both operands: each wave reads the rows and columns of its band again.
         if operands > device.l2_bytes / 2:
             # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
             wave_rows = min(8, rows)
@@ -80,12 +82,14 @@ class Cost:
         self.memory_bytes = result + operands
 
         peak = device.peak(shape.dtype, tf32=shape.tf32)
+        # A multiply-add is 2 operations, and one SM has 1 / num_sms of the peak.
         tile_s = 2 * block_m * block_n * self.depth / (peak * config.efficiency / device.num_sms)
         times = {
             "computing": math.ceil(self.waves) * tile_s,
             "memory": self.memory_bytes / (device.memory_gbs * 1e9),
             "the cache": self.l2_bytes / (device.l2_gbs * 1e9),
         }
+        # The three overlap, so the slowest one determines the time.
         self.bound = max(times, key=lambda resource: times[resource])
         self.seconds = times[self.bound] + KERNEL_LAUNCH_S * (2 if config.split_k > 1 else 1)
         self.peak_fraction = 2 * elements * shape.K / self.seconds / peak
@@ -94,7 +98,7 @@ class Cost:
 def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
     """Return whether a config can compute a shape on a device."""
     if config.split_k > 1:
-        # Worth it where most SMs would be idle otherwise, and each split has two steps at least.
+        # Worth it if most SMs would be idle otherwise, and each split has at least two steps.
         num_tiles = shape.batch * -(-shape.M // config.block_m) * -(-shape.N // config.block_n)
         is_long = 2 * config.split_k * (config.block_k_bytes // shape.dtype.itemsize) <= shape.K
         if not is_long or 2 * num_tiles > device.num_sms:
@@ -102,22 +106,22 @@ def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
     if config.kernel == "tma":
         if not _has_tma(shape, device) or not shape.aligned or shape.batch != 1 or config.adds > shape.adds:
             return False
-        # Storing a whole tile of 128 x 256 twice, as `pre` too, spills with the GELU; in halves it does not.
+        # Storing a whole 128 x 256 tile twice (also as `pre`) spills registers with the GELU; halves do not.
         if shape.epilogue_writes and config.subtiles == config.split_k == 1:
             return False
         return config.shared_bytes(shape) + MARGIN_BYTES <= device.shared_bytes
-    # With more matrices in the epilogue, a gradient of SwiGLU's, threads with more than 16 elements spill.
+    # With more than two epilogue matrices (SwiGLU's gradient), threads with more than 16 elements spill.
     is_crowded = shape.epilogue_reads + shape.epilogue_writes > 2 and config.split_k == 1
     return not is_crowded or config.block_m * config.block_n <= 16 * 32 * config.num_warps
 
 
 def _has_tma(shape: Shape, device: Device) -> bool:
-    """Return whether TMA may feed the tensor cores: since Hopper, and not with float32, except as TF32."""
+    """Return whether TMA can feed the tensor cores: Hopper or later, and not float32 unless as TF32."""
     return device.capability >= 90 and (shape.dtype != torch.float32 or shape.tf32)
 
 
 def rank_configs(shape: Shape, device: Device) -> list[Cost]:
-    """Return the cost of each config that fits, the cheapest first.
+    """Return the cost of each config that fits, cheapest first.
 
     Example:
         >>> from lightning_eff.kernels.devices import DEVICES
@@ -132,11 +136,11 @@ def rank_configs(shape: Shape, device: Device) -> list[Cost]:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why a shape runs as fast as it does; `str` of it is the text.
+    """Why a shape runs as fast as it does; `str` returns the text.
 
     Args:
-        cost: Of the config that the cost model ranks first.
-        fitting_m: The next smaller and the next larger M that fill the device; M itself if it does.
+        cost: The cost of the best-ranked config.
+        fitting_m: M if it fills the device, else the next smaller and the next larger M that do.
         aligned_n: N if TMA can copy its rows, else the next multiple of 64.
         aligned_k: The same for K.
     """
@@ -183,7 +187,7 @@ class Explanation:
 def explain_tiles(
     M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, device: str | Device = "h200"
 ) -> Explanation:
-    """Explain which config a GEMM would get on a device, and what is lost there.
+    """Explain which config a GEMM would get on a device, and what reduces its speed there.
 
     Args:
         M: Rows of A, for example tokens.
@@ -193,7 +197,7 @@ def explain_tiles(
         device: A name of `devices.DEVICES`, `cpu`, or a `Device`.
 
     Raises:
-        ValueError: A size below 1, an unknown device, or a dtype that the kernels do not multiply.
+        ValueError: A size is below 1, the device is unknown, or the kernels do not support the dtype.
 
     Example:
         >>> print(explain_tiles(4352, 4096, 4096))
@@ -221,12 +225,13 @@ def explain_tiles(
 
 
 def _fitting_m(cost: Cost) -> tuple[int, ...]:
-    """Return M if it fills the device, else the next smaller and the next larger that do, in whole tiles."""
+    """Return M if it fills the device, else the next smaller and larger M that do, in whole tiles."""
     # With less than one wave, another M gains nothing.
     if 1.0 - cost.wave_quantization >= MIN_WAVE_EFFICIENCY or cost.waves < 1.0:
         return (cost.shape.M,)
     block, num_sms, rows = cost.config.block_m, cost.device.num_sms, cost.grid[0]
     fitting: list[int] = []
+    # Numbers of tile rows: the nearest one below M, then the nearest one above it.
     for candidates in (range(rows - 1, 0, -1), range(rows + 1, rows + 2 * num_sms + 1)):
         for num_rows in candidates:
             best = rank_configs(replace(cost.shape, M=num_rows * block), cost.device)[0]
@@ -238,5 +243,5 @@ def _fitting_m(cost: Cost) -> tuple[int, ...]:
 
 
 def _aligned(size: int, itemsize: int) -> int:
-    """Return a size of whole 16 bytes as it is, else the next multiple of 64."""
+    """Return a size unchanged if it is a multiple of 16 bytes, else the next multiple of 64."""
     return size if not size * itemsize % TMA_BYTES else -(-size // ALIGNED_SIZE) * ALIGNED_SIZE

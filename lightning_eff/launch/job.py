@@ -1,8 +1,8 @@
-"""Read from the environment how this process was launched, and compare that with the Trainer's devices.
+"""Read from the environment how this process was launched, and compare it with the Trainer's devices.
 
 A run on several devices is several processes. The command starts them (launch/ranks.py), or torchrun or SLURM
-does, independently of `trainer.devices`. Where the numbers differ Lightning waits for ranks that never come,
-or trains the same run several times.
+does, independently of `trainer.devices`. If the numbers differ, Lightning waits for ranks that never come, or
+trains the same run several times. run.py and the verbs call these checks.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
-"""Environment variable with the run's folder, for ranks that the command has started."""
+"""Environment variable with the run's folder, for ranks that the command started."""
 RAY = "LIGHTNING_EFF_RAY"
-"""Environment variable with the accelerator of a worker of Ray, otherwise like a rank of torchrun."""
+"""Environment variable with the accelerator of a Ray worker, which otherwise looks like a torchrun rank."""
 WAIT_S = 300.0
-"""Time that ranks wait for each other to agree on the run's folder: importing torch may take a minute."""
+"""Time limit for ranks to agree on the run's folder: importing torch may take a minute."""
 _KEY = "lightning_eff"
 POLL_S = 0.05
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable: `True` while MASTER_PORT is torchrun's store, which is there before all ranks."""
+"""Environment variable: `True` while MASTER_PORT is torchrun's store, which exists before any rank."""
 _served: list[TCPStore] = []
-"""Rank 0's store, which lives until the process ends; its process group finds it by its port."""
+"""Rank 0's store, kept alive until the process ends; its process group finds it by its port."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was launched."""
+    """Who started this process, and as which rank."""
 
     by: str = ""
-    """`torchrun` (or the command, which sets the same variables), `slurm`, `ray`, or `lightning` for others
-    that Lightning detects; empty for a process that no launcher started, which starts the ranks itself."""
+    """`torchrun` (or the command, which sets the same variables), `slurm`, `ray`, or `lightning` for other
+    launchers that Lightning detects. Empty if no launcher started this process; it then starts the ranks."""
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
     accelerator: str = ""
-    """Of a worker of Ray, which may see GPUs that are not its own; empty elsewhere."""
+    """Of a Ray worker, which may see GPUs that are not its own; otherwise empty."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -61,7 +61,7 @@ class Launch:
             ''
         """
         number = {key: int(text) for key, text in environment.items() if text.isdecimal()}
-        if "TORCHELASTIC_RUN_ID" in environment:  # before SLURM, in whose job torchrun or Ray may run
+        if "TORCHELASTIC_RUN_ID" in environment:  # before SLURM: torchrun or Ray may run inside its job
             by = "ray" if RAY in environment else "torchrun"
             tasks, local = number.get("WORLD_SIZE"), number.get("LOCAL_WORLD_SIZE")
             return cls(by, number.get("RANK", 0), tasks, local, environment.get(RAY, ""))
@@ -74,7 +74,7 @@ class Launch:
 
 
 def num_devices(trainer: Mapping[str, Any]) -> int:
-    """Return the number of devices per machine in a Trainer's settings; nothing is built.
+    """Return the number of devices per machine in a Trainer's settings, without building a Trainer.
 
     Example:
         >>> num_devices({"accelerator": "cpu", "devices": "auto"}), num_devices({"devices": "0,1"})
@@ -104,7 +104,7 @@ def num_gpus(trainer: Mapping[str, Any]) -> int:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Reject more processes than this machine has GPUs, or than 4 for each core of its CPU.
+    """Reject more processes than this machine has GPUs, or more than 4 per CPU core.
 
     Example:
         >>> check_devices({"accelerator": "cpu", "devices": 99999})
@@ -131,7 +131,7 @@ def num_ranks(trainer: Mapping[str, Any]) -> int:
 
 
 def as_started(trainer: Mapping[str, Any], launch: Launch | None = None) -> dict[str, Any]:
-    """Return a Trainer's settings with `auto` as the devices and machines on which a launcher started ranks.
+    """Return a Trainer's settings with `auto` replaced by the devices and machines that a launcher started.
 
     Example:
         >>> as_started({"devices": "auto", "num_nodes": "auto"}, Launch("slurm", 0, 16, 8))
@@ -153,8 +153,8 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
     """Reject a process that would train alone although its machine is one of several.
 
     Raises:
-        ConfigError: Several machines or processes were started without torchrun (`PET_NNODES`, `WORLD_SIZE`),
-            or `NODE_RANK` is set and `trainer.num_nodes` is not.
+        ConfigError: Several machines or processes were started without torchrun (`PET_NNODES`,
+            `WORLD_SIZE`), or `NODE_RANK` is set but `trainer.num_nodes` is not.
 
     Example:
         >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})
@@ -188,7 +188,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
 
     Raises:
         ConfigError: `trainer.devices` or `trainer.num_nodes` differs, SLURM does not set tasks per node, or
-            as in `check_machines`.
+            `check_machines` rejects the settings.
 
     Example:
         >>> check_tasks({"devices": 2}, Launch("torchrun", num_tasks=2, num_local_tasks=2))
@@ -199,7 +199,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     tasks, local = launch.num_tasks, launch.num_local_tasks
     if launch.by in ("", "lightning"):
         check_machines(trainer)
-    if tasks is None or launch.by == "ray":  # which says how many devices there are
+    if tasks is None or launch.by == "ray":  # Ray decides how many devices there are
         return
     trainer = as_started(trainer, launch)
     devices, nodes = num_devices(trainer), num_nodes(trainer)
@@ -224,10 +224,10 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
 
 
 def check_not_started(launch: Launch) -> None:
-    """Reject `launch=ray` in one of several processes that another launcher has started.
+    """Reject `launch=ray` in a process that another launcher has started as one of several.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: It is such a process.
 
     Example:
         >>> check_not_started(Launch("slurm", num_tasks=1))  # a job of SLURM in which Ray starts the ranks
@@ -235,7 +235,7 @@ def check_not_started(launch: Launch) -> None:
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: launch='ray': expected none: torchrun has started the ranks ...
     """
-    of_pods = os.environ.get("PET_NNODES", "1") != "1"  # each would start a Ray of its own
+    of_pods = os.environ.get("PET_NNODES", "1") != "1"  # each pod would start its own Ray
     if (launch.num_tasks or 1) > 1 or launch.by == "lightning" or of_pods:
         allowed = f"none: {'Kubeflow' if of_pods else launch.by} has started the ranks already"
         remedies = ["launch=none", "lightning-eff train ... launch=ray  # once"]
@@ -243,14 +243,14 @@ def check_not_started(launch: Launch) -> None:
 
 
 def check_local(values: Mapping[str, Any], reason: str) -> None:
-    """Reject `launch=ray` where nothing is started on Ray."""
+    """Reject `launch=ray` in verbs that start nothing on Ray."""
     if values.get("launch"):
         allowed, remedies = f"none: {reason}", ["launch=none"]
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
 
 def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
-    """Return whether a run has ranks that are still to be started: by Ray, or several by the command."""
+    """Return whether ranks are still to be started: by Ray, or several by the command."""
     if values.get("launch") and launch.by != "ray":
         check_not_started(launch)
         return True
@@ -261,7 +261,7 @@ def check_sweep(launch: Launch, recipe: str) -> None:
     """Reject a sweep in several processes.
 
     Raises:
-        UsageError: It is one; the text has the command that works.
+        UsageError: There are several; the text has a command that works.
     """
     if (launch.num_tasks or 1) > 1:
         text = f"-m in {launch.num_tasks} processes of {launch.by}: each of them would run the whole sweep"
@@ -273,7 +273,7 @@ def make_folder(path: Path) -> None:
     """Create a folder below the output root.
 
     Raises:
-        ConfigError: It cannot be created: a setting is wrong, not the run.
+        ConfigError: It cannot be created, because of a wrong setting.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -283,10 +283,10 @@ def make_folder(path: Path) -> None:
 
 
 def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> Path:
-    """Return the run's folder, the same on all ranks; each has composed one named by its own time.
+    """Return the run's folder, equal on all ranks, each of which has composed one with its own timestamp.
 
     Raises:
-        UsageError: A rank is too late, or the ranks have no store in which it could be exchanged.
+        UsageError: A rank is too late, or the ranks have no store to exchange the folder through.
     """
     if RUN_DIR in os.environ:
         return Path(os.environ[RUN_DIR])
@@ -312,24 +312,24 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
 
 
 def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path, wait_s: float) -> Path:
-    """Return rank 0's folder, and set the address at which these ranks, and no earlier ones, will meet.
+    """Return rank 0's folder, and set the address where the ranks of this attempt will meet.
 
-    torchrun's store outlives a restart, and with it the addresses at which ranks were before: a restarted
-    rank that reads one of them connects to a process that is gone. The number of the restart does not
-    distinguish attempts, as each machine counts its own. So each rank asks with a random key, and rank 0
-    answers with an address of its own, a store that ends with it.
+    torchrun's store survives a restart, including the addresses of the previous attempt. A restarted rank
+    that reads such an address connects to a process that is gone. The restart number does not distinguish
+    attempts, because each machine counts its own. So each rank asks with a random key, and rank 0 answers
+    with the address of its own store, which ends with rank 0.
 
     Source: https://github.com/pytorch/pytorch/issues/135712 and 167288, open in torch 2.13.
 
     Args:
         store: torchrun's, with `wait_s` as its timeout.
         rank: Of this process.
-        num_ranks: Of all machines.
-        folder: That of this rank.
+        num_ranks: On all machines.
+        folder: This rank's.
         wait_s: Seconds that rank 0 waits for the others.
 
     Raises:
-        DistError: A rank did not ask, or rank 0 did not answer, in time.
+        DistError: A rank did not ask in time, or rank 0 did not answer in time.
     """
     if rank:
         asked = uuid4().hex
@@ -348,7 +348,7 @@ def _serve(host: str) -> dict[str, Any]:
 
     _served.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True))
     port = _served[-1].port
-    try:  # the others reach torchrun's store at this name; rank 0 may be on another machine
+    try:  # other ranks reach torchrun's store at this name; rank 0 may be on another machine
         socket.create_connection((host, port), timeout=2.0).close()
     except OSError:
         host = socket.getfqdn()
@@ -356,7 +356,7 @@ def _serve(host: str) -> dict[str, Any]:
 
 
 def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any], wait_s: float) -> None:
-    """Answer what each rank asks until all have heard: the question that is there may be of a rank before."""
+    """Answer every rank's question until all have read it: a question may come from a previous attempt."""
     from torch.distributed import DistStoreError
 
     end = time.monotonic() + wait_s

@@ -1,10 +1,12 @@
 """Start the ranks of a run on this machine; if one of them fails, end all and name it in one line.
 
-The process of the command is the parent of all ranks, as torchrun is. Ranks find torchrun's variables in the
-environment and write why they failed to its error file, so they need not know which of the two started them.
+`train` and the verbs that evaluate call `run_ranks`. The command's process is the parent of all ranks, as
+torchrun's is. Ranks find torchrun's variables in the environment and write errors to torchrun's error file,
+so they need not know which of the two started them.
 
-Why not torch's own agent (`torch.distributed.launcher`): once a rank has failed it waits 30 s for those that
-hang in a collective. Why not Lightning's launcher: rank 0 is the parent of the others, so nothing watches it.
+Why not torch's own agent (`torch.distributed.launcher`): after a rank has failed, it waits 30 s for ranks
+that hang in a collective. Why not Lightning's launcher: rank 0 is the parent of the others, so nothing
+watches it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from lightning_eff.launch.job import RUN_DIR, Launch, check_devices, check_machi
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "LIGHTNING_EFF_PARENT"
-"""Environment variable with the process that has started the ranks, which may be gone before they look."""
+"""Environment variable with the process that started the ranks, which may be gone before they look."""
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
 POLL_S = 0.2
 
@@ -51,17 +53,17 @@ def run_ranks(
     verb: str = "train",
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Run a verb in a process for each device of this machine, which is machine NODE_RANK.
+    """Run a verb in one process per device of this machine, which is machine NODE_RANK.
 
-    With several machines, MASTER_ADDR and MASTER_PORT in the environment say where the ranks meet. With
-    `as_json` the standard output is the caller's, and that of the ranks goes to the standard error.
+    With several machines, MASTER_ADDR and MASTER_PORT in the environment are the address where the ranks
+    meet. With `as_json`, stdout belongs to the caller, and the ranks' stdout goes to stderr.
 
     Returns:
         The efficiency report in `folder`; empty without that monitor.
 
     Raises:
         RankError: A rank failed; the text names it and the cause.
-        KeyboardInterrupt, SystemExit: All ranks have stopped, because of a signal to any of them or to us.
+        KeyboardInterrupt, SystemExit: All ranks have stopped after a signal to any of them or to us.
     """
     check_machines(trainer)
     check_devices(trainer)
@@ -77,7 +79,7 @@ def run_ranks(
             for local, file in enumerate(files):
                 own = {"RANK": str(first + local), "LOCAL_RANK": str(local), ERROR_FILE: str(file)}
                 environment = os.environ | common | own
-                # A session of its own: SIGKILL to its group also ends what the rank has started.
+                # A separate session: SIGKILL to its group also ends the processes that the rank has started.
                 stdout = 2 if as_json else None
                 rank = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)  # noqa: S603
                 ranks.append(rank)
@@ -112,7 +114,7 @@ def _of_all_ranks(num_local: int, num_ranks: int, node: str) -> dict[str, str]:
 
 
 def _stopped(codes: Sequence[int | None], *, is_reported: bool) -> BaseException:
-    """Return what ends the command with the code of its ranks."""
+    """Return the exception that ends the command with its ranks' exit code."""
     code = next(code for code in STOPPED if code in codes)
     stopped = KeyboardInterrupt() if code == EXIT_INTERRUPTED else SystemExit(code)
     stopped.__dict__["is_reported"] = is_reported
@@ -137,7 +139,7 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
 
 @contextmanager
 def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Handle signals, but none that is ignored (under `nohup`); only in the main thread, as Python asks."""
+    """Handle signals unless they are ignored (under `nohup`); only in the main thread, as Python requires."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.Signals[name] for name in names if is_main and hasattr(signal, name)]
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
@@ -150,12 +152,12 @@ def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], Non
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Return the exit codes of all ranks once they have ended, or those so far once one has failed."""
+    """Return the exit codes of all ranks once they have ended, or the codes so far once one has failed."""
     while None in (codes := [rank.poll() for rank in ranks]):
         if any(code not in (None, 0, *STOPPED) for code in codes):
             break
         time.sleep(POLL_S)
-    return [rank.poll() for rank in ranks]  # again: the one that broke the connection ended before
+    return [rank.poll() for rank in ranks]  # again: the rank that broke the connection ended earlier
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -169,10 +171,10 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 def first_failure(
     codes: Sequence[int | None], files: Sequence[Path], folder: Path, *, first_rank: int = 0
 ) -> RankError | None:
-    """Return the error of the rank that failed first; None if none has.
+    """Return the error of the rank that failed first; None if no rank failed.
 
-    A rank that had to be killed has the exit code None. One that failed without its error file did so before
-    the others lost it.
+    A rank that had to be killed has the exit code None. A rank that failed without an error file was the
+    cause: the other ranks failed when they lost it.
     """
     found: list[tuple[float, int, str, int]] = []
     for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):
@@ -180,7 +182,7 @@ def first_failure(
             text: str = json.loads(file.read_text())["message"]["message"]
             log = error_log(folder, rank)
             where = f" (traceback: {log})" if log.exists() else ""
-            if "\n  try: " in text:  # complete, after the class of the error
+            if "\n  try: " in text:  # complete after the error's class name
                 text = text.partition(": ")[2]
             else:
                 text = f"rank {rank}: {text.splitlines()[0]}{where}"
@@ -198,7 +200,7 @@ def first_failure(
 
 
 def error_log(folder: Path, rank: int) -> Path:
-    """Return where a rank's traceback goes.
+    """Return the file for a rank's traceback.
 
     Example:
         >>> error_log(Path("run"), 0).name, error_log(Path("run"), 1).name
@@ -208,7 +210,7 @@ def error_log(folder: Path, rank: int) -> Path:
 
 
 def end_with_parent() -> None:
-    """End this rank as soon as the process that started it is gone; costs a thread that wakes up to look."""
+    """End this rank as soon as its parent process is gone; costs a polling thread."""
     parent = int(os.environ.get(PARENT, os.getppid()))
 
     def watch() -> None:
@@ -220,34 +222,35 @@ def end_with_parent() -> None:
 
 
 def exit_now(text: str, code: int) -> None:
-    """Print the reason and end this process, whatever its other threads wait for."""
+    """Print the reason and end this process, even if its other threads are blocked."""
     try:
         sys.stderr.write(f"error: {text}\n")
         sys.stderr.flush()
         sys.stdout.flush()
-    finally:  # also where nobody reads them any more
+    finally:  # even if nothing reads the streams any more
         os._exit(code)
 
 
 @contextmanager
 def reported_to_parent(launch: Launch) -> Generator[None]:
-    """End with the process that started this rank, if any did, and report a failure of this rank to it."""
+    """End with the process that started this rank, if any, and report this rank's failure to it."""
     if launch.by == "torchrun":
         end_with_parent()
     try:
         yield
     except BaseException as error:
         if exit_code(error) not in (EXIT_OK, *STOPPED) and report_error(error):
-            # Its summary comes after the last restart: where there are some, each attempt says why it failed.
+            # torchrun's summary comes after the last restart; with restarts, each attempt reports its failure
+            # here.
             is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
             error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
         raise
 
 
 def report_error(error: BaseException) -> bool:
-    """Write the error that is being handled to the parent's file; return whether there is one."""
+    """Write the current error to the parent's error file; return whether there is one."""
     file = os.environ.get(ERROR_FILE)
-    if file and not Path(file).exists():  # else the first cause stays
+    if file and not Path(file).exists():  # keep the first cause
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)

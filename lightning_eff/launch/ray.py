@@ -1,18 +1,18 @@
 """Start the ranks of a run as workers of Ray Train, which restarts them when one is lost.
 
-`lightning-eff train RECIPE launch=ray launch.workers=4` starts a Ray of its own on this machine, or uses a
-running cluster, and trains the recipe with its own strategy: each worker runs the same `train` as any other
-rank. `trainer.devices` is the number of workers of a machine, `trainer.num_nodes` the number of machines.
-Each checkpoint of `model_checkpoint` is reported to Ray where it lies, without a copy: the run's folder is
-Ray's storage, so all machines must see the output root. When a worker is lost Ray starts all of them again,
-and they resume from the newest intact checkpoint.
+`lightning-eff train RECIPE launch=ray launch.workers=4` starts Ray on this machine, or uses a running
+cluster. It trains the recipe with its strategy: each worker runs the same `train` as any other rank.
+`trainer.devices` is the number of workers per machine, `trainer.num_nodes` the number of machines. Each
+checkpoint of `model_checkpoint` is reported to Ray without a copy. The run's folder is Ray's storage, so all
+machines must see the output root. When a worker is lost, Ray restarts all workers, and they resume from the
+newest intact checkpoint.
 
-Here are the settings; ray_driver.py starts the workers, and ray_worker.py is what each of them runs.
+This file has the settings; ray_driver.py starts the workers, and each worker runs ray_worker.py.
 
-Costs: 15 to 25 s to start Ray and its workers, the same for each restart, and 225 MB of packages without
-    their dependencies (pandas, pyarrow). A report waits up to 2 s where the one before is younger than that.
-Conflicts: `trainer.devices` other than `auto` or the number of workers. torchrun and SLURM: one of them
-    starts the ranks. Machines with different numbers of workers.
+Costs: 15 to 25 s to start Ray and its workers, again at each restart, and 225 MB of packages without their
+    dependencies (pandas, pyarrow). A report waits until 2 s after the previous one.
+Conflicts: `trainer.devices` other than `auto` or the number of workers. torchrun and SLURM: only one launcher
+    can start the ranks. Machines with different numbers of workers.
 Source: https://docs.ray.io/en/latest/train/train.html (Ray Train V2).
 """
 
@@ -33,15 +33,15 @@ class Ray:
     """The settings of a run that Ray starts.
 
     Args:
-        workers: Number of ranks, or the least and the most of them: Ray then runs with as many as the
-            cluster has room for.
-        gpu: Whether each worker gets a GPU; without, the run is on CPUs.
-        cpus: CPU cores that are reserved for each worker, and its number of threads.
+        workers: Number of ranks, or the minimum and maximum: Ray then runs as many as the cluster has
+            resources for.
+        gpu: Whether each worker gets a GPU; otherwise the run uses CPUs.
+        cpus: CPU cores reserved for each worker, which is also its number of threads.
         max_failures: Restarts after a worker failed or was lost; -1 for no limit.
-        address: The address of a running cluster; None takes RAY_ADDRESS, or starts a Ray for this run.
+        address: Address of a running cluster; None takes RAY_ADDRESS, or starts Ray for this run.
 
     Raises:
-        ConfigError: A number is too small, or `workers` are not one or two numbers in order.
+        ConfigError: A number is too small, or `workers` is not one number or two in ascending order.
 
     Example:
         >>> Ray(workers=[1, 4]).bounds, Ray(workers=2).bounds
@@ -78,15 +78,15 @@ class Ray:
 
     @property
     def cluster(self) -> str:
-        """Where Ray runs: an address, or `local` for one that is started for this run."""
+        """Where Ray runs: an address, or `local` if it is started for this run."""
         return self.address or os.environ.get("RAY_ADDRESS") or "local"
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Reject settings of the run that contradict these, before Ray is started.
+        """Reject settings of the run that contradict these settings, before Ray is started.
 
         Raises:
-            ConfigError: The number of devices, the accelerator or the folder of checkpoints contradicts them,
-                or the global batch does not fit.
+            ConfigError: The number of devices, the accelerator or the checkpoint folder contradicts them, or
+                the global batch size does not fit.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))
@@ -112,7 +112,7 @@ class Ray:
 
 
 def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose workers of Ray, the most of them, are devices of one machine, to plan with.
+    """Return a config for planning, with Ray's maximum number of workers as devices of one machine.
 
     Raises:
         ConfigError: As in `Ray`.

@@ -1,6 +1,7 @@
-"""Start Ray and its workers, forward signals and output, and turn what happened into a report or an error.
+"""Start Ray and its workers, forward signals and output, and turn the outcome into a report or an error.
 
-Ray's `fit` runs in a thread, so that signals are handled at once, and so that Ray leaves them to us.
+`train` calls `run`. Ray's `fit` runs in a thread, so that signals are handled at once, and by us instead of
+Ray.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 MIN_VERSION = (2, 54)
-"""First version of Ray with the parts of Train V2 that are used here."""
+"""First version of Ray with the parts of Train V2 used here."""
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Memory of a Ray of our own for objects that are sent; its default is 30 % of the machine's."""
+"""Memory of our own Ray instance for sent objects; Ray's default is 30 % of the machine's memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
-"""Ray's errors for a worker that is gone; by name, since Ray Train does not export its own."""
+"""Ray's errors for a lost worker; by name, since Ray Train does not export its own."""
 SETTINGS = {
-    # The root logger of a worker is the command's, and `print` writes to our file.
+    # The command configures the worker's root logger, and `print` writes to our file.
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -52,18 +53,18 @@ SETTINGS = {
 def run(
     options: Ray, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Call `train(words)` in each worker; return the efficiency report in `folder`, empty without it.
+    """Call `train(words)` in each worker; return the efficiency report in `folder`, empty if there is none.
 
     Args:
         options: The settings.
-        train: A function of a module, which the workers import.
+        train: A module-level function, which the workers import.
         words: Recipe and overrides.
         folder: The run's folder, which all workers see.
 
     Raises:
-        EnvironmentLacksError: Ray is not installed or too old, or does not answer, or has no room.
+        EnvironmentLacksError: Ray is not installed or too old, does not answer, or lacks resources.
         RankError: A worker failed or was lost too often; the text names it and the cause.
-        KeyboardInterrupt, SystemExit: All workers have stopped, because of a signal to this process.
+        KeyboardInterrupt, SystemExit: All workers have stopped after a signal to this process.
     """
     _check_installed()
     shared = folder / FOLDER
@@ -76,13 +77,13 @@ def run(
         os.environ.setdefault(name, value)
     config = {
         "train": train,
-        "words": [*words, "trainer.devices=auto", "trainer.num_nodes=auto"],  # Ray says how many there are
+        "words": [*words, "trainer.devices=auto", "trainer.num_nodes=auto"],  # Ray decides how many there are
         "folder": str(folder),
         "cwd": str(Path.cwd()),
         "gpu": options.gpu,
     }
     try:
-        # Twice: Ray sets a handler of its own while it starts, and loses a KeyboardInterrupt.
+        # Twice: Ray sets a signal handler while it starts, and loses a KeyboardInterrupt.
         with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
             error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
@@ -102,7 +103,7 @@ def run(
 
 
 def _check_installed() -> None:
-    """Reject a Ray Train that is not there, or too old."""
+    """Reject a Ray Train that is missing or too old."""
     remedy = "\n  try: pip install 'lightning-eff[ray]'"
     try:
         found: Any = importlib.import_module("ray")
@@ -120,7 +121,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _started(options: Ray) -> Generator[None]:
-    """Start a Ray of our own, or connect to a running cluster; end all processes of the former."""
+    """Start our own Ray instance and end all its processes, or connect to a running cluster."""
     ray: Any = importlib.import_module("ray")
     try:
         _init(options.cluster)
@@ -131,7 +132,7 @@ def _started(options: Ray) -> Generator[None]:
 
 
 def _init(cluster: str) -> None:
-    """Call `ray.init` in the main thread: the processes that a thread has started end with it."""
+    """Call `ray.init` in the main thread: processes started by a thread end with the thread."""
     ray: Any = importlib.import_module("ray")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     own = own | {"num_cpus": num_cores()} if cluster == "local" else {}
@@ -141,12 +142,12 @@ def _init(cluster: str) -> None:
         text = f"launch.address={cluster}: no Ray answers there ({root_cause_line(error)})"
         text += "\n  try: ray start --head\n  try: launch.address=null"
         raise EnvironmentLacksError(text) from error
-    except SystemExit as error:  # Ray's handler of SIGTERM, until ours is back, exits with the bare number
+    except SystemExit as error:  # until ours is restored, Ray's handler of SIGTERM exits with the bare number
         raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
 
 
 def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
-    """Reject a run that a Ray of our own never has room for; a cluster may grow, so say that it waits."""
+    """Reject a run that our own Ray can never fit; a cluster may grow, so there only log that it waits."""
     least, most = options.bounds
     for name, each, remedy in (
         ("CPU", options.cpus, "launch.cpus=1"),
@@ -166,7 +167,7 @@ def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
 
 @contextmanager
 def _forwarded(folder: Path) -> Generator[list[int]]:
-    """Forward signals that stop a run to the workers; yield those received. A second one ends it at once."""
+    """Forward signals that stop a run to the workers; yield those received. A second one exits at once."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -182,9 +183,9 @@ def _forwarded(folder: Path) -> Generator[list[int]]:
 
 
 def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[int]) -> BaseException | None:
-    """Run the workers, and print meanwhile what they print; return Ray's error.
+    """Run the workers and print their output meanwhile; return Ray's error.
 
-    Ends at once when a signal is received that no worker is there to read: Ray waits for room.
+    Ends at once if a signal is received before any worker exists to read it, while Ray waits for resources.
     """
     train: Any = importlib.import_module("ray.train")
     least, most = options.bounds
@@ -197,7 +198,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
             resources_per_worker={"CPU": options.cpus} | ({"GPU": 1} if options.gpu else {}),
         ),
         run_config=train.RunConfig(
-            name=folder.name,  # the run's folder is Ray's, which takes checkpoints where they lie
+            name=folder.name,  # Ray uses the run's folder, so checkpoints are not copied
             storage_path=str(folder.parent),
             failure_config=train.FailureConfig(max_failures=options.max_failures),
         ),
@@ -207,14 +208,14 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
     def fit() -> None:
         try:
             trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - for the thread that waits
+        except BaseException as error:  # noqa: BLE001 - passed on to the waiting thread
             errors.append(error)
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
     printed: dict[Path, int] = {}
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    with redirect_stdout(sys.stderr):  # Ray prints too, and the standard output may be JSON
+    with redirect_stdout(sys.stderr):  # Ray prints too, and stdout may be JSON
         while thread.is_alive() and not (received and not _num_ranks(folder)):
             thread.join(POLL_S)
             _print_new(folder, printed, streams)
@@ -223,7 +224,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
 
 
 def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, TextIO]) -> None:
-    """Print what the ranks have printed since the last call; `printed` has the bytes of each file so far."""
+    """Print the ranks' new output since the last call; `printed` has the bytes printed so far, by file."""
     for stream, target in streams.items():
         for file in sorted((folder / FOLDER).glob(f"rank*.{stream}")):
             with file.open("rb") as opened:
@@ -235,7 +236,7 @@ def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, Tex
 
 
 def _failure(error: BaseException | None, folder: Path, max_failures: int) -> RankError | None:
-    """Return why the run failed: a worker that was lost, or the rank that failed first."""
+    """Return the error of the run: the worker that was lost, or the rank that failed first."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     names = {rank: {kind.__name__ for kind in type(failure).__mro__} for rank, failure in failures.items()}
     lost = [rank for rank, kinds in names.items() if kinds & LOST]
@@ -255,5 +256,5 @@ def _failure(error: BaseException | None, folder: Path, max_failures: int) -> Ra
 
 
 def _num_ranks(folder: Path) -> int:
-    """Return the number of ranks that have printed into a file."""
+    """Return the number of ranks that have an output file."""
     return len(list((folder / FOLDER).glob("rank*.stderr")))

@@ -1,9 +1,10 @@
-"""What a worker of Ray runs: the same `train` as any other rank, with its output and its errors in files.
+"""Code that a worker of Ray runs: the same `train` as any other rank, with output and errors in files.
 
-The worker sets torchrun's variables from Ray's, so that Lightning and this package take it for a rank of
-torchrun. Ray calls it in a thread and serves the driver in the main one, so signals do not arrive here: the
-driver writes them to a file (launch/stop.py). What is printed goes to a file that the driver copies, each
-line once and as it is; Ray would send each line twice, with the worker's name in front.
+ray_driver.py sends `work` to each worker. The worker sets torchrun's variables from Ray's, so Lightning and
+this package treat it as a rank of torchrun. Ray calls it in a thread and serves the driver in the main
+thread, so signals do not arrive here: the driver writes them to a file (launch/stop.py). Output goes to a
+file, whose lines the driver copies once and unchanged. Ray would send each line twice, prefixed with the
+worker's name.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from lightning_eff.launch.stop import STOP_FILE
 log = logging.getLogger(__name__)
 
 FOLDER = "ray"
-"""Folder in the run's folder for what driver and workers exchange; removed at the end."""
+"""Folder in the run's folder for files exchanged by driver and workers; removed at the end."""
 
 
 def exchanged(folder: Path, name: str) -> Path:
-    """Return a file of driver and workers for a run's folder.
+    """Return the path of an exchanged file in a run's folder.
 
-    `rank0.stdout` and `rank0.stderr` are what a rank prints, `rank0.error` is why it failed, `code` the exit
-    code of rank 0 once it has ended, and `stop` the signal that the driver has received, empty before.
+    `rank0.stdout` and `rank0.stderr` hold a rank's output, and `rank0.error` its error. `code` holds rank 0's
+    exit code once it has ended, and `stop` the signal that the driver received, empty before.
     """
     return folder / FOLDER / name
 
@@ -53,17 +54,18 @@ def work(config: dict[str, Any]) -> None:
     """Train in this worker.
 
     Args:
-        config: `train` (the function), its `words`, the run's `folder`, the driver's current folder `cwd`,
-            and whether each worker has a `gpu`.
+        config: `train` (the function), its `words`, the run's `folder`, the driver's working directory
+            `cwd`, and whether each worker has a `gpu`.
 
     Raises:
-        RuntimeError: The run failed. A signal or a setting ends it without an error, so Ray restarts nothing.
+        RuntimeError: The run failed. After a signal or an invalid setting, it returns instead, so that Ray
+            does not restart the worker.
     """
     folder, rank = Path(config["folder"]), int(os.environ["RANK"])
     os.environ |= {
         "TORCHELASTIC_RUN_ID": "ray",
         "GROUP_RANK": os.environ["NODE_RANK"],
-        RAY: "cuda" if config["gpu"] else "cpu",  # a worker without a GPU of its own may see others' GPUs
+        RAY: "cuda" if config["gpu"] else "cpu",  # a worker without a GPU may still see other workers' GPUs
         RUN_DIR: str(folder),
         STOP_FILE: str(exchanged(folder, "stop")),
         ERROR_FILE: str(exchanged(folder, f"rank{rank}.error")),
@@ -76,7 +78,8 @@ def work(config: dict[str, Any]) -> None:
         for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
             file = exchanged(folder, f"rank{rank}.{stream}").open("a", buffering=1, encoding="utf-8")
             stack.enter_context(redirect(stack.enter_context(file)))
-        # The command sets a handler of the root. Lightning, imported before, found none and has its own.
+        # The command sets a handler on the root logger. Lightning, imported earlier, found none and added its
+        # own.
         for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
             logging.getLogger(name).handlers.clear()
             logging.getLogger(name).propagate = True
@@ -86,7 +89,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def _forget_last_attempt(folder: Path, launch: Launch) -> None:
-    """Remove the errors of workers that have been started again.
+    """Remove the errors of the last attempt, before Ray restarts the workers.
 
     Raises:
         RuntimeError: This machine does not see the run's folder.
@@ -104,10 +107,10 @@ def _forget_last_attempt(folder: Path, launch: Launch) -> None:
 
 
 def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path, launch: Launch) -> int:
-    """Return the exit code of a run that ended, or that no restart would help.
+    """Return the exit code of a run that finished, or that a restart would not help.
 
     Raises:
-        RuntimeError: It failed; an error of another class may not survive that Ray pickles it.
+        RuntimeError: It failed. Ray pickles the error, which other classes may not survive.
     """
     try:
         check_even(launch)
@@ -115,17 +118,17 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
             device: Any = importlib.import_module("ray.train.torch").get_device()
             check_device(device, int(os.environ["LOCAL_RANK"]))
         train(words)
-    except BaseException as error:  # noqa: BLE001 - also Ctrl-C and SystemExit end in an exit code
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C and SystemExit end in an exit code too
         code = exit_code(error)
         if code in STOPPED:
             return code
         report_error(error)
         file = exchanged(folder, f"rank{launch.rank}.error")
-        failed_s = file.stat().st_mtime  # by which the driver finds the rank that was the first
+        failed_s = file.stat().st_mtime  # lets the driver find the rank that failed first
         file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_code": code}))
         os.utime(file, (failed_s, failed_s))
         if isinstance(error, PRE_RUN_ERRORS):
-            return code  # all ranks alike: none of them has trained
+            return code  # the same on all ranks: none of them has trained
         raise RuntimeError(root_cause_line(error)) from None
     return 0
 
@@ -156,10 +159,10 @@ def check_device(device: Any, local_rank: int) -> None:
 
 
 class RayReport(Checkpoint):
-    """Reports to Ray after each checkpoint of the run's `ModelCheckpoint`; all ranks at the same steps.
+    """Report to Ray after each checkpoint of the run's `ModelCheckpoint`; all ranks at the same steps.
 
-    Its base class puts it after the callbacks that save. The run's folder lies in Ray's storage, so nothing
-    is copied: Ray keeps the folder of checkpoints, in which a restarted run takes the newest intact one.
+    Its base class puts it after the callbacks that save. The run's folder is Ray's storage, so nothing is
+    copied: Ray keeps the folder of checkpoints, where a restarted run finds its newest intact one.
     """
 
     def __init__(self) -> None:
@@ -178,8 +181,8 @@ class RayReport(Checkpoint):
         self._reported_step = step
         path = Path(file)
         train: Any = importlib.import_module("ray.train")
-        # All ranks report, and wait for each other. Rank 0 names a file; a folder, to which each rank has
-        # written its part, all ranks name.
+        # All ranks report and wait for each other. Only rank 0 names a checkpoint file; a checkpoint folder,
+        # which every rank writes to, is named by all ranks.
         is_named = trainer.is_global_zero or path.is_dir()
         train.report(
             {"step": step, "epoch": trainer.current_epoch, "checkpoint": path.name},
@@ -187,14 +190,14 @@ class RayReport(Checkpoint):
             checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD,
         )
 
-    # All of them pass the Trainer first.
+    # The Trainer is the first argument of each of these hooks.
     on_train_batch_end = on_validation_end = on_train_epoch_end = on_train_end = _report
 
 
 def reported_checkpoint(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint in the run's folder once one has been reported to Ray, else None.
+    """Return the newest intact checkpoint in the run's folder if one has been reported to Ray, else None.
 
-    A worker that Ray has started again resumes from it.
+    A worker that Ray has restarted resumes from it.
     """
     if importlib.import_module("ray.train").get_checkpoint() is None:
         return None

@@ -1,15 +1,15 @@
 """Stop all ranks at the same step, and let a rank that fails alone exit without waiting for the others.
 
-In Lightning 2.6 a rank that receives SIGTERM broadcasts from inside its signal handler, in the middle of
-whatever collective runs: the ranks then wait for each other until the process group times out. And a rank
-that raises saves a checkpoint, which waits at a barrier that the other ranks never reach.
+In Lightning 2.6 a rank that receives SIGTERM broadcasts from inside its signal handler, in the middle of any
+running collective. The ranks then wait for each other until the process group times out. And a rank that
+raises saves a checkpoint, which waits at a barrier that the other ranks never reach.
 
-Here the signal handler only records the signal. Before each batch all ranks reduce what they have recorded
-(in place of the broadcast that Lightning runs at that point), and stop together, between two optimizer steps,
-so that a checkpoint can be saved. A rank that fails saves none.
+Here the signal handler only records the signal. Before each batch, all ranks reduce their recorded signals
+(this replaces a broadcast of Lightning's). They stop together, between two optimizer steps, so that a
+checkpoint can be saved. A rank that fails saves none. The verb `train` wraps `fit` in `ended_together`.
 
-SIGHUP, which a terminal sends when it is closed, stops a run as SIGTERM does. So does SIGUSR1, which SLURM
-can send before a job's time is over; by its exit code a job's script knows that the run is to be requeued.
+SIGHUP, sent when a terminal closes, stops a run like SIGTERM. So does SIGUSR1, which SLURM can send before a
+job's time is over; its exit code tells the job's script to requeue the run.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from lightning_eff.launch.job import Launch
 from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, handled, report_error
 
 STOP_FILE = "LIGHTNING_EFF_STOP_FILE"
-"""Environment variable with a file in which another process writes the number of a signal to this one."""
+"""Environment variable with a file through which another process sends this one a signal's number."""
 CLEANUP_TIMEOUT_S = 10.0
-"""Time that a failed rank has for its callbacks, one of which may wait for the other ranks."""
+"""Time limit for the callbacks of a failed rank, one of which may wait for the other ranks."""
 
 
 @contextmanager
 def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generator[None]:
-    """Around `fit`: a signal ends it between two steps; of several ranks all stop, or one fails alone.
+    """Wrap `fit`: after a signal all ranks stop between two steps; a rank that fails exits alone.
 
     Raises:
         RankError: This rank of several has failed; the text names it and the cause.
-        SystemExit: SIGUSR1 has stopped the run: Lightning has one exception for this signal and SIGTERM.
+        SystemExit: SIGUSR1 stopped the run. Lightning has one exception for both this signal and SIGTERM.
     """
     is_alone = trainer.world_size == 1
     stop = StopAfterStep() if is_alone else CoordinatedStop(launch.rank)
     callbacks_of(trainer).insert(0, stop)
     try:
-        # Under SLURM Lightning saves from inside its handler, within a step, unless there is a handler.
+        # Under SLURM, Lightning saves from inside its own handler, within a step, unless a handler exists.
         with handled(["SIGHUP", "SIGUSR1"], stop.record), _signals_from_file(stop.record):
             yield
     except BaseException as error:
@@ -71,7 +71,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
             raise stopped from error
         if code in STOPPED:
             error.__dict__["is_reported"] = bool(launch.rank)  # by rank 0
-        elif not is_alone and not hasattr(error, "exit_code"):  # else it is complete, with remedies
+        elif not is_alone and not hasattr(error, "exit_code"):  # else the text is complete, with remedies
             where = f"(traceback: {error_log(folder, launch.rank)})"
             raise RankError(f"rank {launch.rank}: {root_cause_line(error)} {where}", code) from error
         raise
@@ -79,12 +79,12 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
 
 @contextmanager
 def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Record the signal in the file that the environment names, if any: a worker of Ray gets no signals."""
+    """Record the signal in the file that the environment names, if any: workers of Ray receive no signals."""
     file, is_over = os.environ.get(STOP_FILE), threading.Event()
 
     def watch(path: Path) -> None:
         while not is_over.wait(POLL_S):
-            with suppress(OSError):  # a shared disk that is busy
+            with suppress(OSError):  # a busy shared disk
                 if text := path.read_text():
                     record(int(text), None)
                     return
@@ -98,7 +98,7 @@ def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Gener
 
 
 class StopAfterStep(pl.Callback):
-    """Stop a run of one rank when it has received a signal, but not between the batches of one step."""
+    """Stop a single-rank run after a signal, but not between the micro-batches of one step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -110,7 +110,7 @@ class StopAfterStep(pl.Callback):
         vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
 
     def record(self, number: int, _: FrameType | None) -> None:
-        """Keep a signal; outside of training, as in a long validation, the run stops at once."""
+        """Keep a signal; outside of training, for example in a long validation, stop at once."""
         self.received = number
         if self._trainer is not None and not self._trainer.training:
             _connector(self._trainer).received_sigterm = True
@@ -125,12 +125,12 @@ class StopAfterStep(pl.Callback):
 
 
 def _connector(trainer: pl.Trainer) -> Any:
-    """Return what Lightning 2.6 handles signals with, a private attribute."""
+    """Return Lightning 2.6's signal connector, a private attribute."""
     return vars(trainer)["_signal_connector"]
 
 
 class CoordinatedStop(pl.Callback):
-    """Stop all ranks when one of them has received a signal; end this one soon if only it fails."""
+    """Stop all ranks when one of them has received a signal; end this rank soon if only it fails."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -140,7 +140,8 @@ class CoordinatedStop(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Lightning 2.6 broadcasts rank 0's SIGTERM before each batch; both attributes are private there.
+        # Replace the broadcast of rank 0's SIGTERM before each batch; both attributes are private in
+        # Lightning 2.6.
         vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = partial(self._agree, trainer)
 
@@ -158,11 +159,11 @@ class CoordinatedStop(pl.Callback):
     def _agree(self, trainer: pl.Trainer) -> None:
         """Stop here if any rank has received a signal, except between micro-batches of one step."""
         received = torch.tensor([self.received], device=trainer.strategy.root_device)
-        # All ranks of the run take part, before every batch: SIGTERM (15) wins over SIGINT (2), SIGHUP (1).
+        # All ranks take part before every batch. MAX: SIGTERM (15) wins over SIGINT (2), SIGHUP (1).
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         number = int(received)
         loop: Any = trainer.fit_loop.epoch_loop
-        # The same batch index on all ranks, so all of them decide alike.
+        # The batch index is the same on all ranks, so all of them decide alike.
         if not number or loop._should_accumulate():  # noqa: SLF001
             return
         self._has_agreed = True
@@ -177,7 +178,7 @@ class CoordinatedStop(pl.Callback):
         self.on_train_end(trainer, pl_module)
         if self._has_agreed:
             return
-        save_nothing_on_exception(trainer)  # saving is a collective: the other ranks are not in it
+        save_nothing_on_exception(trainer)  # saving is a collective, which the other ranks have not entered
         if exit_code(exception) in STOPPED:
             return
         report_error(exception)

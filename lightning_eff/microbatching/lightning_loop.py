@@ -10,7 +10,7 @@ The way of the batch size: `GradientAccumulation(global_batch_size=...)` sets th
 `accumulate_grad_batches`, which `run` reads where a window begins and passes to `Window.begin(num_batches)`.
 A window that the end of an epoch cuts short is divided by what it has. It steps also if the epoch ends on a
 batch that is not trained on (the loader gave None, or `on_train_batch_start` returned -1). A step that a loss
-scaler skips does not count: neither the schedule nor `global_step` advances.
+scaler or SkipBadSteps skips does not count: neither the schedule nor `global_step` advances.
 
 Why a subclass: Lightning divides by the window's nominal length before the backward pass, when neither the
 weights nor the real length are known, and has no hook between the last backward pass and the clipping.
@@ -88,10 +88,14 @@ class ExactStep(_AutomaticOptimization):
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
         self.micro_batch_size: MicroBatchSize | None = None  # how batches are split; None for not at all
         self.is_search_due = False  # whether the next step begins with a search for the size
-        self.before_window: Callable[[], None] | None = None
-        """May change `accumulate_grad_batches`."""
+        self.before_window: list[Callable[[], None]] = []
+        """Called before the first batch of a step; may change `accumulate_grad_batches`."""
+        self.is_left_out: Callable[[], bool] = lambda: False
+        """Whether the optimizer left the last step out."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around each backward pass of a step of several."""
+        self.around_training_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered around each `training_step`."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
         """May add a weight to what `training_step` returned for a number of samples; 0 for a check."""
         self.weighs_by = ""
@@ -117,8 +121,7 @@ class ExactStep(_AutomaticOptimization):
         self._num_ranks = trainer.world_size
         self._num_batches = 1
         self._position = 0  # of the current batch in its window, from 1
-        self._is_complete = True
-        self._is_skipped = False
+        self._is_complete, self._is_skipped = True, False
         self._loss: Tensor | None = None  # the last one of the window
         self._epoch = self._batch_idx = -1  # of the current window, and of the last batch trained on
         self._update_lr_schedulers = trainer.fit_loop.epoch_loop.update_lr_schedulers
@@ -152,8 +155,8 @@ class ExactStep(_AutomaticOptimization):
         return outputs
 
     def _begin_window(self, kwargs: Arguments) -> None:
-        if self.before_window is not None:
-            self.before_window()
+        for prepare in self.before_window:
+            prepare()
         # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
         is_whole, trainer = self._skip_backward, self.trainer
         length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
@@ -309,7 +312,10 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
-        if weight is None and part is not None and self.uneven.is_on and batch_samples != 0:
+        is_by_samples = (
+            self.uneven.is_on and self.around_training_step is nullcontext
+        )  # no loss over all ranks
+        if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)  # ranks count by samples, as batches do
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
@@ -320,7 +326,8 @@ class ExactStep(_AutomaticOptimization):
     def _training_step_output(self, arguments: Arguments) -> Any:
         is_guarded = self.may_have_several_passes
         guard = register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext()
-        with guard, self.uneven.alone() if self.uneven.has_idle else nullcontext():
+        alone = self.uneven.alone() if self.uneven.has_idle else nullcontext()
+        with guard, self.around_training_step(), alone:
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -364,12 +371,13 @@ class ExactStep(_AutomaticOptimization):
             difference = difference or "none on another rank"
         if difference:
             other = Remedy("+callbacks=gradient_checkpointing", "GradientCheckpointing()")
+            contrastive = Remedy("+callbacks=contrastive", "Contrastive()")
             memory = f"out of memory ({size.halvings[-1].reason}), and " if size.halvings else ""
             raise ConflictError(
                 f"{memory}callbacks/{name} needs a loss that is a mean over samples: it is {difference}\n"
                 '  try: return {"loss": loss, "loss_weight": n}, for a mean over n tokens or other targets\n'
                 "  try: return loss / len(batch), for a sum\n"
-                f"  try: {other} in its place, for a loss that compares samples\n"
+                f"  try: {contrastive} or {other} in its place, for a loss that compares samples\n"
                 f"  try: {WITHOUT_ACCUMULATION if self.micro_batch_size is None else WITHOUT_MICRO_BATCH}"
             )
 
@@ -429,9 +437,10 @@ class ExactStep(_AutomaticOptimization):
         scale = scaler.get_scale() if scaler is not None else 0.0
         with retry.update(self.trainer.optimizers[0]) if retry is not None else nullcontext():
             super()._optimizer_step(batch_idx, closure)
-        self._is_skipped = scaler is not None and scaler.get_scale() < scale
+        is_scaled_down = scaler is not None and scaler.get_scale() < scale
+        self.num_skipped_steps += is_scaled_down
+        self._is_skipped = is_scaled_down or self.is_left_out()
         if self._is_skipped:
-            self.num_skipped_steps += 1
             progress = self.optim_progress.optimizer.step
             for counts in (progress.total, progress.current):
                 counts.ready -= 1

@@ -112,7 +112,8 @@ class StepSnapshot:
                 )
         if any(version(parameter) != before for parameter, before in self._frozen):
             raise RuntimeError(
-                "out of memory, and training_step changes frozen parameters: change them after the step"
+                "training_step changes frozen parameters, so that the step cannot be undone: change them in "
+                "on_train_batch_end"
             )
 
     def restore_visible(self) -> None:

@@ -114,7 +114,12 @@ def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
 
 
 def split(
-    batch: Any, micro_batch_size: int | None, splitter: Splitter | None = None, keep: Sequence[str] = ()
+    batch: Any,
+    micro_batch_size: int | None,
+    splitter: Splitter | None = None,
+    keep: Sequence[str] = (),
+    *,
+    owner: tuple[str, str] = ("callbacks.micro_batch", "MicroBatch"),
 ) -> list[MicroBatchPart]:
     """Split a batch into micro-batches of one size; the last one has the remainder.
 
@@ -124,6 +129,7 @@ def split(
         splitter: Used in place of the built-in rule.
         keep: What every micro-batch gets whole: names at any depth, or paths from the outside, of names and
             positions with dots between them (`1`, `targets.weights`).
+        owner: Whose settings these are, as an override's prefix and as a class.
 
     Raises:
         ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
@@ -155,8 +161,8 @@ def split(
         if micro_batch_size is None:
             return [MicroBatchPart(batch, None)]
         allowed = f"a function of batch and size that returns a list, since the batch is ambiguous: {error}"
-        keep_them = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", error.odd)
-        remedies = [*([keep_them] if error.odd else []), "MicroBatch(splitter=lambda batch, size: [...])"]
+        keep_them = list_remedy(*owner, "keep", error.odd)
+        remedies = [*([keep_them] if error.odd else []), f"{owner[1]}(splitter=lambda batch, size: [...])"]
         raise ConfigError(key="splitter", value=None, allowed=allowed, remedies=remedies) from None
 
 

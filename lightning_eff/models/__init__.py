@@ -1,1 +1,1 @@
-"""Models of the recipes: plain LightningModules that import nothing of the suite."""
+"""Models of the recipes: plain LightningModules that import nothing from this package's techniques."""

@@ -1,7 +1,7 @@
 """A small residual network for images, written to be read.
 
 Blocks of two 3x3 convolutions with batch normalisation, whose output is added to their input (He et al.
-2016). After half of the blocks the image size is halved and the channels are doubled. Shapes in comments: B
+2016). After half of the blocks, the image size is halved and the channels are doubled. Shapes in comments: B
 images, C channels, H x W pixels.
 """
 
@@ -111,5 +111,5 @@ class CNN(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain AdamW, for training without a recipe, which has its own optimizer."""
+        """Return plain AdamW, for training without a recipe; a recipe has its own optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

@@ -87,7 +87,8 @@ class TransformerBlock(nn.Module):
 class GPT(pl.LightningModule):
     """Next-token prediction.
 
-    A batch is a pair of integer tensors [B, T]: inputs, and targets, of which `IGNORED_TARGET` is ignored.
+    A batch is a pair of integer tensors [B, T]: inputs, and targets; targets equal to `IGNORED_TARGET` are
+    ignored.
 
     Args:
         vocab_size: Number of different tokens.
@@ -96,8 +97,8 @@ class GPT(pl.LightningModule):
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
         dropout: Fraction of activations dropped in training, 0 to 1.
-        tie_word_embeddings: Share the weight of the embedding with the output projection; False for two
-            weights, as after merging an adapter of one of them.
+        tie_word_embeddings: Share the embedding's weight with the output projection; False for two weights,
+            for example after merging an adapter of one of them.
 
     Raises:
         ValueError: A size is not positive, or `d_model` is not a multiple of `2 * num_heads`.
@@ -142,7 +143,8 @@ class GPT(pl.LightningModule):
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         if tie_word_embeddings:
             self.head.weight = self.embedding.weight
-        # As GPT-2: std 0.02; 0.02 / sqrt(2 * num_layers) for the two projections a block into the residual.
+        # As in GPT-2: std 0.02; 0.02 / sqrt(2 * num_layers) for each block's two projections into the
+        # residual.
         residual_std = 0.02 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -150,10 +152,10 @@ class GPT(pl.LightningModule):
                 nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
 
     def check_data(self, data: object) -> None:
-        """Check that each token of a data module, and each position, has a row here.
+        """Check that the model has a row for each token and position of a data module.
 
         Raises:
-            ValueError: The data has more.
+            ValueError: The data has more tokens or positions.
         """
         for key in ("vocab_size", "context_length"):
             given, own = getattr(data, key, None), self.hparams[key]
@@ -179,7 +181,7 @@ class GPT(pl.LightningModule):
         return self.head(self.norm(x))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per target that is not ignored; 0 if all are.
+        """Return the mean cross-entropy in nats per target that is not ignored; 0 if all are ignored.
 
         Args:
             logits: [B, T, vocab_size].
@@ -202,7 +204,7 @@ class GPT(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain AdamW, for training without a recipe, which has its own optimizer."""
+        """Return plain AdamW, for training without a recipe; a recipe has its own optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     @torch.no_grad()
@@ -236,14 +238,14 @@ def next_token(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Return a token [B, 1] for each row of logits [B, vocab_size], by options that transformers has too.
+    """Return a token [B, 1] for each row of logits [B, vocab_size]; options are as in transformers.
 
     Args:
-        logits: On the CPU, so that the same seed draws the same tokens on every device.
-        do_sample: Draw by the global random generator; otherwise the other options have no effect.
-        temperature: Divides the logits, before the others are applied; above 0.
-        top_k: Draw from this many of the likeliest tokens; None for all.
-        top_p: Draw from the fewest of these that together have at least this probability.
+        logits: On the CPU, so that a seed draws the same tokens on every device.
+        do_sample: Draw with the global random generator; if False, the other options have no effect.
+        temperature: Divides the logits before the other options apply; above 0.
+        top_k: Draw from this many likeliest tokens; None for all.
+        top_p: Draw from the smallest set of likeliest tokens with at least this total probability.
 
     Raises:
         ValueError: An option is out of range.
@@ -256,13 +258,13 @@ def next_token(
         )
     logits, tokens = (logits / temperature).sort(descending=True)
     probabilities = logits[:, :top_k].softmax(-1)
-    # A token goes if the likelier ones have enough together; the likeliest, which has none, always stays.
+    # Drop a token if the likelier ones reach top_p; the likeliest has none before it, so it always stays.
     likelier = probabilities.cumsum(-1) - probabilities
     return tokens.gather(-1, torch.multinomial(probabilities.masked_fill(likelier >= top_p, 0.0), 1))
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over targets [B, T] that are not ignored, 0 if all are; of 16 bits in float32."""
+    """Return the mean over targets [B, T] that are not ignored, 0 if all are; 16-bit logits in float32."""
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
     total = F.cross_entropy(

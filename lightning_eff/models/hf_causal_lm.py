@@ -1,17 +1,17 @@
 """Any causal language model of Hugging Face transformers, by hub name or local folder.
 
-The architecture must be built into transformers: code that lies next to weights is never executed, nor are
-attention kernels downloaded. Weights are read from safetensors only, since the older files are pickles. With
+The architecture must be built into transformers: code next to the weights is never executed, and attention
+kernels are not downloaded. Weights are read from safetensors only, because the older files are pickles. With
 `HF_HUB_OFFLINE=1` nothing uses the network.
 
 Configuration and file names are checked in the constructor, so that a wrong name fails first. Weights are
-read in `configure_model`, in the dtype and on the device in which the Trainer builds models, before
-techniques change the model. Under the meta device random weights stay there, but pretrained weights are read
-to the CPU.
+read in `configure_model`, in the dtype and on the device on which the Trainer builds models, before
+techniques change the model. On the meta device, random weights stay there; pretrained weights are read to the
+CPU.
 
-The loss is the mean over targets and the number of targets is its weight, so that a step of several micro-
-batches has the gradient of the full batch. Packed documents (`position_ids` that restart at 0) are isolated
-only in models that derive the attention mask from positions: whether this one does is tested on four tokens.
+The loss is the mean over targets, and its weight is the number of targets. So a step of several micro-batches
+has the full batch's gradient. Packed documents (`position_ids` that restart at 0) are isolated only in models
+that derive the attention mask from positions; a test on four tokens checks this model.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class HFCausalLM(pl.LightningModule):
     """Next-token prediction by a model of transformers.
 
-    A batch is a dictionary of integer tensors [B, T]: `input_ids`, `labels` (a token where it is a target,
-    -100 elsewhere; the model compares each with its output one position before), and optionally
-    `attention_mask` or `position_ids`.
+    A batch is a dictionary of integer tensors [B, T]: `input_ids`, `labels`, and optionally `attention_mask`
+    or `position_ids`. A label is the token itself, or -100 if it is not a target; the model compares each
+    label with its output one position earlier.
 
     Args:
         name: Hub name or folder.
         pretrained: Read the weights; False for random weights from the configuration, for pre-training.
-        dtype: Of the weights; "auto" takes that of the files.
-        attn_implementation: Name in transformers; "auto" is sdpa, or eager where the model has no sdpa.
+        dtype: Dtype of the weights; "auto" for the files' dtype.
+        attn_implementation: Name in transformers; "auto" is sdpa, or eager if the model has no sdpa.
         revision: Branch, tag or commit on the hub.
         vocab_size: Minimum rows of the embedding, for a tokenizer with more tokens; None for the model's own.
-        pad_to_multiple_of: Rows of the embedding are rounded up to a multiple of it: 64 suits tensor cores.
+        pad_to_multiple_of: The rows of the embedding are rounded up to a multiple; 64 suits tensor cores.
 
     Raises:
         ValueError: The model does not exist or is not built into transformers; its weights are pickles,
@@ -87,16 +87,16 @@ class HFCausalLM(pl.LightningModule):
         self._attention: str = attn_implementation
         if pretrained:
             check_weights(name, self._config)
-        # On the CPU, also where the default device is meta.
+        # On the CPU, even if the default device is meta.
         self._seed = int(torch.randint(2**31, (), device="cpu"))
         self.model: Any = None
         """The model of transformers; None before `configure_model`."""
         self.isolates_documents: bool | None = None
-        """Whether attention stays within a packed document; None if that was not tested."""
+        """Whether attention stays within a packed document; None if not tested."""
 
     @override
     def configure_model(self) -> None:
-        """Build the model and read its weights; further calls do nothing."""
+        """Build the model and read its weights; later calls do nothing."""
         if self.model is not None:
             return
         from transformers import AutoModelForCausalLM
@@ -132,28 +132,29 @@ class HFCausalLM(pl.LightningModule):
         log.info(text, name, millions, parameters[0].dtype, self._attention)
 
     def _embedding_rows(self, current: int) -> int:
-        """Return the rows that the embedding needs; never fewer than the current ones."""
+        """Return the number of rows that the embedding needs; never fewer than the current ones."""
         num_rows = max(current, self.hparams["vocab_size"] or 0)
         multiple = self.hparams["pad_to_multiple_of"] or 1
         return -(-num_rows // multiple) * multiple
 
     @torch.no_grad()
     def _test_isolation(self) -> bool | None:
-        """Change a token of the other document, then one of the same, and compare the logits of the last."""
+        """Compare how the last logits change with a token of the other document and of their own document."""
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return False
         weight = next(self.model.parameters())
         is_meta = weight.untyped_storage().device.type == "meta"  # fake tensors too, whose device is not meta
         if is_meta or self._attention.startswith(("flash", "flex")):
             return None
-        # Two documents of two tokens a row: the plain row, another first document, another second document.
+        # Two documents of two tokens per row: the plain row, another first document, another second document.
         tokens = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3], [0, 1, 4, 3]], device=weight.device)
         positions = torch.tensor([[0, 1, 0, 1]], device=weight.device).expand(3, -1)
         self.model.eval()
         last = self(tokens, position_ids=positions)[:, -1].float()
         self.model.train()
         other, same = (last[1:] - last[0]).abs().amax(-1).tolist()
-        # Masked attention leaks nothing at all; the state of a recurrent layer has leaked 0.3 % as much.
+        # Masked attention leaks nothing at all; the state of a recurrent layer leaks about 0.3 % of its
+        # effect.
         return None if same == 0.0 else other <= 1e-4 * same
 
     @override
@@ -161,7 +162,7 @@ class HFCausalLM(pl.LightningModule):
         self.check_data(getattr(self.trainer, "datamodule", None))
 
     def check_data(self, data: object) -> None:
-        """Check that the model has an embedding for every token of a data module, and for every position.
+        """Check that the model has an embedding for each token and position of a data module.
 
         Raises:
             ValueError: The data has more tokens, or longer rows.
@@ -177,7 +178,7 @@ class HFCausalLM(pl.LightningModule):
             )
 
     def _check_length(self, length: object) -> None:
-        """Reject rows with more tokens than the model has positions; rotary ones are computed for any."""
+        """Reject rows longer than the model's positions; rotary positions have no limit."""
         config = self._config.get_text_config()
         most = getattr(config, "max_position_embeddings", None)
         is_rotary = hasattr(config, "rope_parameters")
@@ -197,7 +198,7 @@ class HFCausalLM(pl.LightningModule):
         keywords: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False}
         if position_ids is not None:
             keywords["position_ids"] = position_ids
-            if self._attention.startswith("flash"):  # which detects documents only in a batch of one row
+            if self._attention.startswith("flash"):  # flash detects documents only in a batch of one row
                 input_ids, keywords["position_ids"] = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         return self.model(input_ids=input_ids, **keywords).logits.view(*shape, -1)
 
@@ -218,7 +219,7 @@ class HFCausalLM(pl.LightningModule):
                 "  try: data.packing=false, or data.packing=grouped"
             )
         labels = batch["labels"]
-        # Labels with a prediction: all that are not ignored, but the first of a row.
+        # Labels with a prediction: all that are not ignored, except the first in each row.
         return self.loss(self(**inputs), labels), (labels[:, 1:] != IGNORED_TARGET).sum()
 
     @override
@@ -240,13 +241,13 @@ class HFCausalLM(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain AdamW, for training without a recipe, which has its own optimizer."""
+        """Return plain AdamW, for training without a recipe; a recipe has its own optimizer."""
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-5)
 
     def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
         """Append at most `max_new_tokens` to each row of `tokens` [B, T]; call `eval()` first.
 
-        Transformers' `generate` does it, by these options and by those of the model's generation config.
+        `generate` of transformers does it, with these options and the model's generation config.
         """
         options |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": max_new_tokens}
         return self.model.generate(input_ids=tokens, **options)
@@ -256,7 +257,7 @@ def read_config(name: str, revision: str | None) -> Any:
     """Return the configuration of a causal language model, by hub name or folder.
 
     Raises:
-        ValueError: It cannot be loaded, needs code of its own, or is of another kind of model.
+        ValueError: It cannot be loaded, needs custom code, or is another kind of model.
         ModuleNotFoundError: transformers is not installed.
     """
     try:
@@ -279,7 +280,7 @@ def read_config(name: str, revision: str | None) -> Any:
 
 
 def load_failure_message(name: str, upstream_message: str) -> str:
-    """Return why a model cannot be loaded and what to do, from the error message of transformers."""
+    """Return why a model cannot be loaded and what to do, from transformers' error message."""
     if "trust_remote_code" in upstream_message:
         reason = "needs code of its own, which is never executed: name a model that transformers has built in"
         return f"name={name!r} {reason}"
@@ -294,14 +295,14 @@ def load_failure_message(name: str, upstream_message: str) -> str:
 
 
 def check_weights(name: str, config: Any) -> None:
-    """Check the kind of weights of a model, as far as its files lie in a local folder.
+    """Check the kind of a model's weights, as far as its files are in a local folder.
 
     Raises:
         ValueError: They are quantized, pickles, or missing.
     """
     folder = Path(name).expanduser()
     weights = list(folder.glob("*.safetensors"))
-    # Not read: a FIFO would wait for a writer, and a device may be endless.
+    # Do not read them: a FIFO would wait for a writer, and a device may never end.
     irregular = [file.name for file in weights if not file.is_file()]
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     problem = ""

@@ -1,10 +1,10 @@
 """A small U-Net for segmentation, written to be read.
 
-Stages of two 3x3 convolutions, each followed by SiLU. Between the stages of the encoder the image size is
-halved and the channels are doubled, in the decoder the other way around; each decoder stage also gets the
-output of the encoder stage of its size (Ronneberger et al. 2015). There is no normalisation, so every layer
-is local: its output at a pixel depends on pixels near it. Instead the first weights keep the mean square of
-what passes through. Shapes in comments: B images, C channels, H x W pixels.
+Each stage has two 3x3 convolutions, each followed by SiLU. Between stages of the encoder the image size is
+halved and the channels are doubled; the decoder does the opposite. Each decoder stage also gets the output of
+the encoder stage of its size (Ronneberger et al. 2015). Without normalisation every layer is local: its
+output at a pixel depends only on pixels nearby. Instead, initial weights preserve the mean square of
+activations. Shapes in comments: B images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from typing_extensions import override
 
 GAINS = {(3, 3): 1.68, (2, 2): 1.0, (1, 1): 0.1}
-"""By kernel size: 1 / sqrt(E[silu(z)^2]) for a normal z where SiLU follows; the first logits are near 0."""
+"""By kernel size: 1 / sqrt(E[silu(z)^2]) for normal z if SiLU follows; 0.1 keeps the first logits near 0."""
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -42,19 +42,19 @@ def stage(in_channels: int, channels: int, *, norm: bool) -> nn.Sequential:
 
 
 class UNet(pl.LightningModule):
-    """Segmentation: a class for each pixel.
+    """Segmentation: a class per pixel.
 
     A batch is a pair: images [B, in_channels, H, W] of floats, and masks [B, H, W] of integers.
 
     Args:
         in_channels: Channels of the images.
-        num_classes: Classes of a pixel, with that of the background.
+        num_classes: Classes per pixel, including the background.
         channels: Channels at full size; twice as many at each lower level.
-        num_levels: Image sizes, each half of the one before.
+        num_levels: Number of image sizes, each half of the previous one.
         norm: Layer normalisation over channels after each 3x3 convolution.
 
     Raises:
-        ValueError: A size is not positive, or an image's is no multiple of the lowest level's pixels.
+        ValueError: A size is not positive, or an image's size is not a multiple of 2 ** (num_levels - 1).
 
     Example:
         >>> model = UNet(in_channels=1, num_classes=2, channels=4)
@@ -78,7 +78,7 @@ class UNet(pl.LightningModule):
                 raise ValueError(f"{name}={value} must be at least 1")
         self.save_hyperparameters()
         widths = [channels * 2**level for level in range(num_levels)]
-        pairs = list(itertools.pairwise(widths))  # of a level and the one below it
+        pairs = list(itertools.pairwise(widths))  # channels of each level and of the level below
         firsts = [in_channels, *widths[1:]]
         self.encoder = nn.ModuleList(stage(a, b, norm=norm) for a, b in zip(firsts, widths, strict=True))
         self.down = nn.ModuleList(nn.Conv2d(wide, deep, 2, stride=2) for wide, deep in pairs)
@@ -102,7 +102,7 @@ class UNet(pl.LightningModule):
             x = encode(down(x))  # [B, 2C, H / 2, W / 2], and so on
         levels = zip(self.up, self.decoder, skips, strict=True)
         for up, decode, skip in reversed(list(levels)):
-            x = decode(torch.cat([skip, up(x)], dim=1))  # [B, C, H, W] at last
+            x = decode(torch.cat([skip, up(x)], dim=1))  # [B, C, H, W] in the last iteration
         return self.head(x)
 
     def loss(self, logits: Tensor, masks: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class UNet(pl.LightningModule):
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss, and the intersection over union: the mean of all classes, over all images."""
+        """Log the loss and the intersection over union, averaged over classes, over all images."""
         images, masks = batch
         logits = self(images)
         loss = self.loss(logits, masks)
@@ -134,14 +134,14 @@ class UNet(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain AdamW, for training without a recipe, which has its own optimizer."""
+        """Return plain AdamW, for training without a recipe; a recipe has its own optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def _keep_mean_square(layer: nn.Module) -> None:
-    """Draw a convolution's weights so that what passes it and SiLU keeps its mean square."""
+    """Draw a convolution's weights so that the mean square stays the same through it and its SiLU."""
     if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-        inputs = layer.in_channels  # of each output: those of all pixels, or of the one pixel below
+        inputs = layer.in_channels  # of each output: from all pixels, or the one pixel below
         inputs *= 1 if isinstance(layer, nn.ConvTranspose2d) else math.prod(layer.kernel_size)
         kernel_size = (layer.kernel_size[0], layer.kernel_size[1])
         nn.init.normal_(layer.weight, std=GAINS[kernel_size] / math.sqrt(inputs))

@@ -46,7 +46,7 @@ from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.dtypes import matmul_dtype
 from lightning_eff.core.errors import ConfigError, NoEffectWarning, is_out_of_memory, suggest_name
 from lightning_eff.core.log_filters import REPORTS
-from lightning_eff.core.managed import set_up_monitor
+from lightning_eff.core.managed import set_up_monitor, skip_hook
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.technique import Technique, config_of, name_of
 from lightning_eff.core.text import json_safe, printable
@@ -113,6 +113,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Record the techniques' arguments before any `auto` is replaced by a value."""
+        vars(self).pop("on_train_batch_start", None)  # of an earlier fit
         set_up_monitor(self, trainer)
         if stage == "fit":
             self.report = {}
@@ -148,7 +149,7 @@ class EfficiencyReport(pl.Callback):
                 raise ConfigError(key="dirpath", value=str(self.dirpath), allowed=allowed) from error
         self.meter = Meter(
             trainer.strategy.root_device,
-            trainer.profiler,  # pyright: ignore[reportAttributeAccessIssue]
+            trainer.fit_loop.epoch_loop,
             num_warmup_batches=self.num_warmup_batches,
             is_counted=self.count_first_batches,
             is_compiled=is_compiled(pl_module),
@@ -170,6 +171,8 @@ class EfficiencyReport(pl.Callback):
         if self.meter.recorder is not None and not self.meter.probe.num_batches:
             self._sample = _few_samples(batch)
         self.meter.begin_batch(batch, pl_module, trainer.optimizers)
+        if not self.meter.is_probing and len(self._random_states) == 2:
+            skip_hook(self, trainer, "on_train_batch_start", of=EfficiencyReport)
 
     @override
     def on_before_optimizer_step(
@@ -187,7 +190,7 @@ class EfficiencyReport(pl.Callback):
         step = trainer.global_step
         self.meter.end_batch(batch, num_steps=step - self._first_step)
         if self._logged is not None:
-            self._logged.end_batch(trainer)
+            self._logged.end_batch(trainer, step)
         # In automatic optimization Lightning divides a batch's loss by accumulate_grad_batches.
         divisor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._losses.add(step if step > self._last_step else step + 1, outputs, divisor)

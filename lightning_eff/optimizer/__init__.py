@@ -1,1 +1,1 @@
-"""Optimizers that no library has as one `torch.optim.Optimizer`: wrappers around existing ones."""
+"""Optimizers that no library offers as one `torch.optim.Optimizer`; most of them wrap existing ones."""

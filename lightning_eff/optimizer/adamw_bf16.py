@@ -1,21 +1,21 @@
 """AdamW with its state in bfloat16, and with bfloat16 weights that small updates still move.
 
-A bfloat16 number has 8 bits of precision, so an update below half of a weight's last bit is lost when the sum
-is rounded to nearest, in every step; and a running average that changes by 0.1 % per step (`exp_avg_sq` with
-beta2 = 0.999) never changes at all. Here a step is computed in float32, and what is stored in bfloat16 is
-rounded stochastically: up with a probability equal to the fraction that is cut off, so the stored value is
-right on average. Float32 weights are updated in float32.
+A bfloat16 number has 8 bits of precision. So an update below half of a weight's last bit is lost in every
+step when the sum is rounded to nearest. A running average that changes by 0.1 % per step (`exp_avg_sq` with
+beta2 = 0.999) never changes at all. Here a step is computed in float32, and values stored in bfloat16 are
+rounded stochastically. They are rounded up with a probability equal to the fraction that is cut off, so the
+stored value is correct on average. Float32 weights are updated in float32.
 
-The random bits of a tensor follow from `seed`, its step and its position among the parameters alone. So a
+The random bits of a tensor depend only on `seed`, its step and its position among the parameters. So a
 resumed run continues bit for bit, all ranks of DDP stay equal, and the global random state is not touched.
 
-Why not a second bfloat16 tensor with what was cut off (Kahan summation): it needs 2 more bytes a parameter.
+Why not a second bfloat16 tensor for the cut-off bits (Kahan summation): it needs 2 more bytes per parameter.
 
 Saves: half of AdamW's state, and with bfloat16 weights the updates that rounding would lose.
-Costs: some 30 small kernels a tensor, and 16 random bits for each rounded value; 4 bytes of state per
+Costs: about 30 small kernels per tensor, and 16 random bits for each rounded value; 4 bytes of state per
     parameter, and temporaries for at most 2**20 values. Each step adds noise of up to a last bit to a weight.
 When not: float32 state fits, and weights are float32.
-Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, refused.
+Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, are rejected.
 Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192; AdamW as torch.optim.AdamW computes it
 """
 
@@ -40,26 +40,26 @@ from lightning_eff.report.recording import STATE
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of weights that are updated."""
+"""Supported dtypes of weights."""
 CHUNK = 1 << 20
-"""Values that are updated at a time, which bounds the temporaries; whole rows, so one row may have more."""
+"""Values updated at a time, to bound the temporaries; whole rows, so a single row may have more."""
 NOT_COMPUTED = ("maximize", "amsgrad")
-"""Options of torch's AdamW, whose state can be loaded."""
+"""Unsupported options of torch's AdamW, whose state can be loaded."""
 NUM_TEMPORARIES = 5
-"""Float32 values a step holds at once, for each value of a chunk."""
+"""Float32 values that a step holds at once, per value of a chunk."""
 LARGEST = torch.finfo(torch.bfloat16).max
 LOW_BITS = 16
-"""Bits of a float32 that bfloat16 does not have."""
+"""Bits that a float32 has and a bfloat16 lacks."""
 
 
 def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Return `value` in bfloat16, rounded up or down at random such that the mean is `value`.
+    """Return `value` in bfloat16, rounded up or down at random so that the mean is `value`.
 
-    A value that bfloat16 has is not changed. NaN, infinities and values beyond bfloat16's largest, which has
-    no neighbour to be rounded up to, are rounded to nearest.
+    A value that bfloat16 can represent is unchanged. NaN, infinities and values beyond bfloat16's largest,
+    which has no upper neighbour, are rounded to nearest.
 
     Args:
-        value: Of any shape; another dtype than float32 is converted first.
+        value: Of any shape; a dtype other than float32 is converted first.
         generator: On the device of `value`; None for the global one.
 
     Example:
@@ -68,11 +68,11 @@ def round_stochastically(value: Tensor, generator: torch.Generator | None = None
         ([1.0, 1.0078125], torch.bfloat16)
     """
     value = value.float()
-    # Magnitudes grow with their bits, subnormal ones too: adding up to 0xffff carries into the bits that are
-    # kept with the right probability, and away from zero for either sign.
+    # The bits of a float grow with its magnitude, also for subnormal numbers. Adding 0 to 0xffff carries into
+    # the kept bits with the right probability, away from zero for either sign.
     bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
     bits.add_(value.view(torch.int32)).bitwise_and_(-1 << LOW_BITS)
-    # The sum overflows for CUDA's NaN (0x7fffffff), and the mask turns others into infinity.
+    # The sum overflows for CUDA's NaN (0x7fffffff), and the mask turns other NaNs into infinity.
     is_in_range = value.abs() <= LARGEST
     return torch.where(is_in_range, bits.view(torch.float32), value).to(torch.bfloat16)
 
@@ -86,11 +86,11 @@ class AdamWBf16(Optimizer):
         betas: Decay of the two running averages.
         eps: Added to the denominator.
         weight_decay: Fraction of `lr`; a group may have its own.
-        seed: Of the random bits; equal on all ranks.
+        seed: Seed of the random bits; equal on all ranks.
 
     Raises:
-        ConfigError: A number is outside its range, a parameter has another dtype, a gradient is sparse, or a
-            loaded state has options of torch's AdamW that are not computed.
+        ConfigError: A number is out of range, a parameter has another dtype, a gradient is sparse, or a
+            loaded state has unsupported options of torch's AdamW.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
@@ -105,7 +105,7 @@ class AdamWBf16(Optimizer):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it in place of an AdamW whose state is in float32."""
+        """Suggest it instead of an AdamW with float32 state."""
         trained = [each for each in run.module.parameters() if each.requires_grad]
         if not run.has_adamw or any(each.dtype != torch.float32 for each in trained):
             return None
@@ -119,9 +119,9 @@ class AdamWBf16(Optimizer):
         )
 
     elementwise = True
-    """Each element is updated by itself, so strategies may flatten and cut parameters."""
+    """Each element is updated by itself, so strategies may flatten and split parameters."""
     first_index = 0
-    """Position of the first parameter; a wrapper that makes one optimizer a parameter sets it."""
+    """Position of the first parameter; a wrapper with one optimizer per parameter sets it."""
 
     @check_arguments
     def __init__(
@@ -162,16 +162,16 @@ class AdamWBf16(Optimizer):
         if gradient is None or gradient.layout != torch.strided:
             value, allowed = "AdamWBf16 got a sparse gradient", "dense ones: Embedding(..., sparse=False)"
             raise ConfigError(key="", value=value, allowed=allowed)
-        _check_dtype(parameter)  # again: it may have been frozen or of another dtype when it was added
+        _check_dtype(parameter)  # again: when it was added it may have been frozen, or had another dtype
         if not state:
             for name in AVERAGES:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        # A number, not a tensor, which a state of exactly 4 bytes a parameter has no room for.
+        # A number, not a tensor: a state of exactly 4 bytes per parameter has no room for a tensor.
         step = state["step"] = int(state.get("step", 0)) + 1
         tensors = [_local(each) for each in (parameter, gradient, *(state[name] for name in AVERAGES))]
         generator = torch.Generator(tensors[0].device)
         text = f"{group['seed']} {step} {index} {_shard_of(parameter)}"
-        # A digest, since generators on the CPU use the low 32 bits of a seed alone.
+        # A digest, since CPU generators use only the low 32 bits of a seed.
         generator.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
         for weight, gradient, *averages in zip(*map(_chunks, tensors), strict=True):
             _adamw(weight, gradient, averages[0], averages[1], generator, step, group)
@@ -194,7 +194,7 @@ class AdamWBf16(Optimizer):
                 state[name] = state[name].to(torch.bfloat16)
 
     def outcome(self) -> Outcome:
-        """Return how many tensors are rounded, and how many are kept in float32."""
+        """Report how many tensors are rounded, and how many are kept in float32."""
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         num_rounded = sum(parameter.dtype == torch.bfloat16 for parameter in trained)
         did = f"{num_rounded} tensors rounded stochastically, {len(trained) - num_rounded} in float32"
@@ -226,7 +226,7 @@ def _adamw(
     step: int,
     group: dict[str, Any],
 ) -> None:
-    """Update some rows in float32 as torch's loop over tensors does, and round what is stored in bfloat16."""
+    """Update some rows in float32 like torch's loop over tensors, and round values stored in bfloat16."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     gradient = gradient.float()
     mean = exp_avg.float().lerp_(gradient, 1 - beta1)
@@ -246,7 +246,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor) -> list[int]:
-    """Return which shard this rank has, so that shards get different random bits and replicas equal ones."""
+    """Return this rank's shard coordinates: shards get different random bits, replicas the same."""
     if not isinstance(parameter, DTensor):
         return []
     coordinate = parameter.device_mesh.get_coordinate() or ()

@@ -1,17 +1,17 @@
 """Keep the optimizer's state in host memory and step there.
 
-Each parameter has a copy on the host with an optimizer of its own. In a step, values and gradients are copied
-to the host one after the other on a side stream; each parameter is stepped as soon as its copies arrive, and
-its new value is copied back during the next one's step. The device holds parameters and gradients alone.
-For schedulers, clipping, accumulation and checkpoints it is one optimizer; its state stays on the host when a
+Each parameter has a copy on the host, with its own optimizer. In a step, values and gradients are copied to
+the host one after the other on a side stream. Each parameter is stepped as soon as its copies arrive, and its
+new value is copied back during the next parameter's step. The device holds only parameters and gradients.
+Schedulers, clipping, accumulation and checkpoints see one optimizer. Its state stays on the host when a
 checkpoint is loaded, and a checkpoint has the layout of the optimizer that does the work.
 
-Saves: the optimizer's state on the device, 8 bytes a parameter with AdamW.
-Costs: three copies of the parameters' size over the bus a step, and a step at the CPU's speed; pinned host
+Saves: the optimizer's state on the device, 8 bytes per parameter with AdamW.
+Costs: three copies of the parameters' size over the bus per step, and a step at the CPU's speed; pinned host
     memory for parameters, gradients and state.
 When not: the state fits; the CPU is slow and the batch small, since the step waits for it.
-Conflicts: a model on the CPU, warned: its state is on the host already. Sharding strategies, refused: they
-    move state themselves.
+Conflicts: a model on the CPU, with a warning: its state is on the host already. Sharding strategies are
+    rejected: they move state themselves.
 Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840
 """
 
@@ -43,18 +43,18 @@ class HostState(dict[str, Any]):
 
 
 class CpuOffload(PerParameter):
-    """An optimizer whose state and step are on the CPU while the model is on another device.
+    """An optimizer with state and step on the CPU, for a model on another device.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
         weight_decay: Fraction of `lr`; a group may have its own.
-        optimizer: Steps each parameter: a class of torch.optim, or another that keeps its state for each
+        optimizer: Steps each parameter: a class of torch.optim, or another class that keeps its state per
             parameter, without `lr` and `weight_decay`; None is fused AdamW.
         pin_memory: Keep the host's copies in page-locked memory, which copies faster and asynchronously.
 
     Raises:
-        ConfigError: The learning rate is set for the inner optimizer too.
+        ConfigError: The learning rate is also set for the inner optimizer.
 
     Warns:
         NoEffectWarning: The parameters are on the CPU.
@@ -84,7 +84,7 @@ class CpuOffload(PerParameter):
         self.pin_memory = pin_memory
         self._side_stream: torch.cuda.Stream | None = None
         self._has_warned = False
-        # Not a method: it would hold this optimizer, and with it the host's memory, in a cycle.
+        # Not a method: a reference cycle would keep this optimizer, and with it the host's memory, alive.
         super().__init__(
             params,
             optimizer,
@@ -127,12 +127,12 @@ class CpuOffload(PerParameter):
         return loss
 
     def _fetch(self, parameter: Tensor) -> torch.Event | None:
-        """Begin to copy value and gradient to the host; return the event of their arrival, None if they did.
+        """Start copying value and gradient to the host; return the event of arrival, None if they are there.
 
-        The value is copied in every step: other code may write to the parameter and leave no trace.
+        The value is copied in every step, because other code may change the parameter without a trace.
         """
         copy, gradient = self.copies[parameter], parameter.grad
-        if gradient is None or gradient.layout != torch.strided:  # a sparse one has no buffer to reuse
+        if gradient is None or gradient.layout != torch.strided:  # a sparse gradient has no buffer to reuse
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)
             return None
@@ -157,7 +157,7 @@ class CpuOffload(PerParameter):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load with the host's copies in place of the parameters, so that no state touches the device."""
+        """Load into the host's copies instead of the parameters, so that no state touches the device."""
         on_device = [group["params"] for group in self.param_groups]
         for group, parameters in zip(self.param_groups, on_device, strict=True):
             group["params"] = [self.copies[parameter] for parameter in parameters]
@@ -174,7 +174,7 @@ class CpuOffload(PerParameter):
         self.share_state()
 
     def outcome(self) -> Outcome:
-        """Return how many bytes the host holds for it."""
+        """Report the bytes that it keeps on the host."""
         num_bytes = sum(copy.nbytes for copy in self.copies.values())
         num_bytes += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
         did = f"{human_bytes(num_bytes)} of copies and state on the host"

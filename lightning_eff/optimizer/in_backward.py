@@ -1,15 +1,15 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-The gradients of a model then never exist all at once: at most those of one layer do. For schedulers and
-checkpoints it is one optimizer, inside which each parameter has its own; a checkpoint has the layout of the
-inner optimizer over the same groups, and either can load the other's.
+So the gradients of a model never exist all at once: at most those of one layer do. Schedulers and checkpoints
+see one optimizer, inside which each parameter has its own. A checkpoint has the layout of the inner optimizer
+over the same groups, and each of the two loads the other's checkpoint.
 
-Saves: gradients: those of one layer exist at a time.
-Costs: one optimizer call a parameter and step; no clipping by the norm of all gradients, only by each
-    parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
-When not: gradients are accumulated, clipped by their common norm, or scaled.
+Saves: gradients: only one layer's exist at a time.
+Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm, only by
+    each parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
+When not: gradients are accumulated, clipped by their total norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
-    and manual optimization, refused: each needs the gradients after the backward pass.
+    and manual optimization are rejected: each needs the gradients after the backward pass.
 Source: Lv et al. 2023, https://arxiv.org/abs/2306.09782;
     https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
@@ -61,22 +61,22 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
         ),
     ),
 }
-"""Of what needs the gradients after the backward pass: why it fails, and its own remedy if it has one."""
+"""For each conflict that needs the gradients after the backward pass: the reason, and its remedy if any."""
 
 
 class InBackward(PerParameter):
-    """An optimizer whose step happens while the backward pass runs.
+    """An optimizer that steps while the backward pass runs.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
         weight_decay: Fraction of `lr`; a group may have its own.
-        optimizer: Steps each parameter: a class of torch.optim, or another that keeps its state for each
+        optimizer: Steps each parameter: a class of torch.optim, or another class that keeps its state per
             parameter, without `lr` and `weight_decay`; None is fused AdamW.
         max_parameter_norm: Scale a parameter's gradient down to this norm; None leaves it unchanged.
 
     Raises:
-        ConfigError: A number is outside its range, or the learning rate is set for the inner optimizer too.
+        ConfigError: A number is out of range, or the learning rate is also set for the inner optimizer.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -107,22 +107,22 @@ class InBackward(PerParameter):
         self._stepped: set[Tensor] = set()
         self._is_paused = False
         super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
-        # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with this same stack, and
-        # dies before the optimizer.
+        # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with this same stack, and is
+        # deleted before the optimizer.
         weakref.finalize(self, self._hooks.close)
 
     def close(self) -> None:
-        """Remove the hooks: a later backward pass keeps its gradients."""
+        """Remove the hooks, so that later backward passes keep their gradients."""
         self._hooks.close()
 
     @staticmethod
     def facts() -> Facts:
-        """Return what needs the gradients after the backward pass."""
+        """Return the conflicts: whatever needs the gradients after the backward pass."""
         excludes = [
             Rule(name=name, reason=reason, remedies=(*own, TO_ADAMW))
             for name, (reason, *own) in REASONS.items()
         ]
-        # OptimizerChoice refuses such modules itself; this is for an optimizer that a module made.
+        # OptimizerChoice rejects such modules itself; this covers an optimizer that a module built.
         reason = "it would step in every backward pass of the module's own"
         remedy = "an optimizer of torch.optim in configure_optimizers"
         excludes.append(Rule(name="run/manual_optimization", reason=reason, remedies=(remedy,)))
@@ -130,7 +130,7 @@ class InBackward(PerParameter):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it in place of AdamW: all gradients but the largest are freed before the others exist."""
+        """Suggest it instead of AdamW: each gradient is freed before most of the others exist."""
         gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         if not run.has_adamw or not gradients:
             return None
@@ -145,7 +145,7 @@ class InBackward(PerParameter):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        optimizer = weakref.ref(self)  # parameters outlive optimizers: their hooks must not hold this one
+        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not hold this one
 
         def step_if_alive(parameter: Tensor) -> None:
             alive = optimizer()
@@ -187,7 +187,7 @@ class InBackward(PerParameter):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; gradients that are left are used too."""
+        """Run the closure, whose backward pass steps; then use remaining gradients too."""
         if closure is not None:
             self._freed_bytes = 0
         with torch.enable_grad():
@@ -198,11 +198,11 @@ class InBackward(PerParameter):
         return loss
 
     def pause(self, *, paused: bool = True) -> None:
-        """Leave gradients alone, for a backward pass that is not part of the training."""
+        """Keep gradients, for a backward pass that is not part of the training."""
         self._is_paused = paused
 
     def outcome(self) -> Outcome:
-        """Return how many bytes of gradients the last step did not hold."""
+        """Report the bytes of gradients that the last step did not hold."""
         did = f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass"
         numbers = {"freed_gradient_bytes": self._freed_bytes}
         return Outcome(did=did, effective=self._freed_bytes > 0, numbers=numbers)

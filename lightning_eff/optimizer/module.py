@@ -1,16 +1,16 @@
-"""Keep the module's own `configure_optimizers`: its optimizers, its schedulers, and who steps them.
+"""Keep the module's own `configure_optimizers`: its optimizers, its schedulers, and manual stepping.
 
-`optimizer=module` trains a LightningModule as Lightning alone does: with one optimizer and a schedule of any
-kind, or with several that the module steps itself (manual optimization), as a GAN does. Nothing is replaced;
-this callback reports what runs, and refuses before the run what Lightning cannot do for such a module. In
+`optimizer=module` trains a LightningModule as Lightning alone does. The module may have one optimizer and any
+schedule, or several optimizers that it steps itself (manual optimization), like a GAN. Nothing is replaced.
+This callback reports what runs, and rejects before the run what Lightning cannot do for such a module. In
 manual optimization `global_step` and `max_steps` count every call of an optimizer's `step`, as in Lightning:
-two optimizers that step once a batch each advance it by two.
+two optimizers that each step once per batch advance it by two.
 
-Saves: nothing: it keeps what the module has.
-Costs: none; the module's own.
-When not: one optimizer is enough, and is to be set on the command line.
+Saves: nothing: it keeps the module's optimizers.
+Costs: nothing beyond the module's own.
+When not: one optimizer is enough, and should be set on the command line.
 Conflicts: with manual optimization the Trainer's gradient_clip_val and accumulate_grad_batches, which
-    Lightning does not apply there. What else cannot be combined with it is stated with each technique.
+    Lightning does not apply there. Each technique states its other conflicts with manual optimization.
 Source: https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html
 """
 
@@ -38,14 +38,14 @@ class ModuleOptimizer(Managed):
 
     Raises:
         ConfigError: The module has no `configure_optimizers`, or one that returns an empty list.
-        ConflictError: The Trainer is to clip or accumulate for a module that steps its optimizers itself.
+        ConflictError: The Trainer should clip or accumulate for a module that steps its optimizers itself.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[ModuleOptimizer()], logger=False, accelerator="cpu")
     """
 
     try_as = ()
-    """It is what the module has, and no technique."""
+    """Never tried: it is the module's own training, not a technique."""
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Any] = ()
@@ -71,10 +71,10 @@ class ModuleOptimizer(Managed):
         return Facts(excludes=(clipping, accumulation))
 
     def check_module(self, module: pl.LightningModule) -> None:
-        """Refuse a module without a `configure_optimizers`.
+        """Reject a module without `configure_optimizers`.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The module has none.
         """
         if not is_overridden("configure_optimizers", module):
             fault = f"{type(module).__name__} has no configure_optimizers, which optimizer=module keeps"
@@ -84,7 +84,7 @@ class ModuleOptimizer(Managed):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        # In place of None, Lightning has an optimizer without groups that does nothing.
+        # If the module returns None, Lightning uses an optimizer without groups that does nothing.
         self._optimizers = [each for each in trainer.optimizers if _groups(each)]
         self._is_manual = not pl_module.automatic_optimization
         if not self._optimizers:
@@ -100,7 +100,7 @@ class ModuleOptimizer(Managed):
         self._first_rates = [_rates(optimizer) for optimizer in self._optimizers]
 
     def outcome(self) -> Outcome:
-        """Return which optimizers and schedules run, over how many tensors, and the bytes of their state."""
+        """Report optimizers and schedules, their number of tensors, and the bytes of their state."""
         if not self._optimizers:
             return Outcome(did=self._nothing or "not built yet", effective=False)
         firsts = self._first_rates or [_rates(optimizer) for optimizer in self._optimizers]
@@ -126,7 +126,7 @@ def _kind(optimizer: Any) -> type:
 
 
 def _groups(optimizer: Any) -> Sequence[dict[str, Any]]:
-    """Return the parameters' groups; DeepSpeed shards its own, and its strategy keeps them."""
+    """Return the parameters' groups; DeepSpeed flattens them, and its strategy keeps the originals."""
     return getattr(optimizer, "whole_groups", optimizer.param_groups)
 
 

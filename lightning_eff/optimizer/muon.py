@@ -1,16 +1,15 @@
 """Muon for hidden matrices and AdamW for everything else, as one optimizer.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so every direction is learned at the same
-rate. That is right for matrices between hidden layers; embeddings, the output layer, norms, biases and
-convolutions go to AdamW, as its authors advise. Muon's update is scaled to the size of AdamW's, so one
-learning rate and one decay serve both, and a schedule moves both.
+rate. That suits matrices between hidden layers. Embeddings, the output layer, norms, biases and convolutions
+go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's, so one learning
+rate, one decay and one schedule serve both.
 
-Saves: steps until a loss is reached, by its authors' measurements; half of AdamW's state of hidden
-    matrices.
-Costs: five small matrix products a matrix and step; 4 bytes of state per parameter of a hidden matrix in
+Saves: steps until a loss is reached, by its authors' measurements; half of AdamW's state for hidden matrices.
+Costs: five small matrix products per matrix and step; 4 bytes of state per parameter of a hidden matrix in
     float32, 8 for the rest.
-When not: models without hidden matrices (it says so); finetuning of weights that AdamW trained.
-Conflicts: ZeRO, refused: it flattens matrices into vectors.
+When not: models without hidden matrices (an error reports it); finetuning of weights that AdamW trained.
+Conflicts: ZeRO is rejected: it flattens matrices into vectors.
 Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; scaling as in Liu et al. 2025,
     https://arxiv.org/abs/2502.16982
 """
@@ -37,24 +36,23 @@ class Muon(WrapperOptimizer):
     """torch's Muon and torch's AdamW as one optimizer.
 
     Args:
-        params: Parameters or groups. A group with a key `hidden` goes to Muon where that is true and to
-            AdamW where it is false, as `build.parameter_groups` sets it; without the key,
-            every matrix goes to Muon.
+        params: Parameters or groups. A group's key `hidden`, set by `build.parameter_groups`, sends it to
+            Muon if true and to AdamW if false. Without the key, every matrix goes to Muon.
         lr: Learning rate of both.
         weight_decay: Fraction of `lr`, of both; a group may have its own.
         momentum: Muon's.
         nesterov: Muon's: look ahead along the momentum.
         betas: AdamW's decay of its two running averages.
         fused: AdamW's: one kernel for all tensors.
-        rest: Patterns of parameter names (`classifier.*`) that are not hidden either; read where the names
-            are known, by `configure_optimizers`.
+        rest: Patterns of parameter names (`classifier.*`) that are not hidden either; `configure_optimizers`
+            reads them, because it knows the names.
 
     Raises:
         ConfigError: The model has no hidden matrix.
 
     Warns:
-        LittleReachedWarning: More trained weights are in convolutions, and other tensors of three or more
-            axes, than in hidden matrices.
+        LittleReachedWarning: More trained weights are in convolutions and other tensors of three or more axes
+            than in hidden matrices.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -92,14 +90,14 @@ class Muon(WrapperOptimizer):
         self._adamw = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
         optimizers: list[Optimizer] = [muon, self._adamw(others)] if others else [muon]
         super().__init__([group for inner in optimizers for group in inner.param_groups], {})
-        self.optimizers = optimizers  # from here on `add_param_group` passes groups on
+        self.optimizers = optimizers  # from now on, `add_param_group` passes groups on
         for inner in self.optimizers:
             self.state.update(inner.state)
             inner.state = self.state  # one dict for all, so that a loaded state reaches every inner optimizer
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "optimizers" not in vars(self):  # called by Optimizer.__init__, with groups that inner ones have
+        if "optimizers" not in vars(self):  # called by Optimizer.__init__, with the inner optimizers' groups
             super().add_param_group(param_group)
             return
         hidden, others = split_hidden([param_group])
@@ -107,7 +105,7 @@ class Muon(WrapperOptimizer):
         if any(parameter in present for group in (*hidden, *others) for parameter in group["params"]):
             raise ValueError("some parameters appear in more than one parameter group")
         if others and len(self.optimizers) == 1:
-            adamw = self._adamw([torch.zeros(0)])  # an optimizer cannot be made without a parameter
+            adamw = self._adamw([torch.zeros(0)])  # an optimizer cannot be built without a parameter
             adamw.param_groups.clear()
             adamw.state = self.state
             self.optimizers.append(adamw)
@@ -126,7 +124,8 @@ class Muon(WrapperOptimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Optimizer.load_state_dict replaces the groups and the state; inner ones must use the same objects.
+        # Optimizer.load_state_dict replaces the groups and the state; inner optimizers must use the same
+        # objects.
         index_of = {id(group): index for index, group in enumerate(self.param_groups)}
         indices_of = [[index_of[id(group)] for group in inner.param_groups] for inner in self.optimizers]
         super().load_state_dict(state_dict)
@@ -136,20 +135,20 @@ class Muon(WrapperOptimizer):
 
     @staticmethod
     def facts() -> Facts:
-        """Return what its mathematics cannot be combined with."""
+        """Return the conflicts of its mathematics."""
         return Facts(excludes=NEEDS_MATRICES)
 
     def outcome(self) -> Outcome:
-        """Return how many parameters Muon and AdamW step."""
+        """Report how many parameters Muon and AdamW step."""
         counts = [sum(len(group["params"]) for group in inner.param_groups) for inner in self.optimizers]
         did = f"Muon for {counts[0]} hidden matrices, AdamW for {sum(counts[1:])} other tensors"
         return Outcome(did=did, numbers={"hidden": counts[0], "rest": sum(counts[1:])})
 
 
 def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
-    """Warn if AdamW steps most of the layers' weights, as in a CNN: convolutions are no matrices.
+    """Warn if AdamW steps most of the layers' weights, as in a CNN: convolutions are not matrices.
 
-    Embeddings and output layers, which are matrices too, are not counted: AdamW has them on purpose.
+    Embeddings and output layers, which are matrices too, do not count: AdamW steps them on purpose.
     """
     taken = [p for group in hidden for p in group["params"]]
     left = [p for group in others for p in group["params"] if p.dim() > 2 and p.requires_grad]
@@ -165,7 +164,7 @@ def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str,
 
 
 def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split what an optimizer is given, named parameters or groups too, into hidden matrices and the rest.
+    """Split an optimizer's parameters, named ones or groups too, into hidden matrices and the rest.
 
     A group's key `hidden` decides; without it every matrix is hidden.
     """

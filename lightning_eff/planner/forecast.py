@@ -1,6 +1,6 @@
 """Predict what a composed recipe needs: on a CPU, on a GPU that need not be present, on each of many devices.
 
-Techniques, model and optimizer run for two steps on fake tensors (planner/prediction.py), with one batch of
+Techniques, model and optimizer run for two steps on fake tensors (prediction/predict.py), with one batch of
 the recipe's data. Data that are not prepared yet are not prepared for this: a data module may have a method
 `example_batch()` that returns a synthetic batch of the right shape.
 
@@ -32,8 +32,8 @@ from lightning_eff.core.errors import UsageError
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.devices import AMPERE, Device
 from lightning_eff.launch.job import num_ranks
-from lightning_eff.planner.prediction import Prediction, predict, reason_of
 from lightning_eff.planner.sharding import ShardingTable, sharding_table
+from lightning_eff.prediction.predict import Prediction, predict, reason_of
 from lightning_eff.report.peak import Peak
 from lightning_eff.run import build_trainer, check_parts, choose_optimizers, make, untrained
 

@@ -16,7 +16,7 @@ from lightning_eff.core.errors import PRE_RUN_ERRORS
 from lightning_eff.core.text import human_bytes
 from lightning_eff.planner.advice import AdvisedRecipe
 from lightning_eff.planner.forecast import MemoryForecast, forecast
-from lightning_eff.planner.prediction import Prediction, reason_of
+from lightning_eff.prediction.predict import Prediction, reason_of
 
 GRANULE = 1024
 """Tokens to which a length is rounded down."""

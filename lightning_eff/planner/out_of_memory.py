@@ -21,7 +21,7 @@ from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels import devices
 from lightning_eff.planner.advice import AdvisedRecipe, Compose, advise, candidates
 from lightning_eff.planner.forecast import DeviceMemory
-from lightning_eff.planner.prediction import quietly, reason_of
+from lightning_eff.prediction.predict import quietly, reason_of
 from lightning_eff.report.module_tracker import BACKWARD, FORWARD, STEP
 from lightning_eff.report.peak import Holder
 from lightning_eff.report.recording import BUFFERS, PARAMETERS, STATE

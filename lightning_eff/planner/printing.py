@@ -162,7 +162,7 @@ def verdict(forecast: MemoryForecast, num_devices: int) -> str:
     """Return whether the run fits in the free memory of each of a number of devices."""
     sharding, memory = forecast.sharding, forecast.memory
     share, passing_bytes, on_host = sharding.shares[num_devices], sharding.passing_bytes, ""
-    needed = share.device + (passing_bytes or 0)
+    needed = share.device(passing_bytes or 0)
     if not memory.is_cuda:
         needed += share.host  # a CPU's own memory is the host's
     elif share.host:

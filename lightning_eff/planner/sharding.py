@@ -22,8 +22,8 @@ from lightning_eff.core.model_surgery import select_blocks
 from lightning_eff.core.optimization.build import build
 from lightning_eff.core.rules import callbacks_of
 from lightning_eff.core.technique import name_of
-from lightning_eff.planner.fakes import Fakes
-from lightning_eff.planner.prediction import quietly, reason_of
+from lightning_eff.prediction.fakes import Fakes
+from lightning_eff.prediction.predict import quietly, reason_of
 from lightning_eff.report.model_weights import ModelWeights
 from lightning_eff.report.peak import Peak
 from lightning_eff.report.sharding import DeviceShare, Sharding
@@ -33,7 +33,10 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 """Precisions for which Lightning casts the model's weights."""
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
-PREDICTED = "activations are those of the predicted step, temporaries and the batch included"
+PREDICTED = (
+    "activations are those of the predicted step, temporaries and the batch included; maxima that may not "
+    "coincide are added up"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ShardingTable:
         rows: list[dict[str, int]] = []
         for devices, share in self.shares.items():
             activations = self.passing_bytes or 0
-            sizes = asdict(share) | {"device": share.device + activations, "activations": activations}
+            sizes = asdict(share) | {"device": share.device(activations), "activations": activations}
             rows.append({"devices": devices} | {f"{name}_bytes": round(size) for name, size in sizes.items()})
         return rows
 

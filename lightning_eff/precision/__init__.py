@@ -1,1 +1,1 @@
-"""Techniques for `Trainer(plugins=[...])`, at most one in a run: number formats."""
+"""Number formats: techniques for `Trainer(plugins=[...])`, at most one per run."""

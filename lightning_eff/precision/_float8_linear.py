@@ -1,11 +1,12 @@
-"""A linear layer whose products have float8 operands, by torchao's casts; a class that a layer gets in place.
+"""A linear layer with float8 products, by torchao's casts; a layer gets this class in place.
 
     y [T, N] = x [T, K] @ W.T       dx = dy @ W       dW = dy.T @ x
 
-It differs from torchao 0.18's layer in four places. A frozen weight has no gradient to compute, and its layer
-keeps no input for one; so has an input that needs none. Autocast is that of the input's device, and not
-CUDA's. An input without rows is a product of no size. And an `nn.Linear` becomes one by its class, with its
-hooks, its parameters and whoever refers to it; the name is torchao's, since its FSDP2 functions look for it.
+`precision/float8` converts layers with `convert`. The class differs from torchao 0.18's layer in four places.
+For a frozen weight, no gradient is computed and no input is kept; the same holds for an input that needs no
+gradient. Autocast is the input device's, not CUDA's. An input without rows is a product of no size. And an
+`nn.Linear` is converted by changing its class, so it keeps its hooks, its parameters and all references to
+it. The name is torchao's, since its FSDP2 functions look for it.
 
 Source: learned from https://github.com/pytorch/ao, torchao/float8/float8_linear.py
 """
@@ -31,14 +32,14 @@ INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRo
 
 
 class Float8Linear(float8_linear.Float8Linear):  # pyright: ignore[reportUntypedBaseClass]
-    """A linear layer in float8; `conversion.convert` makes one."""
+    """A linear layer in float8, made by `convert`."""
 
     has_run: bool
-    """There once a forward pass ran, unless under a compiler."""
+    """Set once a forward pass has run, except under a compiler."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Compute `[*batch, K]` to `[*batch, N]`, in the dtype of the input or of autocast."""
+        """Map `[*batch, K]` to `[*batch, N]`, in the dtype of the input or of autocast."""
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
@@ -50,7 +51,7 @@ class Float8Linear(float8_linear.Float8Linear):  # pyright: ignore[reportUntyped
 
 @torch.compiler.allow_in_graph
 class Float8Product(torch.autograd.Function):
-    """`x @ W.T` of an input `[*batch, K]` and a transposed weight `[K, N]`."""
+    """`x @ W.T` for an input `[*batch, K]` and a transposed weight `[K, N]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,7 +89,7 @@ class Float8Product(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: Any, config: Any) -> Tensor:
-    """Return a matrix in float8, scaled as a whole or along an axis; unchanged where the recipe has it so."""
+    """Return a matrix in float8, scaled as a whole or along an axis; unchanged if the recipe keeps it."""
     is_high = cast.scaling_type is ScalingType.DISABLED
     if is_high or tensor_already_casted_to_fp8(tensor) or not tensor.numel():
         return tensor
@@ -104,9 +105,9 @@ def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: 
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`; with an operand that has no elements, zeros in the dtype of the other one."""
+    """Return `a @ b`; if an operand has no elements, zeros in the other one's dtype."""
     if a.numel() and b.numel():
-        # Both have their dtypes already; autocast's own cast of them fails in inference mode.
+        # Both have their final dtypes; autocast would cast them again, which fails in inference mode.
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a, b)
     return torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
@@ -119,7 +120,7 @@ def recipe_config(recipe: str, *, emulate: bool, all_gather: bool = False) -> An
 
 
 def convert(layer: nn.Linear, config: Any) -> None:
-    """Give a linear layer the class that computes it in float8."""
+    """Give a linear layer the class that computes in float8."""
     twin = float8_linear.Float8Linear.from_float(layer, config)
     own = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
     if twin.weight is not layer.weight:  # a subclass that FSDP2 gathers in float8
@@ -133,7 +134,7 @@ def convert(layer: nn.Linear, config: Any) -> None:
 def unconvert(layer: nn.Linear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing.
 
-    A layer whose weight FSDP2 gathers in float8 stays: what it gathers fits this class alone.
+    A layer whose weight FSDP2 gathers in float8 is left: the gathered format fits only this class.
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return
@@ -147,7 +148,7 @@ def _is_gathered(weight: Tensor) -> bool:
 
 
 def _save_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """Put the weight itself into a state dict, in the same memory: checkpoints know nothing of float8."""
+    """Put the plain weight into a state dict, in the same memory: checkpoints have no float8."""
     weight: Any = state.get(f"{prefix}weight")
     if not _is_gathered(weight):
         return

@@ -1,15 +1,18 @@
-"""Linear layers of bitsandbytes that last through a run: trained through, evaluated, saved, resumed, moved.
+"""Linear layers of bitsandbytes that support a full run: training, evaluation, saving, resuming, moving.
 
-They differ from bitsandbytes 0.50's in four places. A state dict loads into a quantized layer, all of it and
-checked, and a floating-point weight in it is quantized as this layer was; bitsandbytes saves its scales and
-cannot read them back through `load_state_dict`. A forward pass never casts the bias in place. A forward pass
-computes the same in evaluation as in training: bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16 in
-evaluation, after which no gradient goes through the layer, and 8-bit layers quantize their inputs too. Scales
-follow the weight to its device.
+`precision/quantized_base` makes them with `quantize`. They differ from bitsandbytes 0.50's in four places:
+
+- A state dict loads into a quantized layer, completely and checked. A floating-point weight in it is
+  quantized as this layer was. bitsandbytes saves its scales but cannot load them with `load_state_dict`.
+- A forward pass never casts the bias in place.
+- A forward pass computes the same in evaluation as in training. In evaluation, bitsandbytes repacks 4-bit
+  weights on CPUs with AVX512-BF16, after which no gradient passes the layer, and 8-bit layers quantize their
+  inputs too.
+- Scales follow the weight to its device.
 
 On a CPU, bitsandbytes writes 4-bit weights as one sequence of blocks, but reads them row by row, with a new
-block at the start of each row. Where blocks do not end with the rows it would use other blocks' scales, which
-loses a third of the weight's norm: such layers are read here as they were written.
+block at the start of each row. If blocks do not end with the rows, it uses other blocks' scales, which loses
+a third of the weight's norm. Such layers are read here as they were written.
 
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; 2022, https://arxiv.org/abs/2208.07339
 """
@@ -31,11 +34,11 @@ from typing_extensions import override
 
 FOUR_BITS = ("nf4", "fp4")
 
-bnb: Any = bitsandbytes  # it has no types
+bnb: Any = bitsandbytes  # it has no type annotations
 
 
 class Linear4bit(modules.Linear4bit):
-    """A linear layer with a 4-bit weight; `quantize` makes one."""
+    """A linear layer with a 4-bit weight, made by `quantize`."""
 
     weight: Any
 
@@ -71,7 +74,7 @@ class Linear4bit(modules.Linear4bit):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_scales(self, scales: dict[str, Any]) -> str:
-        """Copy scales from a state dict; return how their format differs from this layer's, or nothing."""
+        """Copy scales from a state dict; return how their format differs from this layer's, empty if not."""
         state = self.weight.quant_state
         own = state.as_dict(packed=True)
         if scales.keys() != own.keys():
@@ -94,7 +97,7 @@ class Linear4bit(modules.Linear4bit):
 
 
 class Linear8bit(modules.Linear8bitLt):
-    """A linear layer with an 8-bit weight and one scale per row; `quantize` makes one."""
+    """A linear layer with an 8-bit weight and one scale per row, made by `quantize`."""
 
     weight: Any
     compute_dtype: torch.dtype
@@ -102,7 +105,7 @@ class Linear8bit(modules.Linear8bitLt):
     @override
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 moves the weight alone
+        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 moves only the weight
             weight.SCB = weight.SCB.to(weight.device)
         self.state.CB, self.state.SCB, self.state.is_training = weight.data, weight.SCB, True
         out: Tensor = bnb.matmul(x.to(self.compute_dtype), weight, bias=self.bias, state=self.state)
@@ -122,7 +125,7 @@ class Linear8bit(modules.Linear8bitLt):
             scale = None
         if scale is not None:
             self.weight.SCB.copy_(scale)
-        # bitsandbytes 0.50's own raises an error after a forward pass
+        # bitsandbytes 0.50's own method raises an error after a forward pass
         nn.Linear._load_from_state_dict(self, state_dict, prefix, *args)  # noqa: SLF001
 
 
@@ -136,12 +139,12 @@ def quantize(
 ) -> float:
     """Quantize a linear layer in place; return the error `||W_quantized - W|| / ||W||`.
 
-    The module stays the same object: its class and weight change.
+    The module stays the same object: only its class and weight change.
 
     Args:
-        layer: Of exactly that class; its weight has its final values, on its device.
+        layer: Exactly an `nn.Linear`; its weight has its final values, on its device.
         quant_type: `nf4`, `fp4` or `int8`.
-        compute_dtype: Of matrix products and of the bias.
+        compute_dtype: Dtype of matrix products and of the bias.
         blocksize: Weights per scale, with 4 bits.
         double_quant: Quantize the scales to 8 bits, with 4 bits.
     """
@@ -151,10 +154,10 @@ def quantize(
         template = Linear4bit(1, 1, compute_dtype=compute_dtype, device="meta")
         options = {"blocksize": blocksize, "compress_statistics": double_quant, "quant_type": quant_type}
         weight = bnb.nn.Params4bit(before, requires_grad=False, **options)
-        weight = weight.to(device=before.device)  # the move to a device quantizes
+        weight = weight.to(device=before.device)  # moving it to a device quantizes it
     else:
         template = Linear8bit(1, 1, has_fp16_weights=False, device="meta")
-        # W = codes * scale / 127, with the largest magnitude of a row as its scale
+        # W = codes * scale / 127; the scale is the largest magnitude of a row
         codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
         weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
     own.__class__ = type(template)
@@ -163,7 +166,7 @@ def quantize(
     own.weight, own.compute_dtype = weight, compute_dtype
     if quant_type in FOUR_BITS:
         own.quant_state = weight.quant_state
-        own.support_avx512bf16_for_cpu = False  # a repacked weight passes no gradient on
+        own.support_avx512bf16_for_cpu = False  # a repacked weight passes no gradient
     if own.bias is not None:
         own.bias.data = own.bias.data.to(compute_dtype)
         own.bias.requires_grad = False

@@ -1,20 +1,20 @@
-"""Choose number formats: the dtype of the weights, and that of matrix products.
+"""Choose number formats: the dtype of the weights, and the dtype of matrix products.
 
-`bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast), `bf16-true`
-keeps everything but complex tensors in bfloat16, `32-true` casts nothing. `auto` chooses `bf16-mixed` where
-the device computes bfloat16 natively and `32-true` elsewhere, and reports why: PyTorch runs bfloat16 on any
-CPU, but several times slower where it is emulated.
+`bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast). `bf16-true` keeps
+everything but complex tensors in bfloat16. `32-true` casts nothing. `auto` chooses `bf16-mixed` if the device
+computes bfloat16 natively, otherwise `32-true`, and reports why: PyTorch runs bfloat16 on any CPU, but
+several times slower where it is emulated.
 
-Unlike Lightning's MixedPrecision, autocast caches each weight's cast copy for one training step, so a layer
-that is used four times is cast and saved once (evaluation caches no copies); the device is the strategy's,
-and never guessed from an accelerator's name; and gradients are unscaled before clipping for every optimizer,
-so `fused` AdamW and clipping work in one run.
+Differences from Lightning's MixedPrecision: Autocast caches each weight's cast copy for one training step, so
+a layer that is used four times is cast and saved once (evaluation caches no copies). The device is the
+strategy's, never guessed from an accelerator's name. Gradients are unscaled before clipping for every
+optimizer, so `fused` AdamW and clipping work in one run.
 
 Saves: time and activations: matrix products in 16 bits where the device computes them.
 Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose
     gradients overflow is skipped). Mixed formats add a copy of each weight during the step: a large model
     with a small batch can need more memory.
-When not: the device emulates the format: it then stays with float32, and says so.
+When not: the device emulates the format: `auto` then stays with float32 and reports it.
 Conflicts: `Trainer(precision=...)` with this plugin, rejected by Lightning. fp16 with LBFGS, rejected.
 Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html
@@ -66,18 +66,18 @@ CAST_LAYERS = (
 )  # fmt: skip
 """Layers whose matrix products autocast computes in the low format."""
 LIGHTNING_KEY = "MixedPrecision"
-"""Where Lightning 2.6's own plugin keeps its scaler's state in a checkpoint."""
+"""Key of Lightning 2.6's own plugin for its scaler's state in a checkpoint."""
 AS_REQUESTED = "as requested"
-_backends: Any = torch.backends  # the stubs lack `fp32_precision` and what has it
+_backends: Any = torch.backends  # the stubs lack `fp32_precision` and its owners
 CUDA_MATMUL, CPU_MATMUL = _backends.cuda.matmul, _backends.mkldnn.matmul
 CUDNN = (_backends.cudnn.conv, _backends.cudnn.rnn)
 PARENTS = (_backends, _backends.cudnn)
-"""Those from which CUDA's inherit, the one of all first; that of cudnn is that of all of CUDA."""
+"""Switches that CUDA's switches inherit from: the global one, then cudnn's, which is for all of CUDA."""
 
 
 @contextlib.contextmanager
 def step_context(precision: str, device_type: str, *, keep_casts: bool = True) -> Generator[None]:
-    """Return the context for the forward pass of one step; for loops without a Trainer.
+    """Return the context for the forward pass of one step, for loops without a Trainer.
 
     Args:
         precision: One of `COMPUTE_DTYPES`.
@@ -106,7 +106,7 @@ class AutoPrecision(Precision):
         tf32: Compute float32 matrix products and convolutions on CUDA in TF32 (10 bits of precision); None
             leaves PyTorch's switches unchanged. They are restored at the end of the run.
         keep_casts: Cache a weight's cast copy for one training step; not in manual optimization, where
-            weights change within it.
+            weights change within the step.
 
     Raises:
         ConfigError: `precision` has another value, or LBFGS is used with `16-mixed`.
@@ -133,7 +133,7 @@ class AutoPrecision(Precision):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it where products in float32 take the time of a device that computes bfloat16."""
+        """Suggest it if float32 products dominate the time on a device that computes bfloat16."""
         share, precision = run.time_share(PRODUCTS), str(run.trainer.precision)
         faster, reason = auto_precision(run.module.device.type)
         if share < MIN_TIME or run.small_operations or precision != "32-true" or faster == precision:
@@ -143,7 +143,7 @@ class AutoPrecision(Precision):
 
     __repr__ = rules.plugin_repr
     _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"
-    """With the precision, the reason, and what auto would choose."""
+    """Formatted with the precision, the reason, and the choice of auto."""
 
     @check_arguments
     def __init__(
@@ -160,16 +160,16 @@ class AutoPrecision(Precision):
         self.keep_casts = keep_casts
         self.scaler: torch.amp.GradScaler | None = None
         self._planned: Device | None = None
-        """A GPU to predict for, in place of the Trainer's device."""
+        """A GPU to predict for, instead of the Trainer's device."""
         self._steps_inside = False
-        """Whether optimizers step within a training step, which makes earlier casts of their weights old."""
+        """Whether optimizers step within a training step, which makes earlier casts of weights stale."""
         self._reason = AS_REQUESTED
         self._cast_layers: dict[str, str] = {}
         self._bytes_before = self._bytes_after = 0
         self._restore_tf32: Callable[[], None] | None = None
 
     def facts(self) -> Facts:
-        """Return what follows on a device that only emulates the format."""
+        """Return the consequences of a device that only emulates the format."""
         dtype, reason = COMPUTE_DTYPES.get(self.precision), f"{self.precision} will be slow"
         verdict = Verdict.WARNED
         if dtype is None:
@@ -180,7 +180,7 @@ class AutoPrecision(Precision):
         return Facts(excludes=(rule,))
 
     def join_prediction(self, gpu: Device | None) -> bool:
-        """Choose format and layers for the GPU of a prediction, whatever this machine computes."""
+        """Choose format and layers for a prediction's GPU, independent of this machine."""
         self._planned = gpu
         if gpu is not None and self.precision == "auto":
             self.precision = "bf16-mixed" if gpu.capability >= AMPERE else "32-true"
@@ -188,7 +188,7 @@ class AutoPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Choose format and device, convert the weights in place if the format requires it, and count."""
+        """Choose format and device, convert weights in place if the format requires it, and count layers."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and trainer.ckpt_path is not None:
             checkpoint_stamp.check_on_restore(trainer)
@@ -316,7 +316,7 @@ class AutoPrecision(Precision):
             self.scaler.load_state_dict(state_dict)
 
     def outcome(self) -> Outcome:
-        """Return the format, the reason for it, and the layers that were cast."""
+        """Report the format, the reason for it, and the layers that were cast."""
         is_requested = self._reason == AS_REQUESTED and self.precision != "auto"
         is_float32 = is_requested and self.precision == "32-true" and not self.tf32
         device = self.device or "an unknown device"
@@ -335,15 +335,16 @@ class AutoPrecision(Precision):
 
 
 def set_tf32(*, enabled: bool) -> Callable[[], None]:
-    """Compute float32 products, convolutions and RNNs on CUDA in TF32, or not; return what restores that.
+    """Switch TF32 for float32 products, convolutions and RNNs on CUDA; return a function that restores it.
 
-    Since 2.9 PyTorch has two sets of switches. The newer ones, `fp32_precision` of an operation, of a backend
-    and of all, are what its products follow; "none" inherits from the next. The older ones, `allow_tf32` and
-    `set_float32_matmul_precision`, set the newer ones too, but raise when they are read and these differ.
+    Since 2.9 PyTorch has two sets of switches. Its products follow the newer ones: `fp32_precision` of an
+    operation, of a backend and globally, where "none" inherits from the next level. The older ones,
+    `allow_tf32` and `set_float32_matmul_precision`, set the newer ones too, but raise an error when they are
+    read and the two sets differ.
 
-    Here the newer ones are set, and the older ones with them wherever they can be read: then what reads them
+    This function sets the newer ones, and the older ones too if they can be read. So code that reads them
     does not raise during the run (torch.compile's max-autotune, `torch.backends.cudnn.flags` around a CTC
-    loss). Where the user's settings already make them raise, they are left alone.
+    loss). If the user's settings already make them raise, they are left unchanged.
     """
     precision, undo = "tf32" if enabled else "ieee", ExitStack()
     if _is_tf32(CUDA_MATMUL) != enabled:
@@ -370,7 +371,7 @@ def _is_tf32(switch: Any) -> bool:
 
 
 def _readable(read: Callable[[], Any]) -> Any:
-    """Return what an older switch says; None where it raises."""
+    """Return the value of an older switch; None if reading it raises."""
     try:
         return read()
     except RuntimeError:
@@ -378,7 +379,7 @@ def _readable(read: Callable[[], Any]) -> Any:
 
 
 def _restorer(switches: Sequence[Any]) -> Callable[[], None]:
-    """Return a function that sets switches to what they are now, to `none` where they inherit."""
+    """Return a function that restores switches to their current state; an inherited value becomes `none`."""
     found, own = [switch.fp32_precision for switch in switches], _own_precisions(switches)
 
     def restore() -> None:
@@ -391,9 +392,9 @@ def _restorer(switches: Sequence[Any]) -> Callable[[], None]:
 
 
 def _own_precisions(switches: Sequence[Any]) -> list[str]:
-    """Return what is set for each switch itself: `none` if it follows a change of what it would inherit."""
+    """Return each switch's own setting: `none` if it follows its parent."""
     inherited: list[str] = []
-    for parent in PARENTS:  # from the top: each is read when it inherits nothing
+    for parent in PARENTS:  # from the top: each is read while it inherits nothing
         inherited.append(parent.fp32_precision)
         parent.fp32_precision = "none"
     seen: list[list[str]] = []

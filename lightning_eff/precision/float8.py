@@ -1,21 +1,21 @@
-"""Compute the linear layers for which it pays in float8, by torchao's casts; everything else in bfloat16.
+"""Compute linear layers in float8 where that is faster, with torchao's casts; everything else in bfloat16.
 
 GPUs from compute capability 8.9 multiply float8 twice as fast as bfloat16, but each operand is cast first,
-with a scale of its own. A layer is converted where that saves time by arithmetic: large ones, whose features
-are multiples of 16. Heads, embeddings, routers, adapters and what lies outside of the repeated blocks stay in
-bfloat16. Each linear layer is in the report, converted or with the reason why not. Weights stay in their
-dtype, and a checkpoint is that of the run without float8.
+with its own scale. A layer is converted if an arithmetic model says that this saves time: large layers, whose
+features are multiples of 16. Heads, embeddings, routers, adapters and everything outside of the repeated
+blocks stay in bfloat16. The report lists each linear layer as converted, or with the reason why not. Weights
+keep their dtype, and a checkpoint is the same as without float8.
 
-`rowwise` scales each row and each column (torchtitan's default), `rowwise_with_gw_hp` keeps the product of
-the weight's gradient in bfloat16, `tensorwise` has one scale for a tensor: fastest, and the least exact.
-Frozen weights are `rowwise`. A scale has a floor, so that rows of zeros stay zeros.
+`rowwise` scales each row and each column (torchtitan's default). `rowwise_with_gw_hp` computes the weight's
+gradient in bfloat16. `tensorwise` has one scale per tensor: fastest, and least exact. Frozen weights are
+always `rowwise`. A scale has a minimum, so that rows of zeros stay zeros.
 
 Saves: time of linear layers with some 4,096 features or more, on an H100 or later.
 Costs: without compiled blocks each cast is several kernels, and slower than what is saved. About 3 bits of
     precision in the operands; sums are exact to bfloat16.
-When not: layers are smaller (it leaves those, with the reason); blocks are not compiled.
-Conflicts: `callbacks/triton_gemm`, refused: one of them computes a layer. `all_gather` needs
-    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed, refused: it casts and gathers weights itself.
+When not: layers are smaller (they are not converted, with the reason); blocks are not compiled.
+Conflicts: `callbacks/triton_gemm` is rejected: only one of them can compute a layer. `all_gather` needs
+    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed is rejected: it casts and gathers weights itself.
 Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://github.com/pytorch/ao
 """
 
@@ -65,19 +65,19 @@ COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
 
 MULTIPLE = 16
-"""Of both features of a layer: what a float8 product needs."""
+"""Divisor of both features of a layer that a float8 product requires."""
 ROWS = 8192
-"""Tokens, or rows, of a batch, for the arithmetic: layers are chosen before the first batch is seen."""
+"""Assumed tokens (rows) per batch: layers are chosen before the first batch is seen."""
 HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
-"""Fractions of a device's peaks that products in 16 bits, in float8, and casts reach: estimates, by which an
-H100 gains from about the sizes of torchao 0.18's own filter (2048 x 4096 does not, 4096 x 4096 does)."""
+"""Estimated fractions of a device's peaks that 16-bit products, float8 products, and casts reach. With these,
+an H100 gains from about the sizes of torchao 0.18's own filter (2048 x 4096 does not, 4096 x 4096 does)."""
 CAST_BYTES = 5
-"""Of an element of 16 bits: read for the largest magnitude, read for the cast, and written in 8 bits."""
+"""Per 16-bit element: 2 bytes read for the largest magnitude, 2 read for the cast, and 1 written."""
 CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2, 2, 1)}
-"""Casts of input, weight and gradient in a step, by recipe. Along rows and columns a tensor is cast twice."""
+"""Casts of input, weight and gradient per step, by recipe: two for scales along both axes."""
 FROZEN_CASTS = (1, 2, 1)
 ROUTERS = ("router", "gate")
-"""Last names of layers that choose experts; an MLP's gate widens its input."""
+"""Last names of layers that choose experts. An MLP's gate is not one: it widens its input."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
 
@@ -91,18 +91,18 @@ def to_float8(
     emulate: bool = False,
     device: str | torch.device = "cuda",
 ) -> dict[str, str]:
-    """Convert the linear layers of a model that gain; for Fabric, or a loop of your own.
+    """Convert the linear layers of a model that gain; for Fabric, or a custom training loop.
 
     Args:
-        model: Before it is compiled or sharded, and with its adapters; converted layers stay as they are.
+        model: The model, with adapters, before it is compiled or sharded; converted layers stay unchanged.
         recipe: As in `Float8`.
         skip: As in `Float8`.
-        emulate: Convert every layer whose features are multiples of 16, and compute with values that are
-            rounded to float8.
+        emulate: Convert every layer whose features are multiples of 16, and compute with values rounded to
+            float8.
         device: Where it will be trained.
 
     Returns:
-        Every linear layer of the model by name: empty where it is converted, else why not.
+        Every linear layer of the model by name: empty if it is converted, else the reason.
 
     Raises:
         ConfigError: A name in `skip` matches nothing.
@@ -126,19 +126,19 @@ class Float8(AutoPrecision):
     Args:
         recipe: `rowwise`, `rowwise_with_gw_hp` or `tensorwise`.
         skip: Names, or ends of names, of modules that stay in bfloat16, with all modules in them.
-        all_gather: Gather weights in float8 under FSDP2, at half the communication.
-        emulate: Round operands to float8 and multiply them in float32, on any device: slower, to try what
-            float8 does to a loss. Every layer whose features are multiples of 16 is converted.
-        precision: Of everything else: `bf16-mixed`, or `bf16-true`.
+        all_gather: Gather weights in float8 under FSDP2, which halves the communication.
+        emulate: Round operands to float8 and multiply them in float32, on any device: slower, to test the
+            effect of float8 on the loss. Converts every layer whose features are multiples of 16.
+        precision: Precision of everything else: `bf16-mixed` or `bf16-true`.
 
     Raises:
         ConfigError: An argument has another value, or a name in `skip` matches nothing.
-        ConflictError: Something else computes the layers.
+        ConflictError: Another technique computes the layers.
         EnvironmentLacksError: torchao is not installed.
 
     Warns:
         NoEffectWarning: The device has no float8 products, or no layer gains.
-        SlowPathWarning: No block is compiled; gradients are not finite.
+        SlowPathWarning: No block is compiled; or gradients are not finite.
 
     Example:
         >>> trainer = pl.Trainer(plugins=[Float8(emulate=True)], logger=False, accelerator="cpu")
@@ -178,11 +178,11 @@ class Float8(AutoPrecision):
         self._has_compiled = False
         self._steps = self._checked = 0
         self._overflows: Counter[str] = Counter()
-        """Of the first steps: gradients that were not finite, by parameter."""
+        """Number of non-finite gradients in the first steps, by parameter."""
 
     @override
     def facts(self) -> Facts:
-        """Return what float8 needs to be faster, and who else computes linear layers."""
+        """Return the requirements for a gain, and the techniques that also compute linear layers."""
         triton = Rule(
             name="callbacks/triton_gemm",
             reason="both compute linear layers",
@@ -211,12 +211,12 @@ class Float8(AutoPrecision):
         return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
 
     def assumptions(self) -> list[str]:
-        """Return which layers a prediction has converted, since a chart of bytes does not show it."""
+        """Return the layers that a prediction has converted, since a chart of bytes does not show them."""
         outcome = self.outcome()
         return [f"{'' if outcome.effective else 'no effect: '}{outcome.did}"]
 
     def apply(self, model: nn.Module) -> int:
-        """Convert the layers that gain; a second call finds nothing to do."""
+        """Convert the layers that gain; a second call does nothing."""
         try:
             self._listed, count = convert_model(
                 model,
@@ -230,7 +230,7 @@ class Float8(AutoPrecision):
         return count
 
     def _device_of(self, model: nn.Module) -> devices.Device:
-        """Return the GPU of a prediction, or the device of the run."""
+        """Return a prediction's GPU, or the device of the run."""
         self._settle_device(model)
         trainer: Any = getattr(model, "_trainer", None)
         root: Any = torch.device(str(self.device)) if trainer is None else trainer.strategy.root_device
@@ -238,7 +238,7 @@ class Float8(AutoPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert what no callback has caused to be converted before; warn where nothing is gained."""
+        """Convert layers unless a callback has triggered it earlier; warn if nothing gains."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and self._planned is None:
             rules.enforce(self, trainer, module)  # pyright: ignore[reportArgumentType]
@@ -289,16 +289,16 @@ class Float8(AutoPrecision):
         super().teardown()
 
     def _note_uncalled(self) -> None:
-        """Note the layers that did not run while others did: something else may read their weights."""
+        """Mark layers that did not run although others did: something else may read their weights."""
         ran = [hasattr(layer, "has_run") for layer, why in self._listed.values() if not why]
-        if any(ran) and not self._has_compiled:  # a compiled layer notes nothing
+        if any(ran) and not self._has_compiled:  # compiled layers do not record it
             for name, (layer, why) in self._listed.items():
                 if not why and not hasattr(layer, "has_run"):
                     self._listed[name] = layer, NOT_CALLED
 
     @override
     def outcome(self) -> Outcome:
-        """Return the layers in float8, their part of all linear layers' products, and overflows."""
+        """Report the layers in float8, their fraction of all linear layers' products, and overflows."""
         self._note_uncalled()
         if not self._listed:
             return Outcome(did="nothing converted yet", effective=False)
@@ -324,7 +324,7 @@ class Float8(AutoPrecision):
 def convert_model(
     model: nn.Module, recipe: str, skip: str | Iterable[str], *, all_gather: bool, on: Device | None
 ) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
-    """Convert what gains on a device, or all that can be without one; return the reasons, and how many."""
+    """Convert layers that gain on a device, or all possible ones without one; return reasons and count."""
     from lightning_eff.precision._float8_linear import Float8Linear, convert, recipe_config
 
     skip = [skip] if isinstance(skip, str) else skip
@@ -345,7 +345,7 @@ def convert_model(
 
 
 def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> float:
-    """Return how many times faster a layer's products are in float8 than in bfloat16, with their casts.
+    """Return how many times faster a layer's products are in float8 than in bfloat16, casts included.
 
     Example:
         >>> from lightning_eff.kernels.devices import DEVICES
@@ -369,12 +369,12 @@ def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> 
 def reasons(
     model: nn.Module, skip: Iterable[str], gain: Callable[[nn.Linear], float] | None
 ) -> dict[str, tuple[nn.Linear, str]]:
-    """Return every linear layer of a model by name, and why it stays as it is; empty where it need not.
+    """Return every linear layer of a model by name, and why it is not converted; empty if it may be.
 
     Args:
-        model: With its adapters.
-        skip: Names, or ends of names, of modules that stay as they are, with all in them.
-        gain: Speed of a layer in float8 over that in bfloat16; None converts whatever the dtype allows.
+        model: The model, with adapters.
+        skip: Names, or ends of names, of modules that are not converted, with all modules in them.
+        gain: Returns a layer's speed in float8 relative to bfloat16; None converts whatever the dtype allows.
     """
     heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
     # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
@@ -402,8 +402,8 @@ def reasons(
 
 
 def _why_not(name: str, layer: nn.Linear, gain: Callable[[nn.Linear], float] | None) -> str:
-    """Return why a layer of a block stays as it is, from its class, its size and the arithmetic."""
-    # A weight that is no parameter is computed for each call, by weight_norm or by pruning for example.
+    """Return why a layer of a block is not converted, from its class, its size and the arithmetic model."""
+    # A weight that is not a parameter is computed at each call, for example by weight_norm or pruning.
     own = {"forward", "weight", "config"} & vars(layer).keys()  # torchao's layer has a `config` too
     if type(layer) is not nn.Linear or own:
         return f"{type(layer).__name__} computes something of its own"

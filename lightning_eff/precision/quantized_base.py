@@ -1,22 +1,22 @@
 """Quantize frozen weights, and train the rest in float32: QLoRA, in combination with adapters.
 
-With adapters, most memory is the model that stays frozen. `nf4`, `fp4` and `int8` quantize frozen linear
-layers by bitsandbytes, on the CPU too: with 4 bits there is one scale per block, quantized to 8 bits itself
-(`double_quant`): 4.13 bits per weight. That happens before adapters are added, so the layers that will be
-frozen are determined in advance: with PeftAdapter all but `modules_to_save`, else those that are frozen
-already. The head of a Hugging Face model, tied weights and all other layers are unchanged. `bf16` and `fp16`
-cast frozen matrices, embeddings included, and their layers' biases, after adapters are added and before a
-checkpoint is read; norms are unchanged.
+With adapters, most of the memory holds the frozen model. `nf4`, `fp4` and `int8` quantize frozen linear
+layers with bitsandbytes, on the CPU too. With 4 bits there is one scale per block, itself quantized to 8 bits
+(`double_quant`): 4.13 bits per weight. Layers are quantized before adapters are added, so the layers that
+will be frozen are determined in advance: with PeftAdapter all but `modules_to_save`, otherwise those that are
+frozen already. The head of a Hugging Face model, tied weights and all other layers are unchanged. `bf16` and
+`fp16` cast frozen matrices, embeddings included, and the biases of their layers. They do so after adapters
+are added and before a checkpoint is read; norms are unchanged.
 
-All trained parameters are float32 from then on, also in a model that was loaded in bfloat16. Matrix products
-are computed as under `precision/auto`, in `compute_dtype`. A checkpoint holds the packed weights, and they
-are loaded unchanged.
+All trained parameters become float32, even in a model that was loaded in bfloat16. Matrix products are
+computed in `compute_dtype`, as under `precision/auto`. A checkpoint holds the packed weights, and they are
+loaded unchanged.
 
 Saves: memory of frozen weights: 4.13 bits each in NF4, 8 in int8, 16 in bfloat16.
-Costs: the error in the report, 9 % of a weight's norm in nf4, 11 in fp4, 0.5 in int8; each pass dequantizes
+Costs: the error in the report: 9 % of a weight's norm in nf4, 11 in fp4, 0.5 in int8. Each pass dequantizes
     the weights. A 16-bit embedding makes the residual stream 16-bit: add it to `skip_modules` if that is too
     few bits.
-When not: nothing is frozen: refused; the frozen weights fit in bfloat16.
+When not: the frozen weights fit in bfloat16. Nothing is frozen: such a run is rejected.
 Conflicts: a model without frozen, or without trained, weights is rejected. Strategies that shard weights;
     float64; trained biases of quantized layers (LoRA's `bias`). `callbacks/triton_gemm` does not replace
     quantized layers.
@@ -61,7 +61,7 @@ PRECISIONS: dict[str, Format] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 """Layers that on some devices reject weights of another dtype than their input's; they have few weights."""
 MAX_ERROR = 0.5
-"""Fraction of a weight's norm: several times what a format loses of any trained weights."""
+"""Fraction of a weight's norm: several times the error of each format on trained weights."""
 ADAPTERS = (Remedy("+callbacks=peft_adapter", "PeftAdapter()"),)
 
 
@@ -73,9 +73,9 @@ class QuantizedBase(AutoPrecision):
     """Keep frozen weights in few bits, and trained ones in float32; `Trainer(plugins=[QuantizedBase()])`.
 
     Args:
-        quant_type: Of frozen weights: `nf4`, `fp4`, `int8`, `bf16` or `fp16`.
-        compute_dtype: Of matrix products: `bf16`, `fp16`, `fp32`, or `auto`: that of 16-bit weights, else
-            bf16 where the device computes it natively.
+        quant_type: Format of frozen weights: `nf4`, `fp4`, `int8`, `bf16` or `fp16`.
+        compute_dtype: Dtype of matrix products: `bf16`, `fp16`, `fp32`, or `auto` for the dtype of 16-bit
+            weights, else bf16 if the device computes it natively.
         double_quant: Quantize the scales of 4-bit blocks to 8 bits.
         blocksize: Weights per scale, with 4 bits.
         skip_modules: Names, or ends of names, of modules that are neither quantized nor cast, with all
@@ -140,7 +140,7 @@ class QuantizedBase(AutoPrecision):
 
     @override
     def facts(self) -> Facts:
-        """Return what cannot be combined with quantized weights."""
+        """Return the conflicts of quantized weights."""
         reason = "it shards parameters of one dtype, and quantized ones have scales too"
         sharded = [replace(rule, reason=reason, remedies=(TO_DDP,)) for rule in PLACES_STATE]
         finetuning = Rule(
@@ -161,15 +161,16 @@ class QuantizedBase(AutoPrecision):
 
     @override
     def join_prediction(self, gpu: object) -> bool:
-        """Keep `auto`, since a model that is loaded in 16 bits decides the format."""
+        """Keep `auto`, because a model that is loaded in 16 bits decides the format."""
         del gpu
         return True
 
     def apply(self, model: nn.Module) -> int:
-        """Quantize the linear layers that will be frozen; layers that are quantized are unchanged.
+        """Quantize the linear layers that will be frozen; quantized layers are unchanged.
 
         Args:
-            model: With its weights loaded, before adapters are added; in a loop of your own, frozen already.
+            model: The model, with its weights loaded, before adapters are added; in a custom loop, already
+                frozen.
         """
         self._settle_precision(model)
         layers = linear_layers(model, self.skip_modules or ())
@@ -207,13 +208,13 @@ class QuantizedBase(AutoPrecision):
         return len(new)
 
     def cast_frozen(self, model: nn.Module) -> int:
-        """Cast frozen matrices to 16 bits, if requested, and trained parameters, adapters too, to float32."""
+        """Cast frozen matrices to 16 bits if requested, and trained parameters and adapters to float32."""
         trained = [p for p in model.parameters() if p.requires_grad]
         trainer: Any = getattr(model, "_trainer", None)
         if not trained and (trainer is None or trainer.training):
             raise self._quant_type_error("a model with trained parameters")
         for name, module in model.named_modules():
-            # bitsandbytes casts a quantized layer's bias as it computes
+            # bitsandbytes casts a quantized layer's bias while it computes
             if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
                 plain = plain_name(name)
                 allowed = f"[{plain}], or a frozen bias: {plain} is quantized, and its bias is trained"
@@ -235,12 +236,12 @@ class QuantizedBase(AutoPrecision):
         for name in high:
             found[name].data = found[name].data.to(dtype)
         sizes = {name: (high.get(name, p.nbytes), p.nbytes) for name, p in found.items()}
-        # a second call finds them cast, and keeps the bytes that they had before
+        # a second call finds them cast, and keeps the bytes from before the cast
         self._bytes = {n: size if n in high else self._bytes.get(n, size) for n, size in sizes.items()}
         return len(low) + len(high)
 
     def _settle_precision(self, model: nn.Module) -> None:
-        """Choose the dtype of matrix products: that of a model that was loaded in 16 bits."""
+        """Choose the dtype of matrix products: the dtype of a model that was loaded in 16 bits."""
         device_type = self._settle_device(model)
         loaded = {parameter.dtype for parameter in model.parameters()}
         for name in (name for name, dtype in CAST.items() if dtype in loaded):
@@ -260,7 +261,7 @@ class QuantizedBase(AutoPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare matrix products; weights are converted before, or 16-bit ones now.
+        """Prepare matrix products; cast weights to 16 bits now unless that has happened earlier.
 
         Raises:
             ConfigError: No layer was quantized, because no callback of lightning_eff triggered it in time.
@@ -274,7 +275,7 @@ class QuantizedBase(AutoPrecision):
 
     @override
     def outcome(self) -> Outcome:
-        """Return the number of converted layers, their bytes before and after, and the largest error."""
+        """Report the number of converted layers, their bytes before and after, and the largest error."""
         before, after = (sum(sizes[i] for sizes in self._bytes.values()) for i in (0, 1))
         count = len(self._bytes)
         kind = "layer" if self.quant_type in QUANTIZED else "parameter"
@@ -295,7 +296,7 @@ class QuantizedBase(AutoPrecision):
 
 
 def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are neither named (by ends of names) nor inside of one that is, by name.
+    """Yield modules that are neither named (by ends of names) nor inside a named one, by name.
 
     Raises:
         ConfigError: A name matches no module.
@@ -310,8 +311,8 @@ def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[t
 def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
     """Return the linear layers that can be quantized, by name.
 
-    Not subclasses of `nn.Linear`, which may compute something else, nor layers with a weight that another
-    module has too, nor the heads that Hugging Face models name as their output embeddings.
+    Excluded: subclasses of `nn.Linear`, which may compute something else; layers that share their weight with
+    another module; heads that Hugging Face models name as their output embeddings.
     """
     num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
@@ -336,7 +337,7 @@ def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[st
 
 
 def quantization_tensors(parameter: Tensor) -> list[Tensor]:
-    """Return the scales and code tables that dequantize a parameter; none where it is not quantized."""
+    """Return the scales and code tables that dequantize a parameter; empty if it is not quantized."""
     state: Any = getattr(parameter, "quant_state", None)
     scale: Any = getattr(parameter, "SCB", None)
     tensors = [scale] if scale is not None else []
@@ -347,6 +348,6 @@ def quantization_tensors(parameter: Tensor) -> list[Tensor]:
 
 
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of parameters and their scales; memory that several of them share counts once."""
+    """Return the bytes of parameters and their scales; shared memory counts once."""
     tensors = [t for parameter in parameters for t in (parameter, *quantization_tensors(parameter))]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

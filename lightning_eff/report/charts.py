@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,7 @@ def draw(
     y_name: str,
     *,
     lowest: float | None = None,
+    marks: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
     """Return lines and areas, the first in front, on axes with units.
 
@@ -96,6 +98,7 @@ def draw(
         x_name: Name and unit of the horizontal axis.
         y_name: Name and unit of the vertical axis.
         lowest: Begin the vertical axis here, unless a value is below.
+        marks: Names of vertical lines, by their place on the horizontal axis.
     """
     points = [point for each in series for point in each.points]
     heights = [y for _, y in points] + ([] if lowest is None else [lowest])
@@ -105,8 +108,9 @@ def draw(
     for each in reversed(series):
         places = " ".join(f"{x_scale.place(x):g},{y_scale.place(y):g}" for x, y in each.points)
         is_dashed = each.color == BASELINE_COLOR and not each.is_area
-        line = {"points": places, "color": each.color, "is_area": each.is_area, "is_dashed": is_dashed}
-        chart["lines"].append(line)
+        line = {"name": each.name, "points": places, "color": each.color}
+        chart["lines"].append(line | {"is_area": each.is_area, "is_dashed": is_dashed})
+    chart["marks"] = [(x_scale.place(x), text) for x, text in marks.items()]
     chart["legend"] = [(each.name, each.color) for each in series] if len(series) > 1 else []
     return chart
 
@@ -155,7 +159,7 @@ def scatter(
         last = bottom - LABEL_HEIGHT * (len(points) - 1 - number)
         label_y = min(max(y_scale.place(y), label_y + LABEL_HEIGHT), last)
         short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."
-        dot = {"name": short, "x": x_scale.place(x), "y": y_scale.place(y), "label_y": label_y}
+        dot = {"name": short, "title": name, "x": x_scale.place(x), "y": y_scale.place(y), "label_y": label_y}
         chart["dots"].append(dot | {"is_baseline": name == baseline})
     return chart
 
@@ -164,5 +168,6 @@ def _axes(title: str, caption: str, x_scale: Scale, y_scale: Scale, x_name: str,
     return {
         "title": title, "caption": caption, "x_name": x_name, "y_name": y_name,
         "x_ticks": x_scale.ticks(), "y_ticks": y_scale.ticks(),
-        "left": LEFT, "top": TOP, "right": RIGHT, "bottom": BOTTOM, "lines": [], "legend": [], "dots": [],
+        "left": LEFT, "top": TOP, "right": RIGHT, "bottom": BOTTOM,
+        "lines": [], "marks": [], "legend": [], "dots": [],
     }  # fmt: skip

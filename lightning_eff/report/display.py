@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -19,7 +20,7 @@ from lightning_eff.core.text import UNITS, human_bytes, human_count, text_table
 from lightning_eff.report import charts
 from lightning_eff.report.charts import BASELINE_COLOR, Chart, Series
 from lightning_eff.report.history import Point, thinned
-from lightning_eff.report.module_tracker import BACKWARD, FORWARD, PHASES
+from lightning_eff.report.module_tracker import BACKWARD, FORWARD, PHASES, STEP
 from lightning_eff.report.recording import CATEGORIES
 from lightning_eff.report.step_time import DATA, OPTIMIZER, OTHER
 
@@ -39,8 +40,8 @@ FIGURES = {
 """Label and format of each measured number, in the order shown."""
 MAX_ATTENTION_LINES = 4
 """In the text; the page and the ledger have all."""
-MAX_METRICS = 6
-"""Metrics of validation that have a chart."""
+MAX_LINES = 6
+"""Of one chart."""
 SLOW = 3.0
 """Batches that take longer than so many medians are in the last column."""
 LEAST_WAIT_MS = 1.0
@@ -259,7 +260,7 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
     """Return title, header and rows of those tables that have rows."""
     memory: Report = report.get("memory") or {}
     techniques = [
-        (row["technique"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()), row["status"], row["did"])
+        (row["technique"], row["status"], row["did"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()))
         for row in report["ledger"]
     ]
     phases: list[tuple[str, ...]] = []
@@ -273,7 +274,7 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
     ]
     holders = ("of the peak", "bytes", "category", "where", "operation")
     tables = [
-        ("Techniques", ("technique", "requested", "status", "what it did"), techniques),
+        ("Techniques", ("technique", "status", "what it did", "requested"), techniques),
         ("Largest holders, predicted", holders, _holder_rows(report.get("out_of_memory") or {})),
         ("Largest holders at the peak", holders, _holder_rows(memory)),
         *_time_tables(report.get("time") or {}),
@@ -333,16 +334,16 @@ def _charts(report: Report) -> list[Chart]:
         lines, compared = {"this run": waits}, theirs.get("data_wait_ms", ())
         drawn += _line_chart("Wait for data", "ms a batch", lines, compared, x_name="timed batch", lowest=0.0)
 
-    val_losses = [name for name in validation if "loss" in name.lower()][: MAX_METRICS - 2]
+    val_losses = [name for name in validation if "loss" in name.lower()][: MAX_LINES - 1]
     lines = {"training": report.get("losses", ())} | {name: validation[name] for name in val_losses}
     drawn += _line_chart("Loss", "loss", lines, baseline.get("losses", ()))
     metrics = [name for name in validation if "loss" not in name.lower() or not report.get("losses")]
-    for name in metrics[:MAX_METRICS]:
+    for name in metrics:
         lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
         drawn += _line_chart(f"Validation: {name}", name, lines, compared)
     for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "gradient_norm")):
         # Several optimizers have learning_rate, learning_rate_2, ...
-        names = [name for name in series if name.startswith(key)][:MAX_METRICS]
+        names = [name for name in series if name.startswith(key)][:MAX_LINES]
         lines = {name.replace("_", " "): series[name] for name in names}
         drawn += _line_chart(title, title.lower(), lines, theirs.get(key, ()), lowest=0.0)
     return drawn
@@ -361,7 +362,8 @@ def _line_chart(
     """Return a chart of lines and the baseline's, whose caption says the first one in numbers.
 
     Values are in units of `size`. Those that are nan or infinity, which JSON has as text, or too large are
-    left out, and so are lines of less than two points; without the first line there is no chart.
+    left out, and so are lines of less than two points. There is no chart without the first line, nor one of a
+    value that never changes.
     """
     drawn: list[Series] = []
     colored = [*zip(lines.items(), LINE_COLORS, strict=False), (("baseline", baseline), BASELINE_COLOR)]
@@ -370,7 +372,7 @@ def _line_chart(
         if len(points) > 1:
             drawn.append(Series(name, points, color))
     first = next(iter(lines), "")
-    if not drawn or drawn[0].name != first:
+    if not drawn or drawn[0].name != first or len({y for each in drawn for _, y in each.points}) == 1:
         return []
     values = [y for _, y in drawn[0].points]
     caption = f"{y_name} from {values[0]:.4g} to {values[-1]:.4g}; "
@@ -394,8 +396,15 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
     size, unit = _byte_unit(max(sum(moment[name] for name in CATEGORIES) for moment in timeline))
     values = {name: [moment[name] / size for moment in timeline] for name in CATEGORIES}
     areas = charts.stacked([moment["event"] for moment in timeline], values)
-    x_name = "tensors allocated or freed so far"
-    return [charts.draw("Memory of the first steps", caption, areas, x_name, unit)]
+    # A step ends where the optimizer's phase does.
+    ends = {
+        one["event"]: "end of the step"
+        for one, following in pairwise(timeline)
+        if one["phase"] == STEP != following["phase"]
+    }
+    top = max(timeline, key=lambda moment: sum(moment[name] for name in CATEGORIES))
+    marks = ends | {top["event"]: f"peak: {human_bytes(memory['num_bytes'])}"}
+    return [charts.draw("Memory of the first steps", caption, areas, "allocation events", unit, marks=marks)]
 
 
 def _batch_times_chart(report: Report, baseline: Sequence[float]) -> list[Chart]:

@@ -106,7 +106,7 @@ class Losses:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         self._steps.append(step)
-        if loss.device.type == "cpu" and not self._pending:  # nothing to wait for, and cheaper than a copy
+        if loss.is_cpu and not self._pending:  # nothing to wait for, and cheaper than a copy
             self._values.append(loss.item() * times)
             return
         self._pending.append(loss.detach().reshape(()).double() * times)

@@ -63,7 +63,8 @@ class LiveBytes(InfraMode):
                 # It returns the same Python object while the storage lives, so id() identifies it.
                 key, num_bytes = id(storage), storage.nbytes()
                 if key not in self._alive:
-                    if tensor.is_meta:  # asked last: a fake tensor looks for its device each time
+                    # A fake tensor dispatches a question for its device, and keeps the answer.
+                    if (getattr(tensor, "fake_device", None) or tensor.device).type == "meta":
                         continue
                     # The weak reference does not keep the storage alive: it ends with the last tensor.
                     reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))

@@ -58,9 +58,10 @@ class LoggedFigures:
         """Keep the rate that a step is about to use and, if it is going to be logged, its gradient's norm."""
         every, step = self._every_n_steps, trainer.global_step + 1
         is_due = bool(every) and step % every == 0
-        optimizers = trainer.optimizers
-        number = next((number for number, each in enumerate(optimizers, 1) if each is optimizer), 1)
-        name = "learning_rate" if number == 1 else f"learning_rate_{number}"
+        optimizers, name = trainer.optimizers, "learning_rate"
+        if len(optimizers) > 1 and optimizer is not optimizers[0]:
+            number = next((number for number, each in enumerate(optimizers, 1) if each is optimizer), 1)
+            name = name if number == 1 else f"{name}_{number}"
         rate = optimizer.param_groups[0]["lr"]  # of the first group
         if not isinstance(rate, Tensor):
             self.history.add(name, step, rate)
@@ -78,9 +79,14 @@ class LoggedFigures:
             self._has_given_reason = True
             rank_zero_info("eff/gradient_norm is not logged: %s", reason)
 
-    def end_batch(self, trainer: pl.Trainer) -> None:
-        """Read the memory now and then, and log, if a step that is due has ended."""
-        step, every = trainer.global_step, self._every_n_steps
+    def end_batch(self, trainer: pl.Trainer, step: int) -> None:
+        """Read the memory now and then, and log, if a step that is due has ended.
+
+        Args:
+            trainer: Its loggers get the figures.
+            step: `trainer.global_step`.
+        """
+        every = self._every_n_steps
         if (now := time.monotonic()) >= self._memory_due_s:
             self._memory_due_s = now + MEMORY_INTERVAL_S
             for name, read in (("held_bytes", allocator.held_bytes), ("peak_bytes", allocator.peak_bytes)):

@@ -35,8 +35,9 @@ from lightning_eff.report.peak import Peak
 from lightning_eff.report.recording import Recorder
 from lightning_eff.report.step_time import DATA, StepTimes
 
-FETCH_ACTION = "[_TrainingEpochLoop].train_dataloader_next"
-"""Profiler action of Lightning 2.6 that spans the wait for the next training batch."""
+FETCH_METHODS = "_on_before_fetch", "_on_after_fetch"
+"""What the epoch loop of Lightning 2.6 calls before and after it waits for the next training batch."""
+INTEGERS = {torch.int64, torch.int32}
 NUM_TIMES = 500
 """Maximum times of batches that are kept for the page."""
 
@@ -166,38 +167,37 @@ class Throughput:
 
 
 class DataWait:
-    """Measure the time that the training loop waits for its next batch, by wrapping the Trainer's profiler.
+    """Measure the time that the training loop waits for its next batch.
 
-    The profiler keeps its type and does its own work: `start` and `stop` are replaced on the instance. One
-    wrapper per profiler at a time.
+    Why not the Trainer's profiler, which has the same action: it has 30 others in a step, and each would
+    take longer.
 
     Args:
-        profiler: A profiler of Lightning, `PassThroughProfiler` included.
+        epoch_loop: Its `FETCH_METHODS` are wrapped; it reads them when an epoch begins.
         times: Gets the waits too, while it measures.
     """
 
-    def __init__(self, profiler: Any, times: StepTimes | None) -> None:
+    def __init__(self, epoch_loop: Any, times: StepTimes | None) -> None:
         self.wait_s = 0.0
-        self._began_s = 0.0
-        start, stop = profiler.start, profiler.stop
+        before, after = (getattr(epoch_loop, name) for name in FETCH_METHODS)
+        began_s = 0.0
 
-        def start_and_time(action_name: str) -> None:
-            start(action_name)
-            if action_name == FETCH_ACTION:
-                self._began_s = time.perf_counter()
-                if times is not None and times.timeline is not None:
-                    times.timeline.enter(DATA)
+        def start() -> None:
+            nonlocal began_s
+            before()
+            began_s = time.perf_counter()
+            if times is not None and times.timeline is not None:
+                times.timeline.enter(DATA)
 
-        def stop_and_time(action_name: str) -> None:
-            if action_name == FETCH_ACTION:
-                self.wait_s += time.perf_counter() - self._began_s
-                if times is not None and times.timeline is not None:
-                    times.timeline.leave()
-            stop(action_name)
+        def stop() -> None:
+            self.wait_s += time.perf_counter() - began_s
+            if times is not None and times.timeline is not None:
+                times.timeline.leave()
+            after()
 
         self._patches = ExitStack()
-        for name, method in (("start", start_and_time), ("stop", stop_and_time)):
-            self._patches.enter_context(patch.object(profiler, name, method))
+        for name, method in zip(FETCH_METHODS, (start, stop), strict=True):
+            self._patches.enter_context(patch.object(epoch_loop, name, method))
 
     def take(self) -> float:
         """Return the seconds since the last call."""
@@ -205,7 +205,7 @@ class DataWait:
         return wait_s
 
     def close(self) -> None:
-        """Restore the profiler; a second call does nothing."""
+        """Restore the loop; a second call does nothing."""
         self._patches.close()
 
 
@@ -214,7 +214,7 @@ class Meter:
 
     Args:
         device: Device of the model.
-        profiler: The Trainer's profiler, which observes waits for data.
+        epoch_loop: The Trainer's, which waits for data.
         num_warmup_batches: Batches that are not timed, after those that the probe counts.
         is_counted: Count the operations of the first batch and, on a device whose allocator has no
             statistics, the live bytes of the first batches.
@@ -225,7 +225,7 @@ class Meter:
     def __init__(
         self,
         device: torch.device,
-        profiler: Any,
+        epoch_loop: Any,
         *,
         num_warmup_batches: int,
         is_counted: bool,
@@ -237,11 +237,12 @@ class Meter:
         has_recorder = is_counted and not is_compiled and device.type == "cpu"
         self.recorder = Recorder() if has_recorder else None
         self.probe = Probe(self.recorder or FlopCount(is_compiled=is_compiled))
-        self._is_probing = is_counted
+        self.is_probing = is_counted
+        """Whether the next batch is counted."""
         is_timed = strategy is not None and device.type in ("cpu", "cuda")
         self.times = StepTimes(strategy, has_modules=is_counted and not is_compiled) if is_timed else None
         self._num_steps = 0
-        self._data_wait = DataWait(profiler, self.times)
+        self._data_wait = DataWait(epoch_loop, self.times)
         # The first batch is never timed: it compiles, and allocates the optimizer's state.
         self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self.samples_of_first_batch = self.tokens_of_first_batch = 0
@@ -249,24 +250,24 @@ class Meter:
 
     def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Start to count this batch, unless counting is done."""
-        if self._is_probing:
+        if self.is_probing:
             self.probe.begin(batch, module, optimizers)
 
     def end_batch(self, batch: object, *, num_steps: int) -> None:
         """Finish a batch, after `num_steps` optimizer steps of this fit."""
         wait_s = self._data_wait.take()
         num_samples, num_tokens = samples_and_tokens(batch)
-        left_out = self._is_probing or self._num_warmup_batches > 0
-        if self._is_probing:
+        left_out = self.is_probing or self._num_warmup_batches > 0
+        if self.is_probing:
             self.probe.end()
             if self.probe.num_batches == 1 and (text := warning_of(self.probe.attention)):
                 warnings.warn(text, SlowPathWarning, stacklevel=2)
             self.samples_of_first_batch = self.samples_of_first_batch or num_samples
             self.tokens_of_first_batch = self.tokens_of_first_batch or num_tokens
-            self._is_probing = not self.probe.is_done(num_steps)
+            self.is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
-        if self.times is not None and not self.times.is_done and not self._is_probing:
+        if self.times is not None and not self.times.is_done and not self.is_probing:
             left_out |= not self.times.is_typical
             if not self._num_warmup_batches:
                 self.times.end_batch(has_stepped=num_steps > self._num_steps)
@@ -362,12 +363,14 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         return 0, 0
     parts: Any = list(batch.values()) if isinstance(batch, dict) else batch  # pyright: ignore[reportUnknownVariableType]
     is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
-    tensors: Any = (
-        parts if is_flat else list(tensors_in(batch))
-    )  # most batches are, and the other way is slow
-    num_samples = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), 1)
-    integers = (t for t in tensors if t.dim() == 2 and t.dtype in {torch.int64, torch.int32})
-    return num_samples, next((tensor.numel() for tensor in integers), 0)
+    num_samples = num_tokens = None
+    for tensor in parts if is_flat else tensors_in(batch):  # most batches are, and the other way is slow
+        num_dims = tensor.dim()
+        if num_samples is None and num_dims:
+            num_samples = tensor.shape[0]
+        if num_tokens is None and num_dims == 2 and tensor.dtype in INTEGERS:
+            num_tokens = tensor.numel()
+    return 1 if num_samples is None else num_samples, num_tokens or 0
 
 
 def num_padded(batch: object) -> int | Tensor:

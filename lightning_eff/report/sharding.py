@@ -30,6 +30,7 @@ class DeviceShare:
         optimizer: Optimizer state, with the optimizer's own copy of the weights.
         gathered: Maximum of weights that are all-gathered at once.
         buffers: Other temporary buffers: gradient buckets, copies of the optimizer step.
+        late: Part of gradients and buffers that exists only once activations are freed.
         host: Host memory for this device.
     """
 
@@ -38,12 +39,13 @@ class DeviceShare:
     optimizer: float = 0
     gathered: float = 0
     buffers: float = 0
+    late: float = 0
     host: float = 0
 
-    @property
-    def device(self) -> float:
-        """Upper bound of the bytes on the device, without activations."""
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
+    def device(self, activations: float = 0) -> float:
+        """Return an upper bound of the bytes on the device."""
+        total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
+        return total + max(0, activations - self.late)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
-"""Learning rate that rises, stays and falls: cosine, linear and warmup-stable-decay are settings of it.
+"""Learning rate that rises, stays and falls: its settings include cosine, linear and warmup-stable-decay.
 
-The rate is a closed form of the number of optimizer steps so far, and a checkpoint holds that number alone. A
-run that is resumed with more steps therefore follows the schedule of its new length from where it is. Why not
-SequentialLR or OneCycleLR: they store their length in the checkpoint, so a lengthened run raises or swings
-back.
+The rate is a closed form of the number of optimizer steps so far, and a checkpoint holds only that number. So
+a run that resumes with more steps follows the schedule of its new length, starting at its current step. Why
+not SequentialLR or OneCycleLR: they store their length in the checkpoint, so in a lengthened run the rate
+rises or swings back.
 
 Saves: nothing.
 Costs: nothing measurable.
-When not: the optimizer averages its weights in place of a schedule: `scheduler=none`.
+When not: the optimizer averages its weights instead of using a schedule: `scheduler=none`.
 Conflicts: none.
 Source: Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983; Hu et al. 2024,
     https://arxiv.org/abs/2404.06395 (stable, then decay)
@@ -34,16 +34,16 @@ class WarmupDecay(LRScheduler):
 
     Args:
         optimizer: Its learning rates are scheduled.
-        total_steps: Optimizer steps in the run; None is filled in when it is built for a Trainer.
-        warmup_steps: Steps in which the factor rises linearly to 1, also where the run is shorter; below 1
-            a fraction of the run's steps, rounded up.
+        total_steps: Optimizer steps in the run; None is replaced when it is built for a Trainer.
+        warmup_steps: Steps in which the factor rises linearly to 1, even if the run is shorter; below 1 a
+            fraction of the run's steps, rounded up.
         decay: `cosine`, `linear`, or `none` to stay at 1.
         decay_fraction: Fraction of the steps after the warm-up, at the end, in which the rate falls; before
-            them it stays at 1.
+            that it stays at 1.
         min_lr_ratio: The factor at the last step and after it.
 
     Raises:
-        ConfigError: A number is outside its range, or the run has no known length where one is needed.
+        ConfigError: A number is out of range, or the run has no known length although one is needed.
 
     Example:
         >>> import torch

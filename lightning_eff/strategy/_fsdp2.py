@@ -1,4 +1,4 @@
-"""What the Trainer's and Fabric's FSDP2 do alike: shard a model, save and load its shards, count bytes."""
+"""Shared by the Trainer's and Fabric's FSDP2: shard a model, save and load its shards, count bytes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def shard(strategy: Any, model: nn.Module) -> int:
-    """Shard rank 0's values of a model's blocks and then of the rest, in place; a collective of all ranks.
+    """Shard rank 0's values of a model's blocks, then of the rest, in place; a collective of all ranks.
 
     Args:
-        strategy: Its arguments say how; its `device_mesh` has the ranks.
-        model: Before its optimizer is built.
+        strategy: The strategy, with its arguments and `device_mesh`.
+        model: The model, before its optimizer is built.
 
     Returns:
         Number of sharded modules; 0 for a model that is sharded already.
@@ -73,7 +73,7 @@ def shard(strategy: Any, model: nn.Module) -> int:
         "offload_policy": offloading if strategy.cpu_offload else OffloadPolicy(),
     }
     attributes = parameter_attributes(model)
-    # Inner modules first: the root takes the parameters that no block has.
+    # Inner modules first: the root then takes the parameters outside of all blocks.
     for block in selected:
         fully_shard(block, reshard_after_forward=strategy.reshard_after_forward, **policies)
     # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
@@ -86,19 +86,19 @@ def shard(strategy: Any, model: nn.Module) -> int:
 
 
 def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the attributes that users set on parameters, for example to build an optimizer's groups."""
+    """Return attributes that users have set on parameters, for example to build an optimizer's groups."""
     return {name: dict(vars(p)) for name, p in model.named_parameters() if type(p) is nn.Parameter}
 
 
 def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set these attributes again: sharding a model, and moving it afterwards, makes new parameters."""
+    """Set these attributes again: sharding and moving a model create new parameters."""
     for name, parameter in model.named_parameters():
         for key, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(key, value)
 
 
 def explained_step(name: str) -> Any:
-    """Return a strategy's step that explains torch's error about a sharded weight.
+    """Return a strategy's step that explains torch's error about sharded weights.
 
     Raises:
         ConflictError: A step used a sharded weight.
@@ -126,7 +126,7 @@ class DTensorState:
     """Full tensors of a model whose parameters are DTensors; implements `full_state.ShardedState`.
 
     Args:
-        optimizer: Built on these parameters; None where nothing is trained.
+        optimizer: Built on these parameters; None if nothing is trained.
         gathers: False for checkpoint folders: tensors stay sharded, since each rank saves its own rows.
     """
 
@@ -161,7 +161,7 @@ class DTensorState:
             return
         self._optimizer.state.pop(parameter, None)
         if not state:
-            return  # as before the first step: the optimizer initializes it
+            return  # the state before the first step: the optimizer initializes it
         own = self._optimizer.state[parameter]
         for key, value in state.items():
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
@@ -174,18 +174,18 @@ class DTensorState:
 
 @torch.no_grad()
 def _load_shard(tensor: DTensor, value: Tensor) -> None:
-    """Set this rank's shard from the full value, which every rank has, so none sends."""
+    """Set this rank's shard from the full value, which every rank has, so no rank sends data."""
     own = local_rows(tensor)
     if own is None:
         value = value.to(tensor.device)
         tensor.copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    else:  # of a lazy value the other rows are not read
+    else:  # a lazy value reads only these rows
         rows = value.rows(*own) if isinstance(value, LazyShardedTensor) else value[slice(*own)]
         tensor.to_local().copy_(rows)
 
 
 def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
-    """Give an optimizer the sharded parameters in place of those that it was built with, and their state."""
+    """Replace an optimizer's original parameters, and their state, by the sharded parameters."""
     sharded = dict(module.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
@@ -196,7 +196,7 @@ def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module
 
 
 def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
-    """Return the tensors of models and of an optimizer, as checkpoints hold them."""
+    """Return the tensors of models and of an optimizer in the layout of checkpoints."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside LightningOptimizer
     return DTensorState(optimizer, gathers=self.checkpoints == "full")
 
@@ -204,7 +204,7 @@ def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
 def save_checkpoint(
     self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
 ) -> None:
-    """Write a file, or a folder in which each rank has its own; if one cannot, all ranks raise its error."""
+    """Write a file, or a folder with a file per rank; if one rank cannot, all ranks raise its error."""
     if self.checkpoints == "full":
         fabric_checkpoint.write_checkpoint(self, checkpoint, str(filepath), storage_options)
     else:
@@ -216,7 +216,7 @@ def load_checkpoint(
     checkpoint_path: str | Path,
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
-    """Return a checkpoint; of a folder each rank reads its own rows only."""
+    """Return a checkpoint; from a folder each rank reads only its own rows."""
     if Path(checkpoint_path).expanduser().is_dir():
         ranks = Ranks(self.root_device)
         return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
@@ -224,18 +224,18 @@ def load_checkpoint(
 
 
 def folder_io(strategy: Any) -> AtomicFiles:
-    """Return the CheckpointIO of a run if it writes folders, else one that the strategy keeps for them."""
+    """Return a run's CheckpointIO if it writes folders, else one that the strategy keeps for folders."""
     io = strategy.checkpoint_io
     return io if isinstance(io, AtomicFiles) else vars(strategy).setdefault("_folder_io", AtomicFiles())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Memory(Sharding):
-    """FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
+    """Memory of FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
 
     Args:
-        compute_itemsize: Bytes of an element that is gathered and computed with; None for the weight's own.
-        reduce_itemsize: Bytes of a gradient's element as it is sent; None for `compute_itemsize`.
+        compute_itemsize: Bytes per element in gathered form; None for the weight's own.
+        reduce_itemsize: Bytes per element of a gradient as it is sent; None for `compute_itemsize`.
         on_host: Whether shards, gradients and state are in host memory.
         reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
         reduce_each: Whether gradients are reduced after every micro-batch.
@@ -249,20 +249,20 @@ class FSDP2Memory(Sharding):
     reduce_each: bool = False
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Cut tensors by rows: the first device has no fewer than any other."""
+        """Split tensors by rows; the first device gets at least as many as any other."""
         return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
         """Implement `Sharding`."""
         share = self.kept(model, devices)
-        # Full bytes of weights and of gradients by block, -1 for those outside of blocks.
+        # Full bytes of weights and of gradients by block; block -1 is everything outside of blocks.
         block_weights, block_gradients = Counter[int](), Counter[int]()
         for weight in model.weights:
             size = weight.numel * (self.compute_itemsize or weight.itemsize)
             block_weights[weight.block] += size
             block_gradients[weight.block] += size if weight.trained else 0
         outside, outside_gradients = block_weights.pop(-1, 0), block_gradients.pop(-1, 0)
-        # Gathered at once: weights outside of blocks, a block and the prefetched next one.
+        # Gathered at the same time: weights outside of blocks, one block, and the prefetched next one.
         sizes = [size for _, size in sorted(block_weights.items())]
         largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
         # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
@@ -272,7 +272,8 @@ class FSDP2Memory(Sharding):
         share = replace(
             share,
             gathered=outside + (largest_pair if self.reshard else sum(sizes)),
-            # Full gradients of one block, and outside of blocks, exist before their reduce-scatter.
+            # Full gradients of one block, and of weights outside of blocks, exist before their
+            # reduce-scatter.
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:

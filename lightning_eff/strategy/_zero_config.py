@@ -1,8 +1,8 @@
-"""DeepSpeed's configuration, and what is rejected before DeepSpeed would change it silently.
+"""DeepSpeed's configuration, and checks that reject what DeepSpeed would change silently.
 
-Keys that the Trainer sets are rejected in `config`, where one of two values would silently win; so are
-unknown keys, which DeepSpeed ignores. Models, hooks and other techniques are rejected where DeepSpeed would
-train something else, or fail without saying why.
+deepspeed_zero.py calls these functions. Keys of `config` that the Trainer sets are rejected, because one of
+two values would silently win. So are unknown keys, which DeepSpeed ignores. Models, hooks and other
+techniques are rejected if DeepSpeed would train something else, or fail without a reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OWNED = {
     "zero_optimization.offload_optimizer.device": ("strategy.offload_optimizer", "offload_optimizer"),
     "zero_optimization.offload_param.device": ("strategy.offload_parameters", "offload_parameters"),
 }
-"""DeepSpeed's keys that are set elsewhere: where with a Trainer, and where in a loop under Fabric."""
+"""DeepSpeed's keys that are set elsewhere: the setting with a Trainer, and the one in a Fabric loop."""
 FREE = (
     *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
     *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
@@ -65,12 +65,12 @@ FREE = (
     *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "compile"),
     *("disable_allgather", "disable_python_gc", "log_level", "timers", "monitor_config"),
 )
-"""DeepSpeed's keys that users may set: nothing in a Trainer sets them."""
+"""DeepSpeed's keys that users may set: a Trainer sets none of them."""
 _NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 OVERLAP_STAGE = 2
-"""The only stage that can reduce gradients during the backward without accumulating them itself."""
+"""The only stage that can overlap gradient reduction with the backward pass without accumulating itself."""
 DEFAULT_BUCKET = 500_000_000
-"""Elements that DeepSpeed allocates for a bucket of gradients, however small the model."""
+"""Elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
 
 TO_32_TRUE = Remedy("precision=fp32", 'Trainer(precision="32-true")')
 ALWAYS: tuple[Rule, ...] = (
@@ -174,9 +174,9 @@ def deepspeed_config(
 
 
 def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Make the bucket of gradients no larger than what is trained, where its size was not set.
+    """Limit the gradient bucket to the number of trained elements, unless its size was set.
 
-    DeepSpeed allocates all of it, 2 GB in float32 by default. It holds all gradients either way, so nothing
+    DeepSpeed allocates the full bucket, 2 GB in float32 by default. All gradients fit either way, so nothing
     else changes.
     """
     num_trained = sum(full_shape(parameter).numel() for group in groups for parameter in group["params"])
@@ -187,10 +187,10 @@ def import_deepspeed(device: str | None = None) -> None:
     """Import DeepSpeed without its logs on stdout, where `--json` prints, and prepare it for a device.
 
     Args:
-        device: Type of the Trainer's device; None before it is known.
+        device: Type of the Trainer's device; None if it is not known yet.
 
     Raises:
-        EnvironmentLacksError: It cannot be imported, or was imported for another kind of device.
+        EnvironmentLacksError: It cannot be imported, or was imported for another type of device.
     """
     warns = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ  # that there is no GPU
     os.environ |= {"DS_ACCELERATOR": "cpu"} if warns else {}
@@ -212,17 +212,17 @@ def import_deepspeed(device: str | None = None) -> None:
         text += f"\n  try: DS_ACCELERATOR={device} in the environment"
         raise EnvironmentLacksError(text)
     if device == "cpu":
-        # Else DeepSpeed 0.19 builds a shared-memory transport, which needs a compiler and waits forever for
+        # Else DeepSpeed 0.19 builds a shared-memory transport. That needs a compiler, and waits forever for
         # the lock of a build that was killed; gloo does the same work.
         names: dict[str, Any] = deepspeed.ops.__dict__
         names.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def check_run(trainer: pl.Trainer) -> None:
-    """Reject runs of a Trainer that Lightning only warns of, or that DeepSpeed would silently change.
+    """Reject runs of a Trainer that Lightning only warns about, or that DeepSpeed would silently change.
 
     Raises:
-        ConfigError: Gradients are to be clipped by value.
+        ConfigError: Gradients are clipped by value.
         ConflictError: The model, or one of its hooks, does not work with DeepSpeed.
     """
     module = trainer.lightning_module
@@ -245,12 +245,12 @@ def check_run(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
-    """Reject models that DeepSpeed would silently change, or fail on without saying why.
+    """Reject models that DeepSpeed would silently change, or fail on without a reason.
 
     Args:
         module: The model.
         config: DeepSpeed's configuration.
-        precision: Lightning's name.
+        precision: Lightning's name of the precision.
         is_trained: Whether there is an optimizer.
 
     Raises:

@@ -1,13 +1,13 @@
-"""What DeepSpeed's engine does to an optimizer, to parameters and to precision, and what it must not do.
+"""What DeepSpeed's engine does to optimizer, parameters and precision, and checks for what it cannot do.
 
-ZeRO flattens parameters into one vector and gives each rank a slice of it. SGD and Adam compute the same on a
-slice; an optimizer that uses a whole matrix (its norm, rows, singular vectors, blocks of quantized state)
-silently computes something else.
+deepspeed_zero.py uses it around the engine's start and each step. ZeRO flattens parameters into one vector
+and gives each rank a slice. SGD and Adam compute the same on a slice. An optimizer that uses a full matrix
+(its norm, rows, singular vectors, blocks of quantized state) silently computes something else.
 
-DeepSpeed trains float32 copies of the parameters that require gradients when it starts. A weight that is
-clamped or loaded during the run is overwritten by the next step, an unfrozen one is never stepped, a frozen
-one still moves by its momentum. A single device would do what was meant, so such runs are rejected. Weights
-that stay frozen may change (a teacher's average), except in stage 3.
+DeepSpeed trains float32 copies of the parameters that require gradients when it starts. The next step
+overwrites a weight that is clamped or loaded during the run. An unfrozen weight is never stepped, and a
+frozen one still moves by its momentum. A single device would behave as intended, so such runs are rejected.
+Weights that stay frozen may change (a teacher's average), except in stage 3.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ELEMENTWISE = {
     "deepspeed": ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"],
     "pytorch_optimizer": ["Lion"],
 }
-"""Optimizers that update each element by itself, by package. Not their subclasses, which may not."""
+"""Optimizers that update each element by itself, by package; not their subclasses, which may not."""
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -68,7 +68,7 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Reject an optimizer whose steps may differ on slices of flat vectors.
+    """Reject an optimizer whose steps on slices of flat vectors may differ.
 
     Raises:
         ConflictError: The optimizer is not known to be elementwise.
@@ -82,7 +82,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 class EngineOptimizer(Optimizer):
-    """DeepSpeed's optimizer as a loop has it: groups to schedule, gradients to discard; Fabric steps it."""
+    """DeepSpeed's optimizer for a loop: groups to schedule, gradients to discard; Fabric steps it."""
 
     def __init__(  # pyright: ignore[reportMissingSuperCall] - the tensors are DeepSpeed's
         self, zero: Any, discard_gradients: Callable[[], None]
@@ -100,7 +100,7 @@ class EngineOptimizer(Optimizer):
 
 
 class ReductionControl:
-    """What `fabric.no_backward_sync` asks: stage 1 reduces in the step, stages 2 and 3 in each backward."""
+    """Implements `fabric.no_backward_sync`: stage 1 reduces in the step, stages 2 and 3 in each backward."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
         """Return a context that changes nothing."""
@@ -109,10 +109,10 @@ class ReductionControl:
 
 
 class ParameterGuard:
-    """Compare a model's parameters with what they were when DeepSpeed copied them.
+    """Compares a model's parameters with their state at the time when DeepSpeed copied them.
 
     Args:
-        module: As DeepSpeed has sharded it.
+        module: The model, sharded by DeepSpeed.
         calls_hooks: Whether Lightning calls the module's hooks, as the Trainer does.
 
     Warns:
@@ -133,8 +133,8 @@ class ParameterGuard:
         self.begin()
 
     def begin(self) -> None:
-        """Count changes from here on: also after a step, which may change an only parameter in place."""
-        # torch 2.13 counts changes of a tensor in place in `_version`, except those of its `.data`.
+        """Count changes from here on, again after each step, which may change a single parameter in place."""
+        # torch 2.13 counts in-place changes of a tensor in `_version`, except changes through its `.data`.
         self._versions = [
             (name, p, p._version)  # noqa: SLF001
             for name, p, is_trained in self._parameters
@@ -163,12 +163,12 @@ class ParameterGuard:
 def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Generator[None]:
     """Add a trainable number to groups without trainable parameters, which stages 1 and 2 cannot partition.
 
-    Adapters leave such groups behind: of norms and biases, for example. DeepSpeed looks up a group's
+    Adapters leave such groups behind, for example of norms and biases. DeepSpeed looks up a group's
     parameters by the module's names when it starts; afterwards the numbers are removed from the module.
 
     Args:
         module: The model.
-        groups: The optimizer's; changed in place.
+        groups: The optimizer's groups; changed in place.
     """
     empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
     for index, group in enumerate(empty):
@@ -185,8 +185,8 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
 class CastsLikeOneDevice:
     """Mixin of DeepSpeed's precision plugins: casts no more of a model than a single device would.
 
-    Lightning 2.6 calls `module.to(dtype)`, also under 32-true: float64 buffers would lose digits, and complex
-    ones (rotary embeddings) their imaginary part.
+    Lightning 2.6 calls `module.to(dtype)`, even under 32-true. Buffers in float64 would lose digits, and
+    complex ones (rotary embeddings) their imaginary part.
     """
 
     precision: Any
@@ -199,8 +199,8 @@ class CastsLikeOneDevice:
 
 
 class ZeroPrecision(CastsLikeOneDevice, DeepSpeedPrecision):
-    """The Trainer's."""
+    """The Trainer's plugin."""
 
 
 class FabricZeroPrecision(CastsLikeOneDevice, fabric.DeepSpeedPrecision):
-    """Fabric's."""
+    """Fabric's plugin."""

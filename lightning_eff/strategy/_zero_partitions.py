@@ -1,24 +1,24 @@
-"""DeepSpeed's partitions of a model: full tensors from them and into them, and how many bytes they take.
+"""DeepSpeed's partitions of a model: read and write full tensors, and count their bytes.
 
-In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 each rank has, per
-parameter group, one contiguous slice of all of the group's parameters concatenated, which may begin or end
-inside a parameter. In stage 3 it has an equal slice of each parameter, the last rank's padded. Optimizer
-state per element lies at the same position of a vector of its own. Weights are read from these vectors, since
-the model's own may be a 16-bit copy.
+In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
+concatenated. Each rank has one contiguous slice of the result, which may start or end inside a parameter. In
+stage 3 each rank has an equal slice of each parameter, with padding on the last rank. Optimizer state per
+element has the same layout in separate vectors. Weights are read from these vectors, since the model's own
+may be a 16-bit copy.
 
-Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
-tensor that does not divide evenly, nor any state before the first step. Only this module uses these
+Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they can set neither a stage-3 slice of
+a tensor that does not divide evenly, nor any state before the first step. Only this module uses these
 attributes (DeepSpeed 0.19.8).
 
-`ZeroMemory` counts bytes per device. They deviate from the ZeRO papers; they follow DeepSpeed's source
+`ZeroMemory` counts bytes per device. It deviates from the ZeRO papers and follows DeepSpeed's source
 (0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py):
 
-- Stages 1 and 2 keep float32 weights for the optimizer besides the model's, even if those are float32;
-  stage 3 does so for 16-bit models.
+- The optimizer keeps float32 weights in addition to the model's, even if those are float32.
 - Stage 3 does not shard tensors of at most 100,000 elements.
 - It frees a weight after its forward only if more than 1e9 elements are used before its backward, so smaller
   models are complete on each device.
-- Buckets have 5e8 elements, however small the model; stage 2 with overlap has two of them.
+- Stage 3 gathers weights ahead into a buffer, which lives until the last of them has been copied out.
+- Buckets have 5e8 elements, regardless of the model's size; stage 2 with overlap has two of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_eff.report.sharding import DeviceShare, Sharding
 from lightning_eff.strategy._zero_config import DEFAULT_BUCKET, OVERLAP_STAGE
 
 FLOAT32 = 4
-"""Bytes."""
+"""Bytes per element."""
 _NOT_COUNTED = (
     *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
     *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
@@ -51,7 +51,7 @@ class PartitionedState:
     """Full tensors of an engine's model; implements `full_state.ShardedState`.
 
     Args:
-        engine: DeepSpeed's, with an optimizer or, for evaluation, without; None where nothing is sharded.
+        engine: DeepSpeed's; it has no optimizer in evaluation. None if nothing is sharded.
         groups: Parameters of each group, before DeepSpeed replaced them by flat vectors.
     """
 
@@ -91,7 +91,7 @@ class PartitionedState:
         for key, value in zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
                 state[key] = self._unflatten(parameter, value)
-            else:  # one count for all parameters of the vector; not shared when loaded
+            else:  # one count for all parameters of the vector; a copy, so that loading does not share it
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
 
@@ -116,11 +116,11 @@ class PartitionedState:
         return hasattr(tensor, "ds_id") and self._zero.get_param_id(tensor) in self._zero.grad_position
 
     def _partition(self, parameter: Tensor) -> Tensor:
-        """Return this rank's float32 vector that holds its slice of the parameter."""
+        """Return this rank's float32 vector that contains its slice of the parameter."""
         zero: Any = self._zero
         if not self._is_stage_3:
             return zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
-        # `grad_position`: sub-group, and offset and length of this rank's slice in the sub-group's vector
+        # `grad_position`: (sub-group, offset, length) of this rank's slice in the sub-group's vector
         group, _, _ = zero.grad_position[zero.get_param_id(parameter)]
         return zero.fp32_partitioned_groups_flat[group]
 
@@ -131,11 +131,12 @@ class PartitionedState:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
             own = flat.narrow(0, offset, length).to(parameter.device)
             slices = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(slices, own)  # all ranks, `length` elements each; the end is padding
+            dist.all_gather(slices, own)  # all ranks send `length` elements; the end is padding
             return torch.cat(slices)[: parameter.ds_numel].view(parameter.ds_shape).clone()
         full = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
-        mapping = parameter._hp_mapping  # noqa: SLF001 - None where this rank has no element of the parameter
+        mapping = parameter._hp_mapping  # noqa: SLF001 - None if this rank has no element of the parameter
         if mapping is not None:
+            # lp: this rank's range in the parameter; hp: the same elements in its float32 vector.
             target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
             own = flat.narrow(0, source.start, source.numel)
             full.narrow(0, target.start, target.numel).copy_(own)
@@ -161,22 +162,22 @@ class PartitionedState:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroMemory(Sharding):
-    """DeepSpeed's ZeRO.
+    """Memory of DeepSpeed's ZeRO.
 
     Args:
-        compute_itemsize: Bytes per element of the model as DeepSpeed casts it.
+        compute_itemsize: Bytes per element of the model after DeepSpeed's cast.
         reduce_itemsize: Bytes per element of a gradient as it is sent.
         accumulate_itemsize: Bytes per element of a gradient as it is kept.
         optimizer_on_host: Whether optimizer state and float32 weights are on the host.
-        weights_on_host: Whether the weights' shards are; stage 3.
-        bucket: Elements per bucket of gradients; None = all trained ones, of at most `DEFAULT_BUCKET`.
+        weights_on_host: Whether the weights' shards are on the host; stage 3.
+        bucket: Elements per gradient bucket; None for all trained ones, up to `DEFAULT_BUCKET`.
         num_buckets: Number of buckets.
-        all_reduce: Whether stages 1 and 2 all-reduce, instead of reduce-scatter.
-        persistent: Elements up to which a tensor is not sharded; stage 3.
-        reuse: Elements within which a weight that is needed again stays gathered; stage 3.
-        prefetch: Elements that are gathered ahead; stage 3.
-        step_elements: Elements that are stepped on at a time; stage 3.
-        not_counted: Options in use that change these numbers in unknown ways.
+        all_reduce: Whether stages 1 and 2 all-reduce instead of reduce-scatter.
+        persistent: Largest number of elements of a tensor that is not sharded; stage 3.
+        reuse: A weight stays gathered if it is needed again within this many elements; stage 3.
+        prefetch: Number of elements gathered ahead; stage 3.
+        step_elements: Number of elements stepped at a time; stage 3.
+        not_counted: Options in use whose effect on these numbers is unknown.
     """
 
     compute_itemsize: int = FLOAT32
@@ -197,11 +198,11 @@ class ZeroMemory(Sharding):
 
     @classmethod
     def of(cls, config: Mapping[str, Any], precision: str) -> ZeroMemory:
-        """Return the memory arithmetic of a configuration, with DeepSpeed's defaults.
+        """Return the memory estimate of a configuration, with DeepSpeed's defaults.
 
         Args:
             config: From `_zero_config.deepspeed_config`.
-            precision: Lightning's name.
+            precision: Lightning's name of the precision.
         """
         from deepspeed.runtime.config import DtypeEnum
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -234,26 +235,24 @@ class ZeroMemory(Sharding):
         )
 
     def bucket_for(self, num_trained: int) -> int:
-        """Return the elements of a bucket, of a model with so many trained ones."""
+        """Return the number of elements of a bucket for `num_trained` trained elements."""
         return min(DEFAULT_BUCKET, num_trained) if self.bucket is None else self.bucket
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Cut each tensor in stage 3, all trained ones as one in stages 1 and 2."""
+        """Split each tensor separately in stage 3, all trained ones as one vector in stages 1 and 2."""
         if self.stage < 3:
             return super().shards(model, devices)
         return [(weight, -(-weight.numel // devices)) for weight in model.weights]
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
         """Implement `Sharding`."""
-        del accumulates  # gradients are reduced in buckets, or kept as the stage has them
         size = self.compute_itemsize
-        has_copies = self.stage < 3 or size != FLOAT32 or self.optimizer_on_host or self.weights_on_host
         share = self.kept(
             model,
             devices,
             itemsize=size,
             gradient_itemsize=self.accumulate_itemsize,
-            copy_itemsize=FLOAT32 if has_copies else 0,
+            copy_itemsize=FLOAT32,
         )
         total = sum(weight.numel for weight in model.trained)
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
@@ -261,17 +260,22 @@ class ZeroMemory(Sharding):
             return self._stage_3(model, share, devices, total, local)
         bucket = self.bucket_for(total)
         buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
-        if self.stage == 2 and self.all_reduce:
-            buckets += min(bucket, total) * self.reduce_itemsize  # flattened once more
+        # The gradient being copied into a bucket.
+        buckets += (largest := max((weight.numel for weight in model.trained), default=0) * size)
+        # A full bucket gets one more flattened copy.
+        flat = min(bucket, total) * self.reduce_itemsize if self.stage == 2 and self.all_reduce else 0
+        # If one bucket holds all gradients, it is reduced after the backward pass, otherwise during it.
+        has_one = bucket >= total
         if not self.optimizer_on_host:
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
-            return replace(share, buffers=max(buckets, step))
-        largest = max((weight.numel for weight in model.trained), default=0) * size
+            late = flat + (0 if accumulates else share.gradients) if has_one else 0
+            return replace(share, buffers=max(buckets + flat, step), late=late)
         return replace(
             share,
             gradients=share.gradients if self.stage == 1 else 0,
             optimizer=0,
-            buffers=buckets + largest,
+            buffers=buckets + flat,
+            late=flat if has_one else 0,
             host=share.optimizer + local * (FLOAT32 + 2 * size) + largest,
         )
 
@@ -288,18 +292,20 @@ class ZeroMemory(Sharding):
             share, step = replace(share, gradients=0, optimizer=0), 0
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
-        # The last weights stay gathered from forward to backward, between which what follows runs twice.
-        # Beside them: the one that is used, and what is prefetched.
+        # The last `reuse / 2` elements stay gathered from forward to backward, since everything after them
+        # runs twice in between. In addition: the weight in use, and prefetched ones, also in the buffer.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
-        gathered = size * min(sum(sharded), at_once)
+        gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)
         scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
+        # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
+        excess = max(0, step - gathered, scattered - gathered)
         return replace(
             share,
             weights=weights + unsharded + model.buffers_bytes,
             gathered=gathered,
-            # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
-            buffers=bucket * size + max(0, step - gathered, scattered - gathered),
+            buffers=bucket * size + excess,
+            late=excess if bucket >= total else 0,
             host=host,
         )
 
@@ -318,6 +324,8 @@ class ZeroMemory(Sharding):
             )
         elif self.all_reduce:
             lines.append("gradients are all-reduced, as DeepSpeed does by default, not reduce-scattered")
+        if self.stage < 3 and self.bucket is None:
+            lines.append("gradients that fit in one bucket are reduced once activations are freed")
         if self.not_counted:
             lines.append(f"effects of these options are not counted: {', '.join(self.not_counted)}")
         return lines

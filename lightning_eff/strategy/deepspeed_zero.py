@@ -1,22 +1,22 @@
 """ZeRO by DeepSpeed: each rank keeps a shard of the optimizer state, of the gradients, and of the weights.
 
 Data parallelism keeps everything on every device. ZeRO shards what is kept between steps: the optimizer state
-(stage 1), also the gradients (stage 2), also the weights (stage 3, which gathers a layer's weights when it
-runs). Shards can also be offloaded to the host. DeepSpeed implements it; this strategy makes it
-fit Lightning, on CUDA and, with gloo, on CPU.
+(stage 1), also the gradients (stage 2), also the weights (stage 3, which gathers a layer's weights when the
+layer runs). Shards can also be offloaded to the host. DeepSpeed implements ZeRO. This strategy adapts it to
+Lightning, on CUDA and, with gloo, on CPU.
 
-Accumulation is exact: windows of unequal weights, leftovers at the end of an epoch, clipping of the full
-gradient. DeepSpeed's own accumulation would divide by the window twice, so it is off. Checkpoints have the
-layout of a single device (checkpoint/full_state.py): any other strategy loads them, and they go through the
-run's checkpoint_io. A rank has slices of flat vectors, so only optimizers that update each element by itself
-are accepted; a class of your own says so by `elementwise = True`.
+Accumulation is exact: windows of unequal weights, partial windows at the end of an epoch, clipping of the
+full gradient. DeepSpeed's own accumulation is off, because it would divide by the window twice. Checkpoints
+have the layout of a single device (checkpoint/full_state.py): any other strategy loads them, and they go
+through the run's checkpoint_io. A rank has slices of flat vectors, so an optimizer must update each element
+by itself; a custom class declares that with `elementwise = True`.
 
 Saves: optimizer state (stage 1), gradients (2) and weights (3), divided by the number of devices or
     offloaded.
-Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), and moving what is offloaded.
-    Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights besides a 16-bit model. A
-    parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum move it. Ranks
-    must run the same modules; they compare that, 16 bytes per step.
+Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
+    tensors. Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights in addition to the
+    model's. A parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum
+    move it. Ranks must run the same modules; they compare them with 16 bytes per step.
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
@@ -69,14 +69,14 @@ from lightning_eff.strategy._zero_engine import (
 from lightning_eff.strategy._zero_partitions import PartitionedState, ZeroMemory
 
 _LIGHTNINGS: Any = object
-"""In the place of Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, which follows the mixin."""
+"""Placeholder for Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, the mixin's next base."""
 
 
 class ZeroMixin(_LIGHTNINGS):
-    """What the Trainer's class and Fabric's share: arguments, rules, and what happens around a step."""
+    """Shared by the Trainer's and Fabric's class: arguments, rules, and checks around a step."""
 
     in_fabric = False
-    """Whether a loop under Fabric uses it, with other names in remedies, and not a Trainer."""
+    """Whether a Fabric loop uses it instead of a Trainer; remedies then have Fabric's names."""
 
     @check_arguments
     def __init__(
@@ -111,7 +111,7 @@ class ZeroMixin(_LIGHTNINGS):
         self.offload_parameters = offload_parameters
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-        self._guard: Any = None  # like the next one, from the start of DeepSpeed's engine
+        self._guard: Any = None  # set when DeepSpeed's engine starts, like the next attribute
         self._divergence: Any = None
 
     def _for_reader(self) -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ class ZeroMixin(_LIGHTNINGS):
     def facts(self) -> Facts:
         """State what ZeRO cannot do, or would do differently."""
         excludes = zero_config.ALWAYS
-        # Weights can be averaged where they are full, and in the dtype that is trained.
+        # Weights can be averaged only if they are full, and in the dtype that is trained.
         plugin = getattr(self, "precision_plugin", None)
         if self.stage == 3 or str(getattr(plugin, "precision", "")) != "32-true":
             excludes += (zero_config.AVERAGES,)
@@ -135,7 +135,7 @@ class ZeroMixin(_LIGHTNINGS):
         return Facts(excludes=excludes)
 
     def _by_deepspeed(self, plugin: Any, kind: type[Any]) -> Any:
-        """Replace another precision plugin, which would have no effect, by DeepSpeed's of its precision."""
+        """Replace another precision plugin, which would have no effect, by DeepSpeed's for its precision."""
         if plugin is None or isinstance(plugin, kind):
             return plugin
         requested = plugin.precision
@@ -149,9 +149,9 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
-        """Prepare a model and its optimizer for DeepSpeed, and watch them once it has sharded them."""
+        """Prepare a model and its optimizer for DeepSpeed, and watch them after it has sharded them."""
         groups = optimizer.param_groups
-        # DeepSpeed will replace these by flat vectors; checkpoints are laid out by them.
+        # DeepSpeed will replace these by flat vectors; the layout of checkpoints follows them.
         self._groups = [list(group["params"]) for group in groups]
         zero_config.fit_bucket(self.config, groups)
         with without_empty_groups(module, groups):
@@ -163,7 +163,7 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _checked_step(self) -> Generator[None]:
-        """Check around a step that DeepSpeed trains the model's parameters, and that ranks ran the same."""
+        """Check around a step that DeepSpeed trains the model's parameters, and all ranks run the same."""
         with self._for_reader():
             self._guard.check()
             if self.stage == 3:
@@ -171,7 +171,7 @@ class ZeroMixin(_LIGHTNINGS):
         try:
             yield
         finally:
-            self.model.optimizer.custom_loss_scaler = False  # `scale_gradients` is for one step
+            self.model.optimizer.custom_loss_scaler = False  # `scale_gradients` applies to one step
         with self._for_reader():
             self._guard.begin()
             self._divergence.compare()
@@ -184,7 +184,7 @@ class ZeroMixin(_LIGHTNINGS):
         zero.custom_loss_scaler = True
 
     def sharded_state(self, optimizer: Any = None) -> PartitionedState:
-        """Return the tensors of the model and of its optimizer, which is the only one."""
+        """Return the tensors of the model and of its only optimizer, for checkpoints."""
         if optimizer is not None and not self._groups:
             problem = f"{type(optimizer).__name__} was not set up, and has no state yet"
             raise conflict(ZERO, problem, "fabric.setup(model, optimizer) before save and load")
@@ -196,14 +196,14 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
-        offload_optimizer: Keep the optimizer state on `cpu`, and step there; or None.
-        offload_parameters: Keep weights on `cpu` until they are needed; stage 3 only.
+        offload_optimizer: `cpu` to keep the optimizer state on the host and step there; or None.
+        offload_parameters: `cpu` to keep weights on the host until they are needed; stage 3 only.
         config: More of DeepSpeed's configuration; keys that the Trainer sets are rejected.
 
     Raises:
         ConfigError: A value or a key of `config` is not allowed.
         ConflictError: The run uses something that ZeRO would silently change.
-        EnvironmentLacksError: DeepSpeed is not installed, or was imported for another kind of device.
+        EnvironmentLacksError: DeepSpeed is not installed, or was imported for another type of device.
 
     Example:
         >>> DeepSpeedZero(stage=4)
@@ -215,9 +215,10 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
-    """Checkpoints have the layout of a single device, whatever the stage."""
+    """Checkpoints have the layout of a single device in every stage."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
-    # Lightning 2.6 would shard weights as `configure_model` makes them, also those that are loaded there.
+    # Lightning 2.6 would shard weights as `configure_model` creates them, before pretrained ones are loaded
+    # there.
     model_sharded_context = nullcontext  # pyright: ignore[reportAssignmentType]
     # Stage 1 reduces once per step, stages 2 and 3 in each backward: DeepSpeed needs no no_sync.
     block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -226,7 +227,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 
     @DeepSpeedStrategy.precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Have DeepSpeed do it."""
+        """Use DeepSpeed's plugin of this precision."""
         self._precision_plugin = self._by_deepspeed(precision_plugin, ZeroPrecision)
 
     @override
@@ -234,7 +235,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
         zero_config.import_deepspeed(self.root_device.type)
-        DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's in Lightning 2.6 allows CUDA only
+        DDPStrategy.setup_environment(self)  # Lightning 2.6's DeepSpeedStrategy allows CUDA only
 
     @override
     def setup_distributed(self) -> None:
@@ -254,7 +255,8 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        # DeepSpeed clips by the norm of the full gradient; Lightning's own clipping would see one slice.
+        # DeepSpeed clips by the norm of the full gradient; Lightning's own clipping would see one rank's
+        # slice.
         self.config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
 
     @override
@@ -268,7 +270,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         with self._start_of_engine(model, optimizer):
             engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        # For techniques (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
+        # For other modules (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
         zero.whole_groups = [{"params": group} for group in self._groups]
         zero.kind_behind, zero.defaults = type(zero.optimizer), zero.optimizer.defaults
         return engine, zero
@@ -295,12 +297,12 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     load_model_state_dict = full_state.load_model_state_dict
     optimizer_state = full_state.optimizer_state
     load_optimizer_state_dict = full_state.load_optimizer_state_dict
-    # Through the run's CheckpointIO: DeepSpeedStrategy's own methods write and read folders of pickles.
+    # Use the run's CheckpointIO: DeepSpeedStrategy's own methods write and read folders of pickles.
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
     def scheme(self) -> ZeroMemory:
-        """Return the memory arithmetic, for any number of devices."""
+        """Return the memory estimate of this strategy for any number of devices."""
         return ZeroMemory.of(dict(self.config or {}), str(self.precision_plugin.precision))
 
     def outcome(self) -> Outcome:
@@ -322,20 +324,19 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """Shard a model's training state among ranks; `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
 
-    Its arguments are those of DeepSpeedZero; in `config`, keys that Fabric or the loop sets are rejected. For
-    one model and its optimizer, `fabric.setup(model, optimizer)`. Checkpoints have the layout of a single
-    device and appear in one step, also without `plugins=[Durable()]`. `fabric.clip_gradients` takes effect in
+    It has the arguments of DeepSpeedZero; in `config`, keys that Fabric or the loop sets are rejected. Call
+    `fabric.setup(model, optimizer)` for one model and its optimizer. Checkpoints have the layout of a single
+    device and appear in one step, even without `plugins=[Durable()]`. `fabric.clip_gradients` takes effect in
     the step, where DeepSpeed knows the norm, and returns None.
 
     Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, saves folders that only
-    DeepSpeed loads, steps a schedule a second time, and keeps gradients that `optimizer.zero_grad()` should
-    discard.
+    DeepSpeed loads, steps a schedule twice, and keeps gradients that `optimizer.zero_grad()` should discard.
 
     Raises:
         CheckpointError: Rank 0 cannot write (the previous checkpoint is unchanged), or a file is damaged.
         ConfigError: A value or a key of `config` is not allowed.
-        ConflictError: The model, the optimizer or the loop does what ZeRO would silently change.
-        EnvironmentLacksError: DeepSpeed is not installed, or was imported for another kind of device.
+        ConflictError: ZeRO would silently change the training of this model, optimizer or loop.
+        EnvironmentLacksError: DeepSpeed is not installed, or was imported for another type of device.
 
     Example:
         >>> ZeroFabric(config={"gradient_clipping": 1.0})
@@ -353,17 +354,17 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
 
     @FabricDeepSpeed.precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:
-        """Have DeepSpeed do it."""
+        """Use DeepSpeed's plugin of this precision."""
         self._precision = self._by_deepspeed(precision, FabricZeroPrecision)
 
     @override
     def setup_environment(self) -> None:
-        self._backward_sync_control: Any = ReductionControl()  # without one Fabric warns
+        self._backward_sync_control: Any = ReductionControl()  # Fabric warns if it is missing
         run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
         with for_fabric():
             rules.raise_rejected(rules.check_rules([self], run))
             zero_config.import_deepspeed(self.root_device.type)
-        FabricDDP.setup_environment(self)  # FabricDeepSpeed's in Lightning 2.6 allows CUDA only
+        FabricDDP.setup_environment(self)  # Lightning 2.6's own strategy allows CUDA only
 
     @override
     def _setup_distributed(self) -> None:
@@ -378,11 +379,11 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
 
     @override
     def module_sharded_context(self) -> AbstractContextManager[None]:
-        return nullcontext()  # Lightning 2.6 would shard weights as they are made, also those that are loaded
+        return nullcontext()  # Lightning 2.6 would shard weights before pretrained ones are loaded
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
-        """Set up a model that is not trained: stage 3 shards it, other stages have nothing to shard."""
+        """Set up a model that is not trained: stage 3 shards it; other stages have nothing to shard."""
         self._check_module(module, is_trained=False)
         broadcast_from_rank0([*module.parameters(), *module.buffers()], self.root_device)
         return super().setup_module(module) if self.stage == 3 else module
@@ -404,7 +405,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        # Without the schedule, which DeepSpeed would step besides the loop.
+        # Without the schedule: DeepSpeed would step it in addition to the loop.
         with self._start_of_engine(module, own):
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)
         return engine, [EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
@@ -420,14 +421,14 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     def discard_gradients(self) -> None:
         """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
 
-        Its own `zero_grad` leaves those that stage 2 has reduced, and stages 2 and 3 then add to them.
+        DeepSpeed's `zero_grad` keeps gradients that stage 2 has reduced, and stages 2 and 3 then add to them.
         """
         zero: Any = self.model.optimizer
         zero.zero_grad()
         zero.custom_loss_scaler = False
         if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
-            zero.micro_step_id = -1  # the next backward replaces what is offloaded
+            zero.micro_step_id = -1  # the next backward overwrites offloaded gradients
         self._has_gradients = False
 
     @override
@@ -446,11 +447,12 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         rejects, self._rejects_nonfinite, self._has_gradients = self._rejects_nonfinite, False, False
         with self._checked_step():
             try:
-                # The engine: Lightning 2.6 passes it only if it looks like an optimizer, as 0.19's does not.
+                # Pass the engine: Lightning 2.6 passes it only if it looks like an optimizer, which 0.19's
+                # does not.
                 result = super().optimizer_step(engine, **keywords)
             finally:
-                engine.optimizer.clip_grad = 0.0  # `clip_gradients_norm` is for one step
-        # A scaler of float16 has skipped the step, and will lower its scale.
+                engine.optimizer.clip_grad = 0.0  # `clip_gradients_norm` applies to one step
+        # With float16, the scaler has skipped the step and will lower its scale: no error.
         if rejects and not self.precision.precision.startswith("16"):
             norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):

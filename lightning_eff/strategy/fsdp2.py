@@ -1,25 +1,26 @@
 """FSDP2: each rank keeps a shard of each weight, gradient and optimizer state, and gathers a block at a time.
 
-What ZeRO's stage 3 does, in PyTorch itself: `fully_shard` shards the parameters of each repeated block (the
+Like ZeRO's stage 3, but in PyTorch itself. `fully_shard` shards the parameters of each repeated block (the
 layers of a transformer), gathers them for the block's forward and backward, and reduce-scatters their
 gradients. Blocks are found in any LightningModule; no `configure_model` is needed. Sharding is the last
 change of the model, after adapters, tiling, checkpointing and compiling (core/model_surgery.py).
 
-Within a window of micro-batches full gradients stay on each rank and are reduced once, where Lightning's own
-strategy reduces each time; `sync_every_micro_batch` reduces each time too, for less memory. Checkpoints have
-the layout of a single device (checkpoint/full_state.py): one file, or, for models that no host could hold, a
-folder to which each rank writes its own rows (checkpoint/sharded.py). Both are verified, and loaded by any
-strategy. The files to read before changing this one: strategy/__init__.py.
+Within a window of micro-batches, full gradients stay on each rank and are reduced once. Lightning's own
+strategy reduces after every micro-batch; `sync_every_micro_batch` does so too, to save memory. Checkpoints
+have the layout of a single device (checkpoint/full_state.py): one file or, for models that no host could
+hold, a folder to which each rank writes its own rows (checkpoint/sharded.py). Both are verified, and any
+strategy loads them. strategy/__init__.py lists the files to read before changing this one.
 
-With `cpu_offload` one device is enough: all but the weights of the block that computes is in host memory, as
-for LoRA on a frozen base that does not fit. The run is then the same as without the strategy.
+With `cpu_offload` one device is enough: only the weights of the computing block are on the device, everything
+else is in host memory. That fits, for example, LoRA on a frozen base that is larger than the device. Results
+are the same as without the strategy.
 
 Saves: optimizer state, gradients and weights, divided by the number of devices or offloaded.
 Costs: 1.5 times the communication of DDP; a block's full weights at a time; full gradients while they are
     accumulated, unless every micro-batch is reduced. Offloaded weights are copied to the device twice per
     batch; one device waits for each copy (torch 2.13), several prefetch. A checkpoint in one file gathers one
     tensor after another, and every rank reads all of it; a folder does neither. Ranks must run the same
-    modules; they compare that, 16 bytes per step (_shared/collectives.py).
+    modules; they compare them with 16 bytes per step (_shared/collectives.py).
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters.
@@ -82,8 +83,8 @@ class FSDP2(ModelParallelStrategy):
 
     Args:
         blocks: Modules to gather at a time: class names or patterns of module names; None finds the blocks.
-        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for their own.
-        reduce_dtype: Dtype to reduce gradients in; None for that of the gathered weights.
+        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for the weights' own.
+        reduce_dtype: Dtype to reduce gradients in; None for the gathered weights' dtype.
         cpu_offload: Keep shards, gradients and optimizer state on the host, and step there.
         reshard_after_forward: Free a block's full weights after its forward; False keeps them until its
             backward, for less communication.
@@ -91,10 +92,10 @@ class FSDP2(ModelParallelStrategy):
         checkpoints: `full`, one file, or `sharded`, a folder with a file per rank; any strategy loads both.
 
     Raises:
-        CheckpointError: A rank cannot write a folder (the previous one is unchanged), or a file of it is
+        CheckpointError: A rank cannot write a folder (the previous one is unchanged), or one of its files is
             damaged or missing.
         ConfigError: A value is not allowed, or `blocks` matches nothing.
-        ConflictError: There is one device, and nothing is offloaded.
+        ConflictError: There is only one device, and nothing is offloaded.
 
     Example:
         >>> FSDP2(param_dtype="int4")
@@ -141,8 +142,8 @@ class FSDP2(ModelParallelStrategy):
         rules.enforce(self, module.trainer, module)
         self._data_parallel_size = self.num_nodes * self.num_processes  # read by Lightning 2.6's setup
         if self._data_parallel_size == 1:
-            # Lightning seeds ranks again, and draws samples by a sampler that always shuffles. One rank keeps
-            # its random state and its loader's order, so that offloading changes nothing in a run.
+            # Lightning would seed the ranks again, and use a sampler that always shuffles. A single rank
+            # keeps its random state and its loader's order, so that offloading does not change the run.
             with isolate_rng(include_cuda=False):
                 super().setup_environment()
             module.trainer._accelerator_connector.use_distributed_sampler = False  # noqa: SLF001
@@ -162,7 +163,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module: Any = self.lightning_module
-        # Lightning has moved the model to its device since `_shard`, which made new parameters again.
+        # After `_shard`, Lightning moved the model to its device, which created new parameters again.
         restore_attributes(module, self._attributes)
         super().setup_optimizers(trainer)
         checks.check_hooks(module)
@@ -173,7 +174,7 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-        result = super().optimizer_step(optimizer, *arguments, **keywords)  # runs the last forward too
+        result = super().optimizer_step(optimizer, *arguments, **keywords)  # includes the last forward
         if self._divergence is not None:
             self._divergence.compare()
         return result
@@ -234,7 +235,7 @@ class FSDP2(ModelParallelStrategy):
         return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ONE_DEVICE,))))
 
     def scheme(self) -> FSDP2Memory:
-        """Return the memory arithmetic, for any number of devices."""
+        """Return the memory estimate of this strategy for any number of devices."""
         param_dtype, reduce_dtype = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
         return FSDP2Memory(
             compute_itemsize=param_dtype.itemsize if param_dtype is not None else None,
@@ -245,7 +246,7 @@ class FSDP2(ModelParallelStrategy):
         )
 
     def outcome(self) -> Outcome:
-        """Report what was sharded, and the bytes that a rank keeps."""
+        """Report what was sharded, and the bytes kept per rank."""
         if not self._num_sharded:
             return Outcome(did="nothing sharded", effective=False)
         modules = "1 module" if self._num_sharded == 1 else f"{self._num_sharded} modules"
@@ -262,11 +263,11 @@ _LATER = "model = fabric.setup_module(model), then build the optimizer and fabri
 
 
 class ReductionControl:
-    """What `fabric.no_backward_sync` asks; Lightning's own leaves reduction off after `enabled=False`."""
+    """Implements `fabric.no_backward_sync`; Lightning's own leaves reduction off after `enabled=False`."""
 
     def __init__(self) -> None:
         self.is_in_window = False
-        """Whether there may be gradients that a later backward pass is to reduce."""
+        """Whether gradients may be waiting for a later backward pass to reduce them."""
 
     @contextmanager
     def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:  # noqa: FBT001
@@ -283,16 +284,16 @@ class FSDP2Fabric(FabricStrategy):
     """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
 
     `fabric.setup(model, optimizer)` gives the optimizer the sharded parameters. Checkpoints have the layout
-    of a single device and appear in one step, also without `plugins=[Durable()]`.
+    of a single device and appear in one step, even without `plugins=[Durable()]`.
 
-    Lightning's own ModelParallelStrategy leaves the sharding to a function, resumes an optimizer only if that
-    was built afterwards, writes over the previous checkpoint, and switches reduction off behind a
+    Lightning's own ModelParallelStrategy leaves sharding to a user's function. It resumes an optimizer only
+    if it was built afterwards, overwrites the previous checkpoint, and leaves reduction off after a
     `no_backward_sync(enabled=False)`.
 
     Args:
         blocks: Modules to gather at a time: class names or patterns of module names; None finds the blocks.
-        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for their own.
-        reduce_dtype: Dtype to reduce gradients in; None for that of the gathered weights.
+        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for the weights' own.
+        reduce_dtype: Dtype to reduce gradients in; None for the gathered weights' dtype.
         cpu_offload: Keep shards, gradients and optimizer state on the host, and step there.
         reshard_after_forward: Free a block's full weights after its forward; False keeps them until its
             backward, for less communication.
@@ -301,8 +302,8 @@ class FSDP2Fabric(FabricStrategy):
     Raises:
         CheckpointError: A rank cannot write (the previous checkpoint is unchanged), or a file is damaged.
         ConfigError: A value is not allowed, or `blocks` matches nothing.
-        ConflictError: There is one device, and nothing is offloaded; or the model or the optimizer cannot be
-            sharded.
+        ConflictError: There is only one device, and nothing is offloaded; or the model or the optimizer
+            cannot be sharded.
 
     Example:
         >>> FSDP2Fabric(checkpoints="both")
@@ -334,7 +335,7 @@ class FSDP2Fabric(FabricStrategy):
         self._backward_sync_control: Any = self._reduction
         self._divergence: list[RankDivergenceCheck] = []
 
-    # Lightning's raise errors: its strategy writes checkpoints itself.
+    # Lightning's own properties raise an error, since its strategy writes checkpoints itself.
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override

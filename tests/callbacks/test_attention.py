@@ -25,7 +25,7 @@ from lightning_eff.callbacks._packed_attention import (
 from lightning_eff.callbacks.attention import Attention, checked_backends
 from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
-from lightning_eff.planner.prediction import predict
+from lightning_eff.prediction.predict import predict
 from tests.support.attending import Attending
 from tests.support.models import make_trainer
 from tests.support.versions import since_torch_2_13

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +27,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_eff.callbacks._exact_resume.loaders import observe, wrap
+from lightning_eff.callbacks._exact_resume import loaders
+from lightning_eff.callbacks._exact_resume.loaders import DropFirst, observe, wrap
 from lightning_eff.callbacks._exact_resume.resumable_run import (
     RankPosition,
     ResumableRun,
@@ -152,6 +154,10 @@ def shuffled(dataset: Any = None, **keywords: Any) -> DataLoader[Tensor]:
     )
 
 
+def noisy(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples) + torch.rand(())
+
+
 def own_generator() -> DataLoader[Tensor]:
     return shuffled(generator=torch.Generator().manual_seed(5))
 
@@ -164,6 +170,7 @@ CASES: dict[str, Case] = {
     "samples that draw": (lambda: shuffled(Samples(draws=True)), {}),
     "workers": (functools.partial(shuffled, num_workers=2), {}),
     "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), {}),
+    "collation that draws": (functools.partial(shuffled, num_workers=2, collate_fn=noisy), {}),
     "generator": (own_generator, {}),
     "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), {}),
     "sampler": (functools.partial(shuffled, shuffle=None, sampler=Backwards()), {}),
@@ -197,7 +204,7 @@ CASES: dict[str, Case] = {
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
-SLOW = ("workers", "workers that draw", "sampler that draws twice, workers")
+SLOW = ("workers", "workers that draw", "collation that draws", "sampler that draws twice, workers")
 LIMITS = {"epochs": {"max_epochs": 3}, "steps": {"max_steps": 16, "max_epochs": -1}}
 
 
@@ -575,6 +582,15 @@ def test_batches_are_loaded_again_only_where_workers_replay(
     did = resume.outcome().did
     assert ("loaded 4 batches again" in did) == (workers == "replay")
     assert ("not exact: augmentation in workers" in did) == (workers == "fast" and num_workers > 0)
+
+
+def test_workers_keep_the_batches_that_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[tuple[int, Any]] = []
+    for worker in range(3):
+        monkeypatch.setattr(loaders, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
+        collate = DropFirst(sum, num_dropped=5, num_workers=3)
+        handed += [(worker + 3 * turn, collate([turn, worker])) for turn in range(3)]
+    assert dict(handed) == dict.fromkeys(range(5)) | {5: 3, 6: 2, 7: 3, 8: 4}
 
 
 def test_loaders_that_are_made_again_each_epoch_are_exact_only_within_it(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from lightning_eff.callbacks.tiled_conv import TiledContainer, TiledConv, tile_c
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.prediction import predict_step
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.prediction.predict import predict_step
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support import benchmarks

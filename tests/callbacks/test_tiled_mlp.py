@@ -32,8 +32,8 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.models.gpt import GPT, MLP, Attention
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.fakes import Fakes
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.prediction.fakes import Fakes
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.counted import Operators, kept_bytes
 from tests.support.models import make_trainer

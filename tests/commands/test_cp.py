@@ -13,12 +13,14 @@ from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core import catalog
 from tests.support.command_line import Command
 
+OWN_CLASSES = ["model._target_=tests.support.gan.GAN", "data._target_=tests.support.gan.Numbers"]
 OWN = "defaults:\n  - lm\n  - _self_\nseed: 7\n"
 
 
 @pytest.mark.parametrize("recipe", [entry.name for entry in catalog.recipes()])
 def test_a_copy_has_the_values_of_its_recipe(recipe: str, command: Command, empty_folder: Path) -> None:
     given = ["model.name=my-model"] if recipe in ("full_finetune", "long_context", "qlora") else []
+    given = OWN_CLASSES if recipe == "mine" else given
     command("cp", recipe, "mine.yaml", code=0)
     options = parse(["train", "mine.yaml", *given])
     found = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir))

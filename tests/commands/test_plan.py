@@ -10,7 +10,7 @@ import pytest
 
 from lightning_eff.core.text import WIDTH
 from lightning_eff.data.python_source import PythonSource
-from lightning_eff.planner.prediction import Prediction
+from lightning_eff.prediction.predict import Prediction
 from tests.support.command_line import Command
 
 TILED = "+callbacks=triton_gemm"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -311,6 +312,31 @@ def test_every_extra_is_declared() -> None:
     declared = tomllib.loads(text)["project"]["optional-dependencies"]
     for package, extra in validate.EXTRAS.items():
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["callbacks.empty_cache.every_n_step=3"],
+        ["strategy=fsdp2", "strategy.every_n_steps=3"],
+        ["model.every_n_steps=3"],
+        ["+callbacks.second={_target_: lightning_eff.callbacks.empty_cache.EmptyCache, every_n_step: 3}"],
+    ],
+)
+def test_a_misspelt_key_is_rejected_before_lightning_is_imported(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as by_yaml:
+        compose(*words)
+    monkeypatch.setattr(validate, "_check_own_keys", lambda *_: None)
+    with pytest.raises(ConfigError) as by_class:
+        compose(*words)
+    assert str(by_yaml.value) == str(by_class.value)
+    imports_lightning = Mock(side_effect=AssertionError("Lightning is imported"))
+    monkeypatch.undo()
+    monkeypatch.setattr(validate, "_check_trainer", imports_lightning)
+    with pytest.raises(ConfigError, match="expected a parameter of"):
+        compose(*words)
 
 
 def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

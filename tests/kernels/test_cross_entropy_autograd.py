@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_eff.kernels import devices
 from lightning_eff.kernels._row_losses import tile_rows_of
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy, token_logprobs
-from lightning_eff.planner.fakes import Fakes
+from lightning_eff.prediction.fakes import Fakes
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support import whole_logits

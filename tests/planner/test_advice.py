@@ -15,8 +15,8 @@ from lightning_eff.core.errors import ConflictError
 from lightning_eff.planner import advice
 from lightning_eff.planner.advice import AdvisedRecipe, Options, advise, candidates
 from lightning_eff.planner.forecast import DeviceMemory, ExampleBatch
-from lightning_eff.planner.prediction import Prediction
 from lightning_eff.planner.printing import advice_text
+from lightning_eff.prediction.predict import Prediction
 
 ADAPTERS: Options = ("+callbacks=peft_adapter",)
 SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32"]

@@ -26,8 +26,8 @@ from lightning_eff.planner.forecast import (
     MemoryForecast,
     forecast,
 )
-from lightning_eff.planner.prediction import Prediction, predict_step
 from lightning_eff.planner.printing import Plan, forecast_text
+from lightning_eff.prediction.predict import Prediction, predict_step
 from lightning_eff.run import build
 from tests.support.command_line import Command
 

@@ -21,8 +21,8 @@ from lightning_eff.planner.forecast import (
     forecast,
 )
 from lightning_eff.planner.longest import MAX_TOKENS, longest_sequence
-from lightning_eff.planner.prediction import Prediction
 from lightning_eff.planner.printing import longest_text
+from lightning_eff.prediction.predict import Prediction
 from lightning_eff.report.peak import Peak
 
 MEMORY = DeviceMemory("small", 100_000_000 + CONTEXT_BYTES, is_cuda=True)

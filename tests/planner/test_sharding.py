@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_eff.planner.forecast import CONTEXT_BYTES, DeviceMemory, MemoryForecast
-from lightning_eff.planner.prediction import Prediction
 from lightning_eff.planner.printing import sharding_text, verdict
 from lightning_eff.planner.sharding import UNCOUNTED, ShardingTable
+from lightning_eff.prediction.predict import Prediction
 from lightning_eff.report.sharding import DeviceShare
 
 SHARES = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, host=1023.6)}

@@ -26,10 +26,10 @@ from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarnin
 from lightning_eff.core.machine import gpu_facts
 from lightning_eff.kernels import devices
 from lightning_eff.optimizer.in_backward import InBackward
-from lightning_eff.planner.prediction import predict
 from lightning_eff.precision._float8_linear import convert, recipe_config, unconvert
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, reasons, speedup, to_float8
+from lightning_eff.prediction.predict import predict
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
 from tests.support.ranks import results_of_two_ranks

@@ -19,7 +19,7 @@ def test_areas_are_stacked() -> None:
     chart = draw("a", "b", stacked([moment["event"] for moment in TIMELINE], values), "moments", "MiB")
     assert chart["legend"] == [("activations", 5), ("parameters", 0)], "as they stand on each other"
     below, above = ([each.split(",") for each in line["points"].split()] for line in chart["lines"])
-    assert above[:2:-1] == below[:3], "activations stand on parameters"
+    assert above[:3:-1] == below[:4], "activations stand on parameters"
     zero, top = float(below[-1][1]), float(above[1][1])
     assert zero - top == pytest.approx(10 * (zero - float(below[0][1])), rel=0.01), "100 MiB are ten times 10"
 

@@ -32,7 +32,7 @@ CHARTS = {
     "Validation: accuracy": "accuracy", "Learning rate": "learning rate", "Gradient norm": "gradient norm",
 }  # fmt: skip
 """Title, and unit of the vertical axis."""
-MOMENTS = "tensors allocated or freed so far"
+MOMENTS = "allocation events"
 
 
 def full_report(**changes: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_a_baseline_is_drawn_beside_each_of_its_curves_and_figures() -> None:
     assert reader.tags.count("polyline") == alone.tags.count("polyline") + len(CHARTS) - 1, (
         "all but the first steps"
     )
-    assert reader.text.count("baseline") == len(CHARTS) - 1, "in the legends"
+    assert reader.text.count("baseline") == 2 * (len(CHARTS) - 1), "in the legends, and over the lines"
     dashed = [value for name, value in reader.attributes if name == "stroke-dasharray"]
     assert len(dashed) == len(CHARTS) - 1
     assert "baseline 15.0" in reader.text
@@ -253,6 +253,19 @@ def test_the_report_is_at_the_end() -> None:
     assert "<x>=<x>\nn=3" in reader.text
     assert "Reproduce" in reader.text
     assert "Reproduce" not in make_page(command="")
+
+
+def test_the_memory_chart_marks_the_peak_and_the_ends_of_steps() -> None:
+    text = make_page(memory=MEMORY)
+    marks = re.findall(r'class="mark" x1="([0-9.]+)".*?<title>(.*?)</title>', text)
+    # 400 units for the events 1 to 11, from 72 on.
+    assert marks == [("392.0", "end of the step"), ("232.0", "peak: 100.0 MiB")]
+
+
+def test_every_metric_of_validation_has_a_chart_unless_it_never_changes() -> None:
+    validation = {f"metric_{number}": [[1, 0.5], [2, 0.5 + number]] for number in range(9)}
+    titles = {text for text in Reader(make_page(validation=validation)).text if text.startswith("Validation")}
+    assert titles == {f"Validation: metric_{number}" for number in range(1, 9)}
 
 
 def test_without_anything_to_show_there_is_no_chart() -> None:

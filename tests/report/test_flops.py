@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_eff.callbacks.gradient_checkpointing import recompute
-from lightning_eff.planner.prediction import predict_step
+from lightning_eff.prediction.predict import predict_step
 from lightning_eff.report.flops import FlopCount
 from tests.support.versions import since_torch_2_13
 

@@ -9,13 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
 from lightning_eff.report.meter import (
-    FETCH_ACTION,
     Meter,
     Probe,
     Throughput,
@@ -23,6 +21,7 @@ from lightning_eff.report.meter import (
     samples_and_tokens,
 )
 from lightning_eff.report.recording import Recorder
+from tests.support.fetching import Fetching
 
 CPU, LONG = torch.device("cpu"), torch.long
 
@@ -37,12 +36,11 @@ def run(
     is_counted: bool = True,
 ) -> Meter:
     """Train a layer on batches of 5, each 1 s of waiting and 3 s of work, 1 s longer from batch to batch."""
-    layer, profiler = nn.Linear(10, 10, bias=False), PassThroughProfiler()
+    layer, loop = nn.Linear(10, 10, bias=False), Fetching()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    measured = Meter(device, profiler, num_warmup_batches=num_warmup_batches, is_counted=is_counted)
+    measured = Meter(device, loop, num_warmup_batches=num_warmup_batches, is_counted=is_counted)
     for index in range(num_batches):
-        with profiler.profile(FETCH_ACTION):
-            clock.now += 1.0
+        loop.fetch(lambda: setattr(clock, "now", clock.now + 1.0))
         batch = (torch.ones(5, 10), torch.zeros(5, 7, dtype=LONG))
         measured.begin_batch(batch, layer, [optimizer])
         layer(batch[0]).sum().backward()
@@ -154,7 +152,7 @@ def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
 
 
 def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNamespace) -> None:
-    measured = Meter(torch.device("cpu"), PassThroughProfiler(), num_warmup_batches=0, is_counted=False)
+    measured = Meter(torch.device("cpu"), Fetching(), num_warmup_batches=0, is_counted=False)
     for num_real in (1, 7, 9):  # the first batch is not timed
         mask = (torch.arange(10) < num_real).long().view(2, 5)
         clock.now += 2.0

@@ -47,25 +47,30 @@ def share(scheme: Sharding, model: ModelWeights = MODEL, *, accumulates: bool = 
         ),
         (
             ZeroMemory(stage=2, num_buckets=2, **BF16),
-            {"weights": 80, "gradients": 20, "optimizer": 120, "buffers": 3 * 20},
+            {"weights": 80, "gradients": 20, "optimizer": 120, "buffers": 3 * 20 + 32},
         ),
         # Float32 weights of its own beside float32 ones.
         (
             ZeroMemory(stage=2, bucket=10, all_reduce=False),
-            {"weights": 160, "gradients": 40, "optimizer": 120, "buffers": 40},
+            {"weights": 160, "gradients": 40, "optimizer": 120, "buffers": 40 + 64},
+        ),
+        # All gradients in one bucket wait there until activations are freed.
+        (
+            ZeroMemory(stage=2),
+            {"weights": 160, "gradients": 40, "optimizer": 120, "buffers": 2 * 160 + 64, "late": 160 + 40},
         ),
         (
             ZeroMemory(stage=2, bucket=10, optimizer_on_host=True),
             {"weights": 160, "buffers": 40 + 40 + 64, "host": 120 + 10 * 12 + 64},
         ),
-        # The 4 x 2 matrix is whole beside its part.
+        # The 4 x 2 matrix is full next to its shard; the others are gathered into a buffer, and copied.
         (
             ZeroMemory(**STAGE_3),
-            {"weights": 40 + 32, "gradients": 40, "optimizer": 80, "gathered": 128, "buffers": 40},
+            {"weights": 40 + 32, "gradients": 40, "optimizer": 80 + 40, "gathered": 2 * 128, "buffers": 40},
         ),
         (
             ZeroMemory(stage=3, persistent=8, optimizer_on_host=True, weights_on_host=True, **BF16),
-            {"weights": 16, "gathered": 64, "buffers": 20, "host": 20 + 20 + 120 + 40},
+            {"weights": 16, "gathered": 2 * 64, "buffers": 20, "host": 20 + 20 + 120 + 40},
         ),
         (
             FSDP2Memory(),
@@ -80,6 +85,17 @@ def share(scheme: Sharding, model: ModelWeights = MODEL, *, accumulates: bool = 
 )
 def test_a_device_keeps(scheme: Sharding, expected: dict[str, float]) -> None:
     assert share(scheme) == expected
+
+
+def test_what_comes_after_activations_counts_only_where_it_is_larger() -> None:
+    found = ZeroMemory(stage=2).share(MODEL, 4)
+    kept = 160 + 120 + 160 + 64  # weights, state, a bucket and the gradient that is copied into it
+    assert [found.device(activations) for activations in (0, 200, 300)] == [
+        kept + 200,
+        kept + 200,
+        kept + 300,
+    ]
+    assert ZeroMemory(stage=2).share(MODEL, 4, accumulates=True).late == 160
 
 
 def test_in_a_window_whole_gradients_wait_in_fsdp2_unless_each_micro_batch_is_reduced() -> None:
@@ -98,7 +114,9 @@ def test_frozen_padded_and_gathered() -> None:
     assert share(FSDP2Memory(), model=odd)["weights"] == 20
     assert share(ZeroMemory(stage=3, bucket=0, persistent=0), model=odd)["weights"] == 16
     deep = ModelWeights((BLOCKS[0],) * 9)
-    assert share(ZeroMemory(reuse=32, prefetch=8, **STAGE_3), model=deep)["gathered"] == 4 * (16 + 2 * 16 + 8)
+    assert share(ZeroMemory(reuse=32, prefetch=8, **STAGE_3), model=deep)["gathered"] == 4 * (
+        16 + 2 * 16 + 2 * 8
+    )
 
 
 def test_a_model_is_its_weights() -> None:

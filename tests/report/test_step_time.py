@@ -10,15 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lightning_eff import GradientAccumulation, MicroBatch, OptimizerChoice, TorchCompile
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.report import step_time
-from lightning_eff.report.meter import FETCH_ACTION, Meter
+from lightning_eff.report.meter import Meter
 from lightning_eff.report.step_time import METHODS, NUM_BATCHES, OUTSIDE, PARTS
+from tests.support.fetching import Fetching
 from tests.support.gan import GAN, Numbers
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -88,17 +88,16 @@ def train(
     clock: Clock, module: nn.Module, *, num_batches: int, device: torch.device = CPU, **keywords: Any
 ) -> Meter:
     """Train with two batches a step: 2 s to load one, 1 s to move it, two passes, 4 s of callbacks."""
-    strategy, profiler = Strategy(clock, module, device), PassThroughProfiler()
+    strategy, loop = Strategy(clock, module, device), Fetching()
     settings: dict[str, Any] = {"num_warmup_batches": 0, "is_counted": True} | keywords
-    meter = Meter(device, profiler, strategy=strategy, **settings)
+    meter = Meter(device, loop, strategy=strategy, **settings)
 
     def closure() -> None:
         for _ in range(2):
             strategy.backward(strategy.training_step())
 
     for index in range(num_batches):
-        with profiler.profile(FETCH_ACTION):
-            clock.now += 2.0
+        loop.fetch(lambda: setattr(clock, "now", clock.now + 2.0))
         strategy.batch_to_device()
         meter.begin_batch(torch.ones(3, 2), module, [])
         if index % 2:

@@ -48,7 +48,7 @@ def test_the_bucket_of_gradients_is_as_large_as_what_is_trained(given: dict[str,
     planned = strategy.scheme().share(model, 2).buffers
     zero_config.fit_bucket(strategy.config, groups)
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == size
-    assert strategy.scheme().share(model, 2).buffers == planned == 4 * (2 * size + min(size, 24))
+    assert strategy.scheme().share(model, 2).buffers == planned == 4 * (2 * size + min(size, 24) + 16)
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
@@ -202,12 +202,13 @@ ON_HOST: dict[str, Any] = {"optimizer_on_host": True, "bucket": 100}
     ("scheme", "buffers"),
     [
         # A bucket of stage 1 has the size in which gradients are kept, one of stage 2 that of the weights.
-        (ZeroMemory(stage=1, bucket=100, **LOW), 100 * 4),
-        (ZeroMemory(stage=1, bucket=100, num_buckets=2, **LOW), 2 * 100 * 4),
-        (ZeroMemory(stage=2, bucket=100, all_reduce=False, **LOW), 100 * 2),
-        (ZeroMemory(stage=2, bucket=100, **LOW), 100 * 2 + 40 * 2),  # flattened for the all-reduce
+        # A gradient of 16 elements is copied into it.
+        (ZeroMemory(stage=1, bucket=100, **LOW), 100 * 4 + 32),
+        (ZeroMemory(stage=1, bucket=100, num_buckets=2, **LOW), 2 * 100 * 4 + 32),
+        (ZeroMemory(stage=2, bucket=100, all_reduce=False, **LOW), 100 * 2 + 32),
+        (ZeroMemory(stage=2, bucket=100, **LOW), 100 * 2 + 32 + 40 * 2),  # flattened for the all-reduce
         (ZeroMemory(stage=1, bucket=1, **LOW), 10 * (4 + 2)),  # then the step needs more
-        (ZeroMemory(stage=1), 40 * 4),  # by default a bucket holds all that is trained
+        (ZeroMemory(stage=1), 40 * 4 + 64),  # by default a bucket holds all that is trained
     ],
 )
 def test_buckets_of_gradients(scheme: ZeroMemory, buffers: int) -> None:

@@ -99,10 +99,10 @@ def zero(*, stage: int, bf16: bool) -> dict[str, Any]:
         masters, weights = inner.fp32_partitioned_groups_flat, [p.ds_tensor for p in net.parameters()]
     else:
         masters, weights = inner.single_partition_of_fp32_groups, inner.bit16_groups_flat
-    own_bytes = 0 if stage == 3 and not bf16 else sum(each.nbytes for each in masters)
+    assert {each.data_ptr() for each in masters}.isdisjoint(each.data_ptr() for each in weights)
     held = {"weights": sum(each.nbytes for each in weights), "state": state_bytes(inner.optimizer)["cpu"]}
     kept = ZeroMemory.of(config, "bf16-mixed" if bf16 else "32-true")
-    return held | {"own": own_bytes, "scheme": vars(kept)}
+    return held | {"own": sum(each.nbytes for each in masters), "scheme": vars(kept)}
 
 
 def main() -> None:

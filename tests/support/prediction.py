@@ -17,7 +17,7 @@ from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.models.cnn import CNN
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.planner.prediction import predict
+from lightning_eff.prediction.predict import predict
 from tests.support.models import make_trainer
 
 

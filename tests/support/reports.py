@@ -37,12 +37,13 @@ TIME = {
 }  # fmt: skip
 EMPTY = dict.fromkeys(CATEGORIES, 0)
 TIMELINE = [
-    EMPTY | {"event": event, "parameters": 10 * 2**20, "activations": size * 2**20}
-    for event, size in ((1, 0), (5, 90), (9, 30))
+    EMPTY | {"event": event, "phase": phase, "parameters": 10 * 2**20, "activations": size * 2**20}
+    for event, phase, size in ((1, "forward", 0), (5, "forward", 90), (9, "step", 30), (11, "forward", 30))
 ]
 MEMORY = {
     "num_bytes": 100 * 2**20, "phase": "forward", "operation": "mm", "path": "a<b", "timeline": TIMELINE,
-    "by_phase": dict.fromkeys(PHASES, EMPTY | {"parameters": 10}) | {"forward": TIMELINE[1]},
+    "by_phase": dict.fromkeys(PHASES, EMPTY | {"parameters": 10})
+    | {"forward": EMPTY | {"parameters": 10 * 2**20, "activations": 90 * 2**20}},
 }  # fmt: skip
 
 

@@ -20,8 +20,9 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    get_worker_info,
 )
 from typing_extensions import override
 
@@ -86,12 +88,12 @@ class IndexStream:
     def hashed(self, indices: Iterator[Any]) -> Iterator[Any]:
         """Yield the sampler's indices, and keep hashes of the first batches in `hashes`."""
         self.hashes.clear()
-        for batch in indices:
-            if len(self.hashes) < NUM_HASHED:
-                with contextlib.suppress(TypeError, AttributeError):  # of objects, which are not hashed
-                    text = json.dumps(batch, default=lambda array: array.tolist())
-                    self.hashes.append(zlib.crc32(text.encode()))
+        for batch in itertools.islice(indices, NUM_HASHED):
+            with contextlib.suppress(TypeError, AttributeError):  # of objects, which are not hashed
+                text = json.dumps(batch, default=lambda array: array.tolist())
+                self.hashes.append(zlib.crc32(text.encode()))
             yield batch
+        yield from indices
 
     def _pass(self, indices: Iterator[Any]) -> Iterator[Any]:
         num_skipped, self.num_skipped = self.num_skipped, 0
@@ -136,6 +138,30 @@ class IndexStream:
 
 def _same(source: Any) -> Any:
     return source
+
+
+class DropFirst:
+    """A `collate_fn` whose first batches stay in their workers, which load them only for what they draw.
+
+    Handing a small batch to the main process takes longer than loading it.
+
+    Args:
+        collate_fn: The loader's own; it may draw too.
+        num_dropped: Batches of the pass.
+        num_workers: Take turns: worker w has the batches w, w + num_workers, ...
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], num_dropped: int, num_workers: int) -> None:
+        self.collate_fn, self.num_dropped, self.num_workers = collate_fn, num_dropped, num_workers
+        self.num_batches = 0
+        """Of this worker."""
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate_fn(samples)
+        worker: Any = get_worker_info()
+        index = self.num_batches * self.num_workers + worker.id
+        self.num_batches += 1
+        return None if index < self.num_dropped else batch
 
 
 class ExactLoader(LoaderWrapper):
@@ -187,7 +213,7 @@ class ExactLoader(LoaderWrapper):
             is_skipped = self.is_shared or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
-        iterator = iter(self.loader)
+        iterator = self._iterator(num_dropped)
         is_lazy = stream is not None and stream.first_states is None  # without workers
         self._begun = run.capture() if is_lazy or stream is None else None
         if stream is not None and position is not None:
@@ -200,11 +226,27 @@ class ExactLoader(LoaderWrapper):
         saved = None if self.is_shared else position
         return self._batches(iterator, saved, is_begun=num_dropped > 0)
 
+    def _iterator(self, num_dropped: int) -> Iterator[Any]:
+        """Begin a pass of the loader, whose workers keep the first batches to themselves."""
+        loader: Any = self.loader
+        if (
+            not num_dropped
+            or self.stream is None
+            or not isinstance(loader, DataLoader)
+            or not loader.in_order
+        ):
+            return iter(loader)
+        with patch.object(
+            loader, "collate_fn", DropFirst(loader.collate_fn, num_dropped, loader.num_workers)
+        ):
+            return iter(loader)
+
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
+        is_begun |= self.stream is not None
         while True:
             self.run.before_batch(self)
-            if self.stream is None and not is_begun:
+            if not is_begun:
                 self._first, is_begun = self.run.capture(), True
             try:
                 batch = next(iterator)

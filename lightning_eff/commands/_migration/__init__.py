@@ -1,4 +1,4 @@
-"""What `migrate` knows: a YAML table per tool, and the engine that reads them.
+"""Used by `migrate`: a YAML table of keys per tool, and the engine that applies them.
 
 Read first: shared.yaml (what a row means), transformers.yaml, then tables and engine.
 """

@@ -1,7 +1,7 @@
 """Turn the keys of a file into overrides of one recipe, row by row of its tool's table.
 
-The functions at the end convert several keys, or one that is no plain value: a row names function and part,
-as in `convert: batches.per_device`.
+`migrate` calls it. The functions at the end convert several keys at once, or a key without a plain value. A
+row names function and part, as in `convert: batches.per_device`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
 
 AUTO = "auto"
-"""A value by which DeepSpeed leaves a setting to the Trainer."""
+"""A value with which DeepSpeed leaves a setting to the Trainer."""
 OFF = (None, False, "", "no", "none", "false", [], {})
 ONE_OPTION_GROUPS = ("optimizer", "scheduler", "precision", "strategy")
 ACCUMULATION = "callbacks.gradient_accumulation"
@@ -35,7 +35,7 @@ CHECKPOINT = "monitors.model_checkpoint"
 
 @dataclass(frozen=True)
 class Given:
-    """A key of the file with its value, or one that is missing with the tool's default."""
+    """A key of the file with its value, or a missing key with the tool's default."""
 
     key: str
     value: Any
@@ -44,27 +44,27 @@ class Given:
 
 @dataclass(frozen=True)
 class Setting:
-    """An override, and the key that it comes from."""
+    """An override, and its source key."""
 
     given: Given
     word: str
     is_of_option: bool
-    """Whether the row also chooses the option that has the key."""
+    """Whether the row also chooses the option that contains the key."""
 
 
 @dataclass
 class Migration:
-    """The result so far: overrides, and the keys that became none."""
+    """The result so far: overrides, and keys without a counterpart."""
 
     table: Table
     folder: Path
     recipe: str = ""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
-    """By what they set; an option that is added or removed is `callbacks.NAME`."""
+    """By the setting they change; an option that is added or removed is `callbacks.NAME`."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
     """Values to convert, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
-    """Keys without a counterpart, and why."""
+    """Keys without a counterpart, and the reason."""
     same: list[str] = field(default_factory=list[str])
     unknown: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
@@ -72,7 +72,7 @@ class Migration:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the tool's variant
 
     def add(self, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
-        """Look up all keys of a file; `prefix` is the key that holds or names it, if another file does."""
+        """Look up all keys of a file; `prefix` is the key in another file that contains or names this one."""
         flat = flatten(content, table)
         order = {key: index for index, key in enumerate(table.rows)}
         left_to_us: list[str] = []
@@ -91,7 +91,7 @@ class Migration:
             self.notes += [f"left to the recipe (auto): {', '.join(left_to_us)}"] if left_to_us else []
 
     def _add_defaults(self, flat: Mapping[str, Any], table: Table) -> None:
-        """Look up keys that the file does not set, where the tool's default differs from the recipe's."""
+        """Look up keys that the file does not set but whose default in the tool differs from the recipe's."""
         for key, row in table.rows.items():
             conditions = [] if isinstance(row.always, bool) else row.always.split()
             applies = row.always is True or any(flat.get(other) not in OFF for other in conditions)
@@ -125,7 +125,7 @@ class Migration:
             self.lack(given, row.lacks)
 
     def _by_value(self, given: Given, row: Row, ours: Mapping[str, str]) -> None:
-        """Set the overrides of a value, or of each value in a list or in a text of several words."""
+        """Set the overrides for a value, or for each value in a list or a string of several words."""
         values: Any = given.value
         if not isinstance(values, list):
             is_one = "*" in ours or isinstance(values, Mapping)
@@ -141,7 +141,7 @@ class Migration:
                 self.set(replace(given, value=value), words)
 
     def set(self, given: Given, words: str, name: str = "") -> None:
-        """Set overrides, a text with spaces; a value that does not fit has no counterpart."""
+        """Set space-separated overrides; a value that does not fit has no counterpart."""
         name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
         if name and not all(part.isidentifier() for part in name.split(".")):
             self.lack(given, "expected the name of an argument")
@@ -160,15 +160,15 @@ class Migration:
                 return  # the rest belongs to an option that is not chosen
 
     def lack(self, given: Given, reason: str) -> None:
-        """Say that a key has no counterpart."""
+        """Record that a key has no counterpart."""
         self.lacking.append((given, reason))
 
     def word(self, target: str) -> str:
-        """Return the override of a key, or an empty text."""
+        """Return the override of a key, or an empty string."""
         return self.settings[target].word if target in self.settings else ""
 
     def _put(self, setting: Setting) -> bool:
-        """Return whether the setting is used; a key of the file wins against a default, else the last one."""
+        """Store a setting; return whether it is used. A file's key beats a default, else the last wins."""
         target = _target(setting.word)
         old = self.settings.get(target)
         if old is not None and old.word != setting.word:
@@ -178,13 +178,13 @@ class Migration:
             if is_choice and not old.given.is_default:
                 self.lack(old.given, f"{setting.given.key} sets {setting.word}")
             for key in [key for key in self.settings if is_choice and key.startswith(f"{target}.")]:
-                if self.settings[key].is_of_option:  # which is replaced
+                if self.settings[key].is_of_option:  # the option is replaced
                     del self.settings[key]
         self.settings[target] = setting
         return True
 
     def settle(self) -> None:
-        """Convert the parts, choose the recipe, and drop settings that it has or that no option reads."""
+        """Convert the parts, choose the recipe, and drop settings that it already has or no option reads."""
         for convert in CONVERSIONS:
             if parts := self.parts.get(convert.__name__):
                 convert(self, parts)
@@ -202,7 +202,7 @@ class Migration:
                 self.lack(setting.given, reason)
 
     def _unread(self, target: str, listed: Mapping[str, set[str]]) -> str:
-        """Return why the chosen options do not read a key, or an empty text."""
+        """Return why the chosen options do not read a key, or an empty string."""
         group, *rest = target.split(".")
         if group in MULTI_CHOICE_GROUPS and len(rest) > 1:
             word = self.word(f"{group}.{rest[0]}")
@@ -215,20 +215,20 @@ class Migration:
 
 
 def _target(word: str) -> str:
-    """Return what an override sets: `+callbacks=x` and `~callbacks.x` set `callbacks.x`."""
+    """Return the setting that an override changes: `+callbacks=x` and `~callbacks.x` change `callbacks.x`."""
     key, _, value = word.lstrip("+~").partition("=")
     return f"{key}.{value}" if word.startswith("+") else key
 
 
 def _keys(group: str, option: str) -> set[str]:
-    """Return the parameters that an option's YAML has, with those of the options that it builds on."""
+    """Return the parameters in an option's YAML and in the YAML of the options that it builds on."""
     content: dict[str, Any] = read_yaml(CONF / group / f"{option}.yaml", expect_mapping=True).content
     bases = [name for name in content.get("defaults", ()) if name != "_self_"]
     return {*content, "_target_"}.union(*(_keys(group, base) for base in bases))
 
 
 def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Add a DeepSpeed config that is a value, or in a file that the value names."""
+    """Add a DeepSpeed config, from a value or from a file that the value names."""
     given = parts["config"]
     found.set(given, "strategy=deepspeed_zero")
     content = given.value
@@ -244,7 +244,7 @@ def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def batches(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set batch and accumulation: samples of a step where they are known, else batches of each rank."""
+    """Set batch size and accumulation: the samples of a step if known, else the batches of each rank."""
     sizes = {part: _whole(found, given) for part, given in parts.items()}
     batch, ranks = sizes.get("per_device"), sizes.get("processes")
     count = sizes.get("accumulation") or 1
@@ -267,7 +267,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set how often is validated: in steps there, in batches here."""
+    """Set how often validation runs: in steps there, in batches here."""
     strategy = parts.get("strategy") or parts["steps"]
     logged = found.word("trainer.log_every_n_steps").partition("=")[2] or 500
     steps = parts.get("steps") or Given("logging_steps", logged)
@@ -279,7 +279,7 @@ def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def checkpoints(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set which checkpoints are kept: the best by the loss, or one every few steps."""
+    """Set which checkpoints are kept: the best by loss, or one every few steps."""
     values = {part: given.value for part, given in parts.items()}
     strategy = values.get("strategy", "steps")
     best = next((parts[part] for part in ("best", "strategy") if values.get(part) in (True, "best")), None)
@@ -300,7 +300,7 @@ def checkpoints(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def _whole(found: Migration, given: Given) -> int | None:
-    """Return a value as a whole number of at least 1; another has no counterpart."""
+    """Return a value as a whole number of at least 1; any other value has no counterpart."""
     value = number(given.value)
     if value is None or value != int(value) or value < 1:
         found.lack(given, "expected a whole number of at least 1")
@@ -309,4 +309,4 @@ def _whole(found: Migration, given: Given) -> int | None:
 
 
 CONVERSIONS = (deepspeed, batches, evaluation, checkpoints)
-"""In the order in which they run: DeepSpeed's file brings parts of the others."""
+"""In execution order: DeepSpeed's file adds parts for the others."""

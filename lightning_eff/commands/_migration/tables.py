@@ -1,6 +1,6 @@
-"""Read files of other tools and the tables of their keys, and write values in the grammar of overrides.
+"""Read other tools' files and the tables of their keys; write values in the grammar of overrides.
 
-What a row of a table means is described in shared.yaml.
+shared.yaml describes the meaning of a table's row.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lightning_eff.core.errors import UsageError
 FOLDER = Path(__file__).parent
 SHARED = "shared"
 FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".txt", ".md")
-"""Endings by which a name of a dataset is a file."""
+"""File endings by which a dataset's name is recognized as a file."""
 _TEXT = re.compile(r'"([^"]*)"(:?)')
-"""A text in JSON without escapes, and the colon behind it if it is a key."""
+"""A JSON string without escapes, and the colon after it if it is a key."""
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z_/]|\.+/)[\w./:@+-]*", re.IGNORECASE | re.ASCII)
-"""A text that needs no quotation marks and is read as no other value."""
+"""A string that needs no quotation marks and cannot be read as another value."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _PLACEHOLDER = re.compile(r"\{(value|text|dataset|whole|number|fraction|inverse)\}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a key becomes."""
+    """The counterpart of a key."""
 
     ours: str | Mapping[str, str] = ""
     same: str = ""
@@ -62,7 +62,7 @@ class Table:
         return {key: row for section in self.sections.values() for key, row in section.items()}
 
     def find(self, key: str) -> tuple[Row, str] | None:
-        """Return the row of a key, and what `{key}` stands for in it."""
+        """Return the row of a key, and the text that `{key}` stands for in it."""
         rows, parts = self.rows, key.split(".")
         if key in rows:
             return rows[key], parts[-1]
@@ -80,7 +80,7 @@ def tools() -> list[str]:
 
 @cache
 def read_table(name: str) -> Table:
-    """Read the table of one tool; its own rows win against those of the sections that it includes."""
+    """Read the table of one tool; its own rows override rows of the sections that it includes."""
     content, shared = (read_yaml(FOLDER / f"{each}.yaml").content for each in (name, SHARED))
     templates = {key: row for section in shared.values() for key, row in _rows(section, {}).items()}
     sections = {title: _rows(section, templates) for title, section in content["sections"].items()}
@@ -93,7 +93,7 @@ def read_table(name: str) -> Table:
 
 
 def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str, Row]:
-    """Return a section's rows by key, and overrides by value: in YAML both may be several words."""
+    """Return a section's rows by key, with overrides by value; in YAML one entry may name several of each."""
     found: dict[str, Row] = {}
     for keys, fields in section.items():
         row = replace(templates.get(fields.get("like", ""), Row()), **fields)
@@ -105,10 +105,10 @@ def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str,
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
-    """Return the tool of which a file has most marks.
+    """Return the tool whose marks a file has most of.
 
     Raises:
-        UsageError: It has none.
+        UsageError: The file has no mark of any tool.
     """
     marks = {name: sum(key in content for key in read_table(name).marks) for name in tools()}
     best = max(marks, key=lambda name: marks[name])
@@ -119,19 +119,19 @@ def recognize(content: Mapping[str, Any], file: Path) -> str:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file, which is YAML too, as plain values.
+    """Return the content of a YAML or JSON file as plain values (JSON is read as YAML).
 
     Raises:
-        UsageError: It cannot be read or is no mapping; with file and line.
+        UsageError: It cannot be read or is not a mapping; the text names file and line.
     """
     content: dict[Any, Any] = read_yaml(file, expect_mapping=True).content
     return {str(key): value for key, value in content.items()}
 
 
 def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key; a mapping stays whole if the table has a row for it, and none below.
+    """Return values by dotted key; a mapping stays one value if only the mapping itself has a row.
 
-    A class of LightningCLI in the `trainer` section becomes a part of the key.
+    A class of LightningCLI in the `trainer` section becomes part of the key.
 
     Example:
         >>> strategy = {"class_path": "x.DDP", "init_args": {"c": 2}}
@@ -140,7 +140,7 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     """
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
-        # A dot in a key of the file is no level: quoted, it is no name of an argument either.
+        # A dot inside a key of the file is not a level; quoted, the key also cannot match an argument's name.
         key = f"{prefix}{name!r}" if prefix and "." in str(name) else f"{prefix}{name}"
         entries: list[Any] = value if isinstance(value, list) else [value]
         is_section = key not in rows or f"{key}.*" in rows
@@ -163,7 +163,7 @@ def filled(template: str, value: Any, key: str = "") -> str:
     """Return an override with a value in its placeholder, which shared.yaml describes.
 
     Raises:
-        ValueError: The value does not fit; the text says what is expected.
+        ValueError: The value does not fit; the text describes the expected value.
 
     Example:
         >>> filled("seed={whole}", "7"), filled("tags=[{text}]", 7), filled("data.paths={dataset}", "a/b")
@@ -196,18 +196,18 @@ def filled(template: str, value: Any, key: str = "") -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number that is written as a number or a text, or None."""
+    """Return a finite number from a number or a string, or None."""
     if isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return None
-    found = float(str(value))  # infinite where a whole number is too large
+    found = float(str(value))  # infinite if a whole number is too large
     return found if math.isfinite(found) else None
 
 
 def written(value: Any) -> str:
-    """Return a value in the grammar of overrides; a text that is a number becomes one.
+    """Return a value in the grammar of overrides; a string that contains a number becomes a number.
 
     Raises:
-        ValueError: Hydra or a terminal would take it for something else.
+        ValueError: Hydra or a terminal would read it differently.
 
     Example:
         >>> written("5e-5"), written([0.9, None]), written(True), written({"r": 8}), written(["a b"])
@@ -220,12 +220,12 @@ def written(value: Any) -> str:
     dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if "\\" in dumped or "${" in dumped or not dumped.isprintable():
         raise ValueError("expected printable text without quotation marks, backslashes and ${")
-    # In Hydra's grammar a key, the text before a colon, is a word without quotation marks.
+    # In Hydra's grammar a key (the string before a colon) is a word without quotation marks.
     if any(not re.fullmatch(r"\w+", key, re.ASCII) for key, colon in _TEXT.findall(dumped) if colon):
         raise ValueError("expected keys that are words")
     return _TEXT.sub(lambda text: f"{text[1]}:" if text[2] else text[0], dumped)
 
 
 def quoted(text: str) -> str:
-    """Return a text that stays a text, also if it is a number."""
+    """Return a string that Hydra reads as a string, even if it contains a number."""
     return written(text) if number(text) is None else f'"{text}"'

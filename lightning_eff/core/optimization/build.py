@@ -1,10 +1,10 @@
-"""Build what Lightning calls as `configure_optimizers` from an optimizer, a schedule and a module.
+"""Build a module's `configure_optimizers` from an optimizer and a schedule.
 
-One function, `configure`, serves a recipe's `optimizer` and `scheduler` groups and the callback for a plain
-Trainer. Norms and biases get no weight decay; hidden matrices are marked for an optimizer that asks for it.
-If the module's own optimizer is replaced, its groups stay: which parameters are trained, and at which
-fraction of the learning rate. Its schedule cannot: a scheduler is bound to its optimizer, and holds lists by
-group and other schedulers inside itself.
+`configure` serves `callbacks/optimizer_choice`, through which run.py builds a recipe's `optimizer` and
+`scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that ask
+for it. If the module's own optimizer is replaced, its groups are kept: which parameters are trained, and
+their fractions of the learning rate. Its schedule cannot be kept, because a scheduler is bound to its
+optimizer and holds per-group lists and other schedulers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SchedulerFactory = Callable[..., LRScheduler]
 
 
 def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keywords of a `functools.partial`, including those of partials among them."""
+    """Return the keywords of a `functools.partial`, including keywords of partials among its arguments."""
     keywords: dict[str, Any] = dict(getattr(factory, "keywords", {}))
     for inner in [value for value in keywords.values() if isinstance(value, functools.partial)]:
         keywords = factory_keywords(inner) | keywords
@@ -39,7 +39,7 @@ def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
-    """Return the classes that a factory makes, the outermost first; none of a plain function."""
+    """Return the classes that a factory constructs, outermost first; empty for a plain function."""
     kind: Any = getattr(factory, "func", factory)
     found: list[type] = [kind] if isinstance(kind, type) else []
     for value in getattr(factory, "keywords", {}).values():
@@ -51,12 +51,12 @@ def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
 def build(
     module: nn.Module, optimizer: OptimizerFactory, own: Sequence[Mapping[str, Any]] | None = None
 ) -> Optimizer:
-    """Make the optimizer for `module`, with the groups of its own optimizer if it has one."""
+    """Build the optimizer for `module`, with the groups of its own optimizer if it has one."""
     keywords, kinds = factory_keywords(optimizer), optimizer_classes(optimizer)
     if kinds:
         signatures = [inspect.signature(kind).parameters for kind in kinds]
         decay = next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0)
-    else:  # a plain function shows no class: make one optimizer over a parameter of no use
+    else:  # a plain function shows no class: build one optimizer over an unused parameter
         probe = optimizer([nn.Parameter(torch.zeros(1, 1))])
         kinds, decay = [type(probe)], probe.param_groups[0].get("weight_decay")
     needs_hidden = any(getattr(kind, "hidden_groups", False) for kind in kinds)
@@ -80,18 +80,18 @@ def configure(
     scheduler: SchedulerFactory | Literal["none"] | None = None,
     own_method: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return the optimizer and its schedule in one of the forms that Lightning accepts.
+    """Return the optimizer and its schedule in a form that Lightning accepts.
 
     Args:
-        module: Whose `configure_optimizers` is replaced.
+        module: The module whose `configure_optimizers` is replaced.
         optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Called with the optimizer and stepped after each of its steps; a `total_steps=None`
-            among its keywords is filled with the Trainer's number of steps. None is a constant rate, and
-            "none" one that may replace a schedule of the module.
-        own_method: The module's own, whose groups are kept.
+        scheduler: Called with the optimizer, and stepped after each optimizer step. If its keyword
+            `total_steps` is None, it gets the Trainer's number of steps. None keeps a constant rate; "none"
+            also does, and may replace the module's own schedule.
+        own_method: The module's own `configure_optimizers`, whose groups are kept.
 
     Raises:
-        ConfigError: The module has a schedule of its own, and none is given in its place.
+        ConfigError: The module has its own schedule, and `scheduler` is None.
     """
     groups: list[dict[str, Any]] | None = None
     configured = own_method() if own_method is not None else None
@@ -113,7 +113,7 @@ def configure(
     built = build(module, optimizer, groups)
     if scheduler is None or scheduler == "none":
         return [built], []
-    # A schedule that takes the number of steps, and has not been given it, gets the Trainer's.
+    # A scheduler that takes `total_steps`, and has not been given it, gets the Trainer's number of steps.
     keywords = getattr(scheduler, "keywords", {})
     parameter = inspect.signature(getattr(scheduler, "func", scheduler)).parameters.get("total_steps")
     default = "unknown" if parameter is None else parameter.default
@@ -125,7 +125,7 @@ def configure(
 
 
 def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer that is replaced, with their fractions of its learning rate."""
+    """Return the groups of the replaced optimizer, with their fractions of its learning rate."""
     rates = [float(g.get("max_lr", g.get("initial_lr", g.get("lr", 0.0)))) for g in own.param_groups]
     default = float(own.defaults.get("lr", 0.0))
     base = default if default in rates else max(rates)
@@ -150,11 +150,11 @@ def parameter_groups(
     """Split the trainable parameters into matrices and the rest, which gets no weight decay.
 
     Args:
-        module: Its trainable parameters are taken, each once.
+        module: Its trainable parameters are split, each once.
         decays: Whether the optimizer has a weight decay.
-        hidden: Parameters to mark with `hidden: True`, and all others with `hidden: False`; None marks none.
-        own: Groups of the module's own optimizer: each is split, parameters in none are left out, frozen
-            ones stay in. A key `lr_fraction` is kept.
+        hidden: Parameters to mark with `hidden: True`; the rest get `hidden: False`. None marks none.
+        own: Groups of the module's own optimizer. Each is split; parameters outside of all groups are left
+            out, frozen ones stay in. A key `lr_fraction` is kept.
 
     Raises:
         ConfigError: No parameter is trainable.
@@ -183,14 +183,14 @@ def parameter_groups(
 
 
 def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
-    """Return the matrices of hidden layers: neither embeddings nor the output layer.
+    """Return the matrices of hidden layers, without embeddings and the output layer.
 
-    A matrix is a parameter called `weight` or `..._weight`. The output layer is every linear layer with as
-    many outputs as the largest embedding has entries; without an embedding it must be named in `rest`.
+    A matrix is a parameter called `weight` or `..._weight`. Every linear layer with as many outputs as the
+    largest embedding has entries counts as the output layer. Without an embedding, name it in `rest`.
 
     Args:
         module: Its parameters are searched.
-        rest: Patterns of names of parameters that are not hidden either, a classifier's for example.
+        rest: Patterns of parameter names that are not hidden either, for example a classifier's.
 
     Raises:
         ConfigError: A pattern matches no parameter.

@@ -1,8 +1,8 @@
-"""Optimizers that wrap others: one `Optimizer` for Lightning, schedulers and checkpoints, one or more inside.
+"""Optimizers that wrap others: a single `Optimizer` for Lightning, schedulers and checkpoints.
 
-The parameter groups and the state of a wrapper are those of its inner optimizers. A scheduler that sets a
-group's learning rate therefore reaches them, and a checkpoint has the layout of the optimizer that does the
-work.
+optimizer/in_backward.py and optimizer/cpu_offload.py are built on it. Parameter groups and state of a wrapper
+are its inner optimizers' own. A scheduler that sets a group's learning rate thus reaches them, and a
+checkpoint has the layout of the optimizer that does the work.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing_extensions import override
 from lightning_eff.core.errors import ConfigError
 
 OptimizerFactory = Callable[..., Optimizer]
-"""Makes an optimizer from parameter groups: a class, or `functools.partial` of one with its keywords."""
+"""Builds an optimizer from parameter groups: a class, or a `functools.partial` of one."""
 
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
-"""The inner optimizer of a `PerParameter` that is given none."""
+"""The default inner optimizer of `PerParameter`."""
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class FreesGradients(Protocol):
 
 
 class WrapperOptimizer(Optimizer):
-    """Base of optimizers that wrap others and hold no state of their own, so that they cannot be copied."""
+    """Base of optimizers that wrap others and have no state themselves, so they cannot be copied."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -45,17 +45,17 @@ class WrapperOptimizer(Optimizer):
 
 
 class PerParameter(WrapperOptimizer):
-    """One inner optimizer for each parameter, so that a parameter can step when its gradient is ready.
+    """One inner optimizer per parameter, so that a parameter can step as soon as its gradient is ready.
 
     Args:
         params: Parameters or groups.
-        optimizer: Called with all groups, for their options, and for each parameter; None is `ADAMW`.
-        copy: Returns the tensor that is updated in place of a parameter; None updates the parameter.
-        options: Keywords of the inner optimizers that the wrapper sets, `lr` for example.
+        optimizer: Called with all groups, for their options, and with each parameter; None for `ADAMW`.
+        copy: Returns the tensor that is updated instead of a parameter; None updates the parameter.
+        options: Keywords of the inner optimizers that the wrapper sets, for example `lr`.
 
     Raises:
-        ConfigError: `optimizer` sets one of `options` itself, or cannot step one parameter alone; some show
-            it in the first step.
+        ConfigError: `optimizer` sets one of `options` itself, or cannot step a single parameter, which may
+            show only in the first step.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PerParameter(WrapperOptimizer):
             kind, allowed = type(template).__name__, "one that steps any parameter on its own"
             raise ConfigError(key="optimizer", value=kind, allowed=allowed)
         self.kind_behind = type(template)
-        """The class that does the work, whose layout the state has."""
+        """The class that does the work and defines the layout of the state."""
         self._copy = copy
         self.copies: dict[Tensor, Tensor] = {}
         """The tensor that the inner optimizer updates, by parameter: itself, or its copy on the host."""
@@ -94,7 +94,7 @@ class PerParameter(WrapperOptimizer):
             self._group_of[parameter] = group
             inner: Any = self._factory([group | {"params": [copy]}])
             self._inner[parameter] = inner
-            # Random numbers that follow from a parameter's position are those of one optimizer for all.
+            # Random numbers depend on a parameter's position: make it the position in one optimizer for all.
             if hasattr(inner, "first_index"):
                 inner.first_index = len(self.copies) - 1
 
@@ -115,7 +115,7 @@ class PerParameter(WrapperOptimizer):
         self.share_state()
 
     def share_state(self) -> None:
-        """Give the current state and groups to the inner optimizers, without copying."""
+        """Pass the current state and groups to the inner optimizers, without copying."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[parameter] = group
@@ -123,5 +123,5 @@ class PerParameter(WrapperOptimizer):
                 inner.state.clear()
                 if parameter in self.state:
                     inner.state[self.copies[parameter]] = self.state[parameter]
-                if hasattr(inner, "restore_state_dtype"):  # torch has cast the state to the parameter's
+                if hasattr(inner, "restore_state_dtype"):  # torch has cast the state to the parameter's dtype
                     inner.restore_state_dtype()

@@ -1,7 +1,7 @@
 """Check after the first optimizer step that every trainable parameter got a finite gradient.
 
-In automatic optimization a step in which no parameter has a gradient had no backward pass, since
-`training_step` returned None: the next one is checked.
+`monitors/gradient_check` uses it. In automatic optimization, a step in which no parameter has a gradient had
+no backward pass, because `training_step` returned None; the next step is checked instead.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_NAMES = 5
 
 
 class GradientError(RuntimeError):
-    """The first gradients show that some parameters would not be trained; names them."""
+    """Some parameters would not be trained, as the first gradients show; the text names them."""
 
     exit_code = EXIT_FAILED
 
 
 class FirstGradients:
-    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends it.
+    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends it early.
 
     Args:
-        remedy: What helps where a gradient is missing, for the error's text.
+        remedy: Remedy for a missing gradient, for the error's text.
         unused: Patterns of parameter names that need no gradient.
     """
 
@@ -41,7 +41,7 @@ class FirstGradients:
         self.unused = [unused] if isinstance(unused, str) else unused
         self._handles: list[RemovableHandle] = []
         self._skips_steps = False
-        self._unchecked: list[str] = []  # parameters of the steps so far, none of which had a gradient
+        self._unchecked: list[str] = []  # parameters of earlier steps in which no parameter had a gradient
 
     def check_patterns(self, module: nn.Module) -> None:
         """Reject a pattern in `unused` that matches no parameter.
@@ -60,10 +60,11 @@ class FirstGradients:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
-            # DeepSpeed steps flattened tensors; its strategy adds the parameters' groups as `whole_groups`.
+            # DeepSpeed steps flattened tensors; its strategy provides the parameters' groups as
+            # `whole_groups`.
             full_groups = getattr(wrapped, "whole_groups", None)
             optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
-            # Of gradients that are gone when `step` ends; a sum is finite only if all values are.
+            # For gradients that are freed before `step` ends. A sum is finite only if all its terms are.
             sums: dict[int, Tensor] = {}
             handles: list[RemovableHandle] = []
             check = partial(self._check, names, full_groups, sums, handles)
@@ -87,7 +88,7 @@ class FirstGradients:
         *_: Any,
     ) -> None:
         if not handles:
-            return  # the first step is over; this hook stays: torch iterates the step hooks while they run
+            return  # after the first step; the hook cannot be removed while torch iterates the step hooks
         missing: list[str] = []
         broken: list[str] = []
         groups = full_groups or stepped.param_groups
@@ -120,10 +121,10 @@ class FirstGradients:
             )
 
     def end(self) -> None:
-        """Remove the hooks that are left, after a run.
+        """Remove the remaining hooks after a run.
 
         Raises:
-            GradientError: No step of the run had a gradient.
+            GradientError: No parameter had a gradient in any step of the run.
         """
         self.remove_hooks()
         if self._unchecked:
@@ -132,14 +133,14 @@ class FirstGradients:
             )
 
     def remove_hooks(self) -> None:
-        """Remove the hooks that are left."""
+        """Remove the remaining hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def parameters_have(names: list[str]) -> str:
-    """Return the beginning of a sentence about parameters.
+    """Return the start of a sentence about parameters.
 
     Example:
         >>> parameters_have(["head.weight"])

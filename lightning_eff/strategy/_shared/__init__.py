@@ -1,1 +1,1 @@
-"""Shared by both strategies that shard a model: checks of the model, and collectives."""
+"""Shared by both sharding strategies: checks of the model, collectives, and Fabric's checkpoints."""

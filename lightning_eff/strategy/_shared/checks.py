@@ -1,6 +1,7 @@
 """Reject models and optimizers that cannot be sharded, by name, before anything is built.
 
-Without these checks the libraries would fail somewhere inside, or silently train something else.
+Both strategies call these checks. Without them the libraries would fail somewhere inside, or silently train
+something else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex12
 
 
 def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictError:
-    """Return an error of a strategy, with its remedies."""
+    """Return a strategy's error with its remedies."""
     return ConflictError("\n".join([f"{strategy}: {problem}", *(f"  try: {remedy}" for remedy in remedies)]))
 
 
@@ -62,7 +63,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_set_up_with(strategy: str, optimizers: Sequence[Any]) -> None:
-    """Reject what Fabric takes for an optimizer by its place: `fabric.setup(model, optimizer, schedule)`."""
+    """Reject what Fabric takes for an optimizer by position: `fabric.setup(model, optimizer, schedule)`."""
     for found in optimizers:
         if not isinstance(found, Optimizer):
             problem = f"fabric.setup got {type(found).__name__} as an optimizer"
@@ -72,8 +73,8 @@ def check_set_up_with(strategy: str, optimizers: Sequence[Any]) -> None:
 def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Reject weights tied across blocks.
 
-    `fully_shard` makes one group of each block, and one of all parameters outside of the blocks; a group is
-    gathered on its own.
+    `fully_shard` makes one group per block, and one for all parameters outside of blocks. Each group is
+    gathered separately.
     """
     group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first_use: dict[int, tuple[int, str]] = {}
@@ -91,7 +92,7 @@ def check_optimizer(
     model: nn.Module,
     remedy: str = "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
 ) -> None:
-    """Reject an optimizer with parameters from before sharding: it would train no shard of them."""
+    """Reject an optimizer with parameters from before sharding: it would train none of the shards."""
     known = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

@@ -1,11 +1,10 @@
-"""Collectives of both strategies: equal initial values, equal module order.
+"""Collectives for both sharding strategies: broadcast initial values, and compare the order of modules.
 
-ZeRO and FSDP2 gather weights and reduce gradients in the order in which modules run, and collectives of
-different ranks are paired by that order alone. If one rank skips a module (a route, a dropped layer), the
-gradient of one layer is silently added to that of another. `RankDivergenceCheck` finds that: every forward
-pass of a module changes one number per rank, and ranks compare their numbers once per step, in a process
-group of their own, which wrong pairing does not disturb, and asynchronously: a result is read after the next
-step.
+ZeRO and FSDP2 gather weights and reduce gradients in the order in which modules run. Collectives of different
+ranks are paired by that order alone. If one rank skips a module (a route, a dropped layer), the gradient of
+one layer is silently added to another layer's. `RankDivergenceCheck` detects that: every forward pass of a
+module changes one number per rank, and ranks compare their numbers once per step. The comparison has its own
+process group, which wrong pairing does not disturb. It is asynchronous: a result is read after the next step.
 
 Costs of the check: a hook for each module with parameters, and 16 bytes per step. A model with compiled
 modules is not checked, since the hooks would be compiled too.
@@ -32,27 +31,27 @@ _MAX_HASH = 2**62 - 1
 def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Set every rank's tensors to rank 0's values, in place, as DDP does: seeds may differ between ranks.
 
-    `fully_shard` shards whatever each rank has; DeepSpeed broadcasts parameters, but not buffers. Sharded
-    tensors and those on `meta` are skipped; `device` is that of the process group's backend.
+    `fully_shard` shards whatever values each rank has; DeepSpeed broadcasts parameters, but not buffers.
+    Sharded tensors and tensors on `meta` are skipped; `device` is the process group backend's.
     """
     for target in tensors:
         if target.is_meta or is_sharded(target) or not target.numel():
             continue
         sent = target.detach().to(device, copy=True).contiguous()
-        # All ranks of the default group; as bytes, since backends do not support every dtype.
+        # All ranks of the default group; sent as bytes, since backends do not support every dtype.
         dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
         if dist.get_rank():
             target.data.copy_(sent)
 
 
 class RankDivergenceCheck:
-    """Check that all ranks run the same modules; all ranks must construct it together.
+    """Checks that all ranks run the same modules; a collective constructor.
 
     Args:
         strategy: Name of the strategy, for the error.
         module: The model as it will be trained.
-        gathers: Whether weights are sharded: then frozen modules and passes without gradients count too.
-        ordered: False where only the set of modules per step matters, not their order and number.
+        gathers: Whether weights are sharded. If so, frozen modules and passes without gradients count too.
+        ordered: False if only the set of modules per step matters, not their order and number.
     """
 
     def __init__(self, strategy: str, module: nn.Module, *, gathers: bool, ordered: bool = True) -> None:
@@ -67,6 +66,7 @@ class RankDivergenceCheck:
 
             def note(ran: nn.Module, _: Any, index: int = index) -> None:  # a deep copy shares a closure
                 if ran.training and (gathers or torch.is_grad_enabled()):
+                    # A hash of the sequence, or one bit per module: then only the set of modules counts.
                     self._seen = hash((self._seen, index)) if ordered else self._seen | 1 << index
 
             if any(gathers or parameter.requires_grad for parameter in parameters):
@@ -74,12 +74,12 @@ class RankDivergenceCheck:
         self._group = dist.new_group(backend="gloo")  # all ranks
 
     def compare(self) -> None:
-        """Read the comparison of the previous step, as `read` does, and start that of this step."""
+        """Read the previous step's comparison, as `read` does, and start this step's."""
         if self._group is None:
             return
         self.read()
         number = hash((self._seen,)) & _MAX_HASH
-        numbers = torch.tensor([number, -number])  # one MAX over all ranks gives the maximum and the minimum
+        numbers = torch.tensor([number, -number])  # one MAX over all ranks yields the maximum and the minimum
         self._pending = dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True), numbers
         self._seen = 0
 
@@ -104,7 +104,7 @@ class RankDivergenceCheck:
             )
 
     def end(self, *, reads: bool = True) -> None:
-        """Remove the hooks; unless a rank may have failed (`reads=False`), also communicate a last time."""
+        """Remove the hooks, and read the last comparison unless a rank may have failed (`reads=False`)."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -117,7 +117,7 @@ class RankDivergenceCheck:
 
 
 def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield modules with their own parameters; a module marked LEAF with all, and nothing inside it."""
+    """Yield modules with their own parameters; a module marked LEAF with all parameters inside it."""
     is_leaf = getattr(module, LEAF, False)
     yield module, list(module.parameters(recurse=is_leaf))
     for child in () if is_leaf else module.children():

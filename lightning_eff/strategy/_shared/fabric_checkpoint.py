@@ -1,9 +1,9 @@
 """`fabric.save` and `fabric.load` of a sharded model, in the layout of a single device.
 
-A strategy takes these functions as its methods. Modules and optimizers in the state are saved by their
-unsharded tensors (checkpoint/full_state.py), also inside of lists and dictionaries: with the Trainer's names,
-`{"state_dict": model, "optimizer_states": [optimizer]}`, a loop reads the Trainer's checkpoints, and the
-Trainer reads the loop's.
+FSDP2Fabric and ZeroFabric take these functions as their methods. Modules and optimizers in the state are
+saved with unsharded tensors (checkpoint/full_state.py), even inside lists and dictionaries. With the
+Trainer's names, `{"state_dict": model, "optimizer_states": [optimizer]}`, a loop reads the Trainer's
+checkpoints, and the Trainer reads the loop's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_eff.checkpoint.sharded import Ranks
 from lightning_eff.core.errors import CheckpointError
 
 Keep = Callable[[str, Any], bool]
-"""Returns whether an entry of a state, by its name and value, is saved."""
+"""Returns whether to save an entry of a state, given its name and value."""
 
 
 def _checkpoint_io(self: Any) -> CheckpointIO:
@@ -34,7 +34,7 @@ def _set_checkpoint_io(self: Any, io: CheckpointIO) -> None:
 
 
 checkpoint_io = property(_checkpoint_io, _set_checkpoint_io)
-"""Fabric's plugin, or what writes a file in one step."""
+"""Fabric's plugin, or one that writes a file in one step."""
 
 
 def save_checkpoint(
@@ -60,7 +60,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(self: Any, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
-    """Have rank 0 write a checkpoint of full tensors; if it cannot, all ranks raise its error."""
+    """Let rank 0 write a checkpoint of full tensors; if it cannot, all ranks raise its error."""
     with Ranks(self.root_device).all_or_none():
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
@@ -73,10 +73,10 @@ def load_checkpoint(
     strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
     weights_only: bool | None = None,  # noqa: FBT001
 ) -> dict[str, Any]:
-    """Load what `state` names into its modules and optimizers, and return the rest.
+    """Load the entries of `state` into its modules and optimizers, and return the rest.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, lacks a name of `state`, or does not fit.
+        CheckpointError: The checkpoint is damaged, lacks an entry of `state`, or does not fit.
     """
     path = self.broadcast(str(path))
     checkpoint = self.read_checkpoint(path, weights_only=weights_only)
@@ -98,20 +98,20 @@ def load_checkpoint(
 
 
 def read_checkpoint(self: Any, path: str, *, weights_only: bool | None) -> dict[str, Any]:
-    """Return a checkpoint, which all ranks read; if one cannot, all raise."""
+    """Return a checkpoint, which all ranks read; if one rank cannot, all raise its error."""
     with Ranks(self.root_device).all_or_none():
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
 
 def _is_live(value: Any) -> bool:
-    """Return whether a value has a state to load, or holds something that has."""
+    """Return whether a value, or anything inside it, has a state to load."""
     if type(value) in (list, dict):
         return any(map(_is_live, value.values() if isinstance(value, dict) else value))
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _plain(self: Any, value: Any) -> Any:
-    """Return what is saved of a value; a collective of all ranks where it is sharded."""
+    """Return a value as it is saved; a collective of all ranks if it is sharded."""
     if isinstance(value, nn.Module):
         return self.get_module_state_dict(value)
     if isinstance(value, Optimizer):
@@ -124,7 +124,7 @@ def _plain(self: Any, value: Any) -> Any:
 
 
 def _load(self: Any, value: Any, saved: Any, *, strict: bool) -> Any:
-    """Load a saved value into what it was saved from, and return that."""
+    """Load a saved value into the object it was saved from, and return that object."""
     if not _is_live(value):
         return saved
     if isinstance(value, nn.Module):

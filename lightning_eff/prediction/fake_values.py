@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_eff.core.torch_private import real_tensors
-from lightning_eff.planner.fake_results import FakeResults
+from lightning_eff.prediction.fake_results import FakeResults
 from lightning_eff.report.live_bytes import InfraMode
 
 aten: Any = torch.ops.aten
 
 PACKAGE = Path(__file__).parent.parent
-OWN = tuple(PACKAGE / name for name in ("planner", "report"))
+OWN = tuple(PACKAGE / name for name in ("prediction", "planner", "report"))
 """Folders of the code that predicts, as opposed to the training."""
 SMALL = 1 << 20
 """Maximum elements of a tensor whose values are propagated: a batch of a million tokens."""
@@ -53,9 +53,9 @@ NORM_WEIGHT_INDEX = {
 class FakeValues(InfraMode):
     """Answer reads of values (`item`, `bool`, ...), in front of torch's `FakeTensorMode`, which has none."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._results = FakeResults(mode)
+        self._results = FakeResults()
         self.assumed: list[str] = []
         """Values that were assumed, with the code that read them."""
         self.known: Any = WeakTensorKeyDictionary()

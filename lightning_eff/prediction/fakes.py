@@ -17,6 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_eff.core.torch_private import real_tensors, torch_private
-from lightning_eff.planner.fake_values import SMALL, FakeValues
+from lightning_eff.prediction.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
@@ -36,10 +37,11 @@ PLAIN = (Tensor, nn.Parameter)
 """Types whose memory is their storage alone."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
 COMPILED_PLAN = "a prediction of compiled modules"
+_entered: ContextVar[Fakes | None] = ContextVar("_entered", default=None)
 
 
 class Fakes(AbstractContextManager["Fakes"]):
-    """Make every new tensor inside a fake one.
+    """Make every new tensor inside a fake one; after it was left, it can be entered again.
 
     Example:
         >>> with Fakes() as fakes:
@@ -53,13 +55,19 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._values = FakeValues(self._mode)
+        self._values = FakeValues()
         self.assumed = self._values.assumed
         self._open = ExitStack()
         self._is_hidden = False
 
+    @staticmethod
+    def opened() -> Fakes | None:
+        """Return the one that is entered; None outside of a prediction."""
+        return _entered.get()
+
     @override
     def __enter__(self) -> Fakes:
+        self._open.callback(_entered.reset, _entered.set(self))
         for owner, name, function in (
             (nn.Module, "_apply", _apply),
             (FakeTensor, "__deepcopy__", _deepcopy),
@@ -76,6 +84,7 @@ class Fakes(AbstractContextManager["Fakes"]):
     @override
     def __exit__(self, *error: object) -> None:
         self._open.close()
+        self._is_hidden = False
         # bitsandbytes (0.50) caches quantization maps: remove the fake ones.
         for name, attribute in (("functional", "name2qmap"), ("backends.utils", "_code_4bit_cache")):
             cache: dict[Any, Any] = getattr(sys.modules.get(f"bitsandbytes.{name}"), attribute, {})
@@ -113,20 +122,23 @@ class Fakes(AbstractContextManager["Fakes"]):
             self._open.enter_context(patch.object(module, "is_fake_tensor", lambda _: False))
 
     def of(self, value: Any) -> Any:
-        """Copy a module, or anything that holds tensors, with fakes that share storage alike."""
+        """Copy a module, or anything that holds tensors or fakes, with fakes that share storage alike."""
         self._hide_from_transformers()  # every batch comes this way, after the model is built
         storages: dict[Any, Any] = {}
 
         def fake(real: Tensor, _: dict[int, Any]) -> Tensor:
             if isinstance(real, FakeTensor):
-                return real
+                new, value = _like(real, storages), self._values.known.get(real, real.constant)
+                if value is not None:
+                    self._values.known[new] = value
+                return new
             if real.layout != torch.strided or type(real) not in PLAIN:
                 return self._mode.from_tensor(real)
             new = _like(real, storages)
             is_integer = not (real.is_meta or real.is_floating_point() or real.is_complex())
             if is_integer and real.numel() <= SMALL:
                 with real_tensors(), suppress(RuntimeError):  # a forked process cannot read a GPU
-                    self._values.known[new] = real.detach().cpu()
+                    self._values.known[new] = real.detach().to("cpu", copy=True)
             return new
 
         return _copied(value, fake)
@@ -155,7 +167,7 @@ class _Endless(IterableDataset[Any]):
 
 
 def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
-    """Deep-copy a value, its tensors replaced by `make(tensor, memo)`; fakes are kept."""
+    """Deep-copy a value, its tensors replaced by `make(tensor, memo)`."""
 
     def copy_tensor(real: Tensor, memo: dict[int, Any]) -> Tensor:
         new = make(real, memo)
@@ -164,9 +176,8 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
         return new
 
     with ExitStack() as stack:
-        for kind in PLAIN:
+        for kind in (*PLAIN, FakeTensor):
             stack.enter_context(patch.object(kind, "__deepcopy__", copy_tensor))
-        stack.enter_context(patch.object(FakeTensor, "__deepcopy__", lambda fake, _: fake))
         return copy.deepcopy(value)
 
 

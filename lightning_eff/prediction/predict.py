@@ -2,7 +2,7 @@
 
 The model is built on fake tensors, and `Trainer.fit` runs for two optimizer steps with everything that is in
 the Trainer, on a batch of the right shapes. The bytes counted are those that `EfficiencyReport` counts on a
-CPU, and equal to the byte; for a GPU, operators and autocast are CUDA's (planner/cuda_operators.py). Loggers,
+CPU, and equal to the byte; for a GPU, operators and autocast are CUDA's (cuda_operators.py). Loggers,
 checkpoints, validation and callbacks that only observe are left out.
 
 What needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction: `reason`
@@ -27,8 +27,9 @@ from typing_extensions import override
 from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES, Device
-from lightning_eff.planner.cuda_operators import CudaOperators
-from lightning_eff.planner.fakes import FakeLoader, Fakes
+from lightning_eff.microbatching.lightning_loop import ExactStep
+from lightning_eff.prediction.cuda_operators import CudaOperators
+from lightning_eff.prediction.fakes import FakeLoader, Fakes
 from lightning_eff.report.attention import AttentionRow
 from lightning_eff.report.meter import Probe, samples_and_tokens
 from lightning_eff.report.peak import Peak, host_bytes
@@ -42,7 +43,10 @@ OBSERVERS = (
 )  # fmt: skip
 """Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
 LONGEST_WINDOW = 2
-"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps."""
+"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps.
+
+The first step has no optimizer state yet, and one batch of it allocates that.
+"""
 MONITORS = "lightning_eff.monitors."
 """Package of our callbacks that observe."""
 
@@ -137,8 +141,29 @@ def predict(
         >>> found.peak.by_category["gradients"], found.peak.by_category["parameters"]
         (4194304, 4194304)
     """
-    gpu = _like(capability, memory_bytes)
-    with Fakes() as fakes, CudaOperators(capability), devices.predicted(gpu), quietly() as warned:
+    with Fakes() as fakes, CudaOperators(capability), devices.predicted(_like(capability, memory_bytes)):
+        return predict_inside(
+            fakes, model, batch, trainer=trainer, data=data, num_batches=num_batches, batch_size=batch_size
+        )
+
+
+def predict_inside(
+    fakes: Fakes,
+    model: pl.LightningModule | Callable[[], pl.LightningModule],
+    batch: Any,
+    *,
+    trainer: pl.Trainer | Callable[[], pl.Trainer],
+    data: pl.LightningDataModule | None = None,
+    num_batches: int | None = None,
+    batch_size: int | None = None,
+    recorder: Recorder | None = None,
+) -> Prediction:
+    """Do as `predict` inside `fakes` that are entered, also of another prediction, for its device.
+
+    `recorder` records the steps; None takes a new one.
+    """
+    gpu, batches = devices.gpu_of(torch.empty(0)), [batch]
+    with quietly() as warned:
         made: Any = trainer() if callable(trainer) else trainer
         device = made.strategy.root_device
         if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
@@ -148,11 +173,12 @@ def predict(
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
-            size = batch_size or max(1, samples_and_tokens(batch)[0])
-            _fit(made, module, FakeLoader(lambda: fakes.of(batch), size, num_batches), data, probe)
+            size = batch_size or max(1, samples_and_tokens(batches[0])[0])
+            _fit(made, module, FakeLoader(lambda: fakes.of(batches[0]), size, num_batches), data, probe)
             return module
 
-        found = _predicted(run, fakes)
+        found = _predicted(run, fakes, recorder or Recorder())
+        batches.clear()  # the Trainer is a cycle, which would hold the batch of a run
         found.warned.extend(dict.fromkeys(str(each.message) for each in warned))
         for technique in (made.precision_plugin, *made.callbacks) if found.peak is not None else ():
             found.assumed.extend(technique.assumptions() if isinstance(technique, Assumes) else [])
@@ -216,12 +242,11 @@ def predict_step(
                 probe.end()
             return module
 
-        return _predicted(run, fakes)
+        return _predicted(run, fakes, Recorder())
 
 
-def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes) -> Prediction:
+def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, recorder: Recorder) -> Prediction:
     """Run a training, which returns its model, and return its peak, or why it failed."""
-    recorder = Recorder()
     probe = Probe(recorder)
     try:
         model = run(probe)
@@ -264,13 +289,21 @@ class _Record(pl.Callback):
     probe: Probe
     keeps_batches: bool
     """Whether a technique holds the batches of a step until its end, so that each one adds to the peak."""
+    window: int = 0
+    """Batches of a step in the run."""
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self.keeps_batches:
-            trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, LONGEST_WINDOW)
+            self.window = self.window or trainer.accumulate_grad_batches
+            # Lightning's own loop counts batches from the start of the epoch: a short first step would shift
+            # the second. So would the end of an epoch of two batches.
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            is_free = isinstance(loop, ExactStep) and trainer.num_training_batches > LONGEST_WINDOW
+            is_short = is_free and trainer.global_step == 0
+            trainer.accumulate_grad_batches = min(self.window, 1 if is_short else LONGEST_WINDOW)
         self.probe.begin(batch, pl_module, trainer.optimizers)
 
     @override

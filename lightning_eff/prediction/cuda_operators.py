@@ -42,7 +42,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
         capability: Compute capability times ten; 0 for a CPU, where everything is left as it is.
 
     Example:
-        >>> from lightning_eff.planner.fakes import Fakes
+        >>> from lightning_eff.prediction.fakes import Fakes
         >>> from lightning_eff.report.flops import FlopCount
         >>> with Fakes(), CudaOperators(80), FlopCount() as count:
         ...     x = torch.empty(2, 4, 1024, 64, dtype=torch.float16, requires_grad=True)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from lightning_eff.callbacks import micro_batch
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -19,12 +20,13 @@ from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.models.hf_causal_lm import HFCausalLM
-from lightning_eff.planner.prediction import Prediction, predict
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.quantized_base import QuantizedBase
+from lightning_eff.prediction.predict import Prediction, predict
 from tests.support.prediction import (
     CNN_OF,
     GPT_OF,
+    Encoder,
     assert_predicted_is_measured,
     choice,
     loader_for,
@@ -192,3 +194,27 @@ def test_of_many_micro_batches_eight_are_run(monkeypatch: pytest.MonkeyPatch) ->
     assert 8 * every.flops == 20 * eight.flops
     # What the other twelve return is a scalar each.
     assert every.peak.num_bytes == pytest.approx(eight.peak.num_bytes, rel=1e-3)
+
+
+def test_of_a_long_step_three_batches_are_run(tmp_path: Path) -> None:
+    batches: set[int] = set()
+
+    class Counted(Encoder):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batches.add(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    def run(plugins: dict[str, Any]) -> set[int]:
+        batches.clear()
+        predict(Counted, next(iter(loader_for(Counted))), trainer=trainer_of(plugins), num_batches=10)
+        return set(batches)
+
+    def accumulating(num_batches: int) -> dict[str, Any]:
+        return {"callbacks": [GradientAccumulation(num_batches=num_batches)]}
+
+    assert run(accumulating(5)) == {0, 1, 2}
+    assert run({"accumulate_grad_batches": 5}) == {0, 1, 2, 3}
+    # A first step of one batch would leave one to the second.
+    two: Any = loader_for(GPT_OF)
+    two = DataLoader(Subset(two.dataset, range(8)), batch_size=4)
+    assert_predicted_is_measured(GPT_OF, lambda: accumulating(2), tmp_path, two)

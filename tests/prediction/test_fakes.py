@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy
-from lightning_eff.planner.fakes import COMPILED, Fakes, real_tensors
+from lightning_eff.prediction.fakes import COMPILED, Fakes, real_tensors
 
 
 def test_nothing_is_compiled_and_torch_is_restored_afterwards() -> None:
@@ -66,3 +70,22 @@ def test_unknown_values_are_those_of_a_good_step() -> None:
     assert len(fakes.assumed) == 6
     name = "test_unknown_values_are_those_of_a_good_step (test_fakes.py:"
     assert all(name in each for each in fakes.assumed)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_result_that_is_made_again_is_like_the_one_that_torch_made() -> None:
+    def looks(fake: Any) -> tuple[Any, ...]:
+        sizes = fake.shape, fake.stride(), fake.storage_offset(), fake.untyped_storage().nbytes()
+        keys = torch._C._dispatch_keys(fake)
+        return (type(fake), fake.dtype, fake.device, fake.data_ptr(), keys, vars(fake), *sizes)
+
+    def run(x: Tensor) -> list[Any]:
+        return [x @ x, x[1:].t(), x.to(torch.bfloat16), *x.split(2), *x.max(dim=0), x.add_(1)]
+
+    with Fakes(), torch.no_grad():
+        first, again = [*map(looks, run(torch.ones(4, 4)))], torch.ones(4, 4)
+        with patch.object(FakeTensorMode, "__torch_dispatch__", side_effect=AssertionError("torch ran")):
+            made = run(again)
+            assert [*map(looks, made)] == first
+            assert made[-1] is again
+            assert made[1].untyped_storage()._cdata == again.untyped_storage()._cdata

@@ -19,11 +19,11 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss
-from lightning_eff.planner import cuda_operators
-from lightning_eff.planner.cuda_operators import CudaOperators
-from lightning_eff.planner.fakes import Fakes
-from lightning_eff.planner.prediction import Prediction, predict, predict_step
 from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.prediction import cuda_operators
+from lightning_eff.prediction.cuda_operators import CudaOperators
+from lightning_eff.prediction.fakes import Fakes
+from lightning_eff.prediction.predict import Prediction, predict, predict_step
 from tests.support.counted import Operators
 from tests.support.prediction import GPT_OF, loader_for, trainer_of
 from tests.support.versions import since_torch_2_13

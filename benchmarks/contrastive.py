@@ -1,0 +1,121 @@
+"""Time and peak memory of a step with a contrastive loss, plain and with Contrastive, for growing batches.
+
+Two small transformers embed a pair; the variants are trained in turns, and the fastest step counts. CPU time;
+the peak is predicted, which on a CPU is the measured one to the byte.
+
+    OMP_NUM_THREADS=1 python benchmarks/contrastive.py --json benchmarks/contrastive.json
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from _common import arguments, publish, rows_table
+from lightning_eff.callbacks.contrastive import Contrastive
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.prediction.predict import predict
+
+LENGTH, WIDTH, LAYERS = 16, 64, 3
+VARIANTS: dict[str, Any] = {
+    "plain": list,
+    "GradientCheckpointing()": lambda: [GradientCheckpointing()],
+    "Contrastive(micro_batch_size=32)": lambda: [Contrastive(micro_batch_size=32)],
+}
+
+
+class Pairs(pl.LightningModule):
+    """Two towers, and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(tower() for _ in range(2))
+        self.temperature = nn.Parameter(torch.zeros(1))
+        self.steps_s: list[float] = []
+
+    def embed(self, batch: Any) -> list[Tensor]:
+        """Return an embedding of each half of a pair."""
+        return [
+            functional.normalize(net(x).mean(1), dim=1) for net, x in zip(self.towers, batch, strict=True)
+        ]
+
+    def similarity_loss(self, embeddings: Any) -> Tensor:
+        """Return CLIP's loss."""
+        one, two = embeddings
+        logits, targets = one @ two.T * self.temperature.exp(), torch.arange(len(one))
+        loss = functional.cross_entropy
+        return (loss(logits, targets) + loss(logits.T, targets)) / 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        del batch_idx
+        return self.similarity_loss(self.embed(batch))
+
+    def on_train_batch_start(self, *_: object) -> None:
+        """Begin a step."""
+        self.steps_s.append(-time.process_time())
+
+    def on_train_batch_end(self, *_: object) -> None:
+        """End a step."""
+        self.steps_s[-1] += time.process_time()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def tower() -> nn.Module:
+    """Return a transformer of repeated blocks."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+
+
+def trainer(callbacks: list[pl.Callback], steps: int) -> pl.Trainer:
+    """Return a quiet Trainer."""
+    quiet: Any = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar"], False)
+    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "devices": 1}
+    return pl.Trainer(callbacks=callbacks, max_steps=steps, **quiet)
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return a row for each batch and variant."""
+    return rows_table(content["rows"], {"step_s": ".2f", "x_plain": ".2f", "peak_mib": ".1f"})
+
+
+def main() -> None:
+    """Measure, print the table, and keep the figures."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="*", default=[128, 256, 512])
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rows: list[dict[str, Any]] = []
+    for batch_size in given.batches:
+        data = TensorDataset(*torch.randn(2, batch_size, LENGTH, WIDTH))
+        loader = DataLoader(data, batch_size=batch_size)
+        fastest = dict.fromkeys(VARIANTS, float("inf"))
+        for _ in range(given.rounds):
+            for name, callbacks in VARIANTS.items():
+                model = Pairs()
+                trainer(callbacks(), 2).fit(model, loader)
+                fastest[name] = min(fastest[name], *model.steps_s)
+        for name, callbacks in VARIANTS.items():
+            made = trainer(callbacks(), 2)
+            peak: Any = predict(Pairs, next(iter(loader)), trainer=made).peak
+            row = {"batch": batch_size, "variant": name, "step_s": fastest[name]}
+            row |= {"x_plain": fastest[name] / fastest["plain"], "peak_mib": peak.num_bytes / 2**20}
+            rows.append(row)
+    publish(given.json, {"rows": rows}, table)
+
+
+if __name__ == "__main__":
+    main()

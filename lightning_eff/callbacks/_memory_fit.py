@@ -1,0 +1,420 @@
+"""Choose for each repeated block whether it is kept, recomputed or offloaded, so that a step fits a budget.
+
+A step is recorded on fake tensors with each policy for all blocks. The starts of the blocks' forward and
+backward passes cut it into segments, each of which belongs to the block that started last. A segment changes
+the live bytes by a net amount and has a maximum in between, and both depend on the policy of its own block:
+the next block keeps the input that it is given, whoever made it. So a few recordings give the peak of any
+mixture: the maximum over the segments of what the earlier ones left, plus the segment's own rise.
+
+The cheapest mixture under a budget is found exactly, block by block: of two partial choices the one that
+leaves no fewer bytes at any later moment and costs no less is dropped. Bytes over the bus cost more than any
+FLOPs: the copies of `offload` did not overlap on an H100, and took 3 times the time of recomputing. The
+mixture is then predicted as a whole: where a block's bytes do depend on its neighbour, the limit is lowered
+by the difference. It is never worse than a single policy, whose peaks are predictions too.
+
+Why not in the planner, at a recipe's start: a plain Trainer has none. Why a second Trainer with new objects
+of the techniques: the run's own have changed their module already, and a technique is its arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_eff.callbacks._recomputed_block import KEEP, Policies, recompute
+from lightning_eff.core import allocator, model_surgery, random_states, rules
+from lightning_eff.core.errors import ConfigError, Remedy, root_cause_line
+from lightning_eff.core.model_surgery import BlockSelector, Stage
+from lightning_eff.core.technique import Outcome, Technique, name_of
+from lightning_eff.core.text import UNITS, human_bytes, parse_bytes
+from lightning_eff.core.torch_private import real_tensors
+from lightning_eff.kernels import devices
+from lightning_eff.kernels.devices import Device
+from lightning_eff.prediction.cuda_operators import CudaOperators
+from lightning_eff.prediction.fakes import Fakes
+from lightning_eff.prediction.predict import CUDA_BLOCK_BYTES, predict_inside
+from lightning_eff.report.module_tracker import in_backward
+from lightning_eff.report.recording import Recorder
+
+KEY = "callbacks.gradient_checkpointing"
+POLICIES = (KEEP, "selective", "full", "offload")
+"""Each saves more than those before it."""
+MAX_CORRECTIONS = 4
+"""Mixtures that are predicted before a single policy is taken."""
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class UnpredictableError(Exception):
+    """A step cannot run on fake tensors."""
+
+
+@dataclass
+class Segments:
+    """A recorded step, cut at the starts of the blocks' forward and backward passes.
+
+    Of each segment are known its block, `net`, the change of live bytes from start to end, `rise`, their
+    maximum within it over those at its start, its FLOPs, and what it moves to the host.
+    """
+
+    peak_bytes: int
+    blocks: list[str]
+    first_bytes: int
+    """Maximum of live bytes before the first segment."""
+    start_bytes: int
+    net: Numbers
+    rise: Numbers
+    flops: Numbers
+    moved_bytes: Numbers
+
+    @classmethod
+    def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
+        """Cut a record: a mark is a block that starts, with the events and FLOPs before it."""
+        unit = CUDA_BLOCK_BYTES if on_device else 1
+        sizes: dict[int, int] = {}
+        live, moved = [0], [0]
+        for event in recorder.events:
+            size = -(-event.num_bytes // unit) * unit
+            is_on_host = event.allocation in recorder.on_host
+            moved.append(moved[-1] + size * is_on_host)
+            change = 0 if is_on_host and on_device else size - sizes.get(event.allocation, 0)
+            sizes[event.allocation] = size
+            live.append(live[-1] + change)
+        cuts = [*(index for _, index, _ in marks), len(recorder.events)]
+        rise = [max(live[start : end + 1]) - live[start] for start, end in pairwise(cuts)]
+        return cls(
+            max(live),
+            blocks=[name for name, _, _ in marks],
+            first_bytes=max(live[: cuts[0] + 1]),
+            start_bytes=live[cuts[0]],
+            net=np.diff(np.array(live)[cuts]),
+            rise=np.array(rise, dtype=np.int64),
+            flops=np.diff([*(flops for _, _, flops in marks), recorder.flops]),
+            moved_bytes=np.diff(np.array(moved)[cuts]),
+        )
+
+
+class RecordBlocks(pl.Callback):
+    """Recompute the blocks of a predicted model by policies, and mark where each block starts."""
+
+    def __init__(self, policies: Policies, blocks: BlockSelector, recorder: Recorder) -> None:
+        self.marks: list[tuple[str, int, int]] = []
+        self._policies, self._blocks, self._recorder = policies, blocks, recorder
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        change = functools.partial(recompute, policy=self._policies, blocks=self._blocks)
+        model_surgery.queue(trainer, pl_module, Stage.CHECKPOINT, lambda model: len(change(model)))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for name, block in model_surgery.select_blocks(pl_module, self._blocks).items():
+            # First, before what recomputation keeps for the block.
+            block.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
+            block.register_forward_hook(functools.partial(self._leave, name))
+
+    def _mark(self, name: str, *_: object) -> None:
+        self.marks.append((name, len(self._recorder.events), self._recorder.flops))
+
+    def _enter(self, name: str, *_: object) -> None:
+        if not in_backward():  # where a block is computed again
+            self._mark(name)
+
+    def _leave(self, name: str, _block: object, _inputs: object, output: object) -> None:
+        for each in tree_leaves(output) if not in_backward() else ():
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(functools.partial(self._mark, name))
+
+
+class MemoryFit:
+    """Chooses what of a module's blocks is recomputed, from a copy of it as it was before its run.
+
+    Args:
+        trainer: Of the run, in the `setup` of its callbacks.
+        own: The callback that asks, which has no part in the predictions.
+        module: The module, which techniques have not changed yet.
+
+    Raises:
+        ConfigError: The module cannot be copied.
+    """
+
+    def __init__(self, trainer: pl.Trainer, own: Any, module: pl.LightningModule) -> None:
+        self.policies: Policies = {}
+        self._peak_bytes = self._budget_bytes = 0
+        self._trainer, self._own = trainer, own
+        self._accumulate_grad_batches = trainer.accumulate_grad_batches
+        outer = Fakes.opened()
+        self._fakes = outer or Fakes()
+        try:
+            with self._fakes if outer is None else nullcontext():
+                self._twin = self._fakes.of(module)
+        except Exception as error:  # a user's module may hold what cannot be copied
+            raise _not_predicted(root_cause_line(error)) from error
+        model_surgery.restore(self._twin)
+
+    def choose(self, module: pl.LightningModule, batch: Any) -> None:
+        """Choose on all ranks alike, before the first step of a module.
+
+        Raises:
+            ConfigError: No choice keeps the budget, or a step cannot be predicted.
+        """
+        gpu = devices.gpu_of(next(module.parameters()))
+        memory_bytes = allocator.total_bytes(torch.device("cpu")) if gpu is None else gpu.memory_bytes
+        budget_bytes = -self._most([-num_bytes(self._own.memory, memory_bytes)])[0]
+        # DDP's buckets, as large as the gradients, are not allocated by operators, and not predicted.
+        trained_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+        buckets_bytes = trained_bytes if gpu is not None and self._trainer.world_size > 1 else 0
+        names = list(model_surgery.select_blocks(module, self._own.blocks))
+        predict = functools.partial(self._predict, batch, gpu)
+        reason, chosen, peak_bytes = "", {}, 0
+        try:
+            chosen, peak_bytes = choose(predict, budget_bytes - buckets_bytes, self._candidates(gpu))
+        except UnpredictableError as error:
+            reason = str(error)
+        own = [POLICIES.index(chosen.get(name, KEEP)) for name in names]
+        # Where ranks differ, a block saves what it has to save on any of them.
+        has_failed, *indices = self._most([bool(reason), *own])
+        if has_failed:
+            raise _not_predicted(reason or "on another rank")
+        self.policies = {name: POLICIES[index] for name, index in zip(names, indices, strict=True)}
+        if indices != own:
+            peak_bytes = predict(self.policies).peak_bytes
+        peak_bytes = self._most([peak_bytes])[0] + buckets_bytes
+        if peak_bytes > budget_bytes:
+            smallest = f"{math.ceil(1000 * peak_bytes / UNITS['MiB']) / 1000}MiB"
+            python = f'GradientCheckpointing(policy="fit", memory="{smallest}")'
+            enough = Remedy(f"{KEY}.memory={smallest}", python)
+            allowed = f"at least {smallest}"
+            raise ConfigError(f"{KEY}.memory", self._own.memory, allowed=allowed, remedies=[enough])
+        self._peak_bytes, self._budget_bytes = peak_bytes, budget_bytes
+        del self._twin
+
+    def outcome(self) -> Outcome:
+        """Return what was chosen and predicted, and the peak on a device that records it."""
+        if not self._budget_bytes:
+            return Outcome(did="nothing chosen yet", effective=False)
+        device = self._trainer.strategy.root_device
+        top_bytes = allocator.peak_bytes(device) if Fakes.opened() is None else None
+        did = f"{merged(self.policies)}; predicted peak {human_bytes(self._peak_bytes)} of "
+        did += human_bytes(self._budget_bytes)
+        did += "" if top_bytes is None else f", measured {human_bytes(top_bytes)}"
+        sizes = {"predicted_peak_bytes": self._peak_bytes, "peak_bytes": top_bytes}
+        return Outcome(did=did, numbers={"policies": dict(self.policies), **sizes})
+
+    def _candidates(self, gpu: Device | None) -> list[str]:
+        names = {name_of(each) for each in rules.callbacks_of(self._trainer)}
+        # One keeps the products of all tiles, the other saves nothing on a CPU.
+        is_tiled = bool({"callbacks/tiled_mlp", "callbacks/tiled_conv"} & names)
+        left_out = {"selective": is_tiled, "offload": gpu is None}
+        return [policy for policy in POLICIES if not left_out.get(policy)]
+
+    def _most(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number on any rank."""
+        if self._trainer.world_size == 1:
+            return list(numbers)
+        strategy: Any = self._trainer.strategy
+        return strategy.reduce(torch.tensor(numbers, device=strategy.root_device), reduce_op="max").tolist()
+
+    def _predict(self, batch: Any, gpu: Device | None, policies: Policies) -> Segments:
+        trainer: Any = self._trainer
+        recorder = Recorder()
+        marks = RecordBlocks(policies, self._own.blocks, recorder)
+        states = random_states.capture(trainer.strategy.root_device)
+        num_batches = trainer.num_training_batches
+        with ExitStack() as stack:
+            if Fakes.opened() is None:
+                stack.enter_context(real_tensors())  # without the report's counters
+                stack.enter_context(self._fakes)
+                stack.enter_context(CudaOperators(gpu.capability if gpu is not None else 0))
+                stack.enter_context(devices.predicted(gpu))
+            found = predict_inside(
+                self._fakes, self._twin, batch, trainer=lambda: self._new_trainer(marks), recorder=recorder,
+                num_batches=None if num_batches == math.inf else num_batches,
+                batch_size=getattr(trainer.train_dataloader, "batch_size", None),
+            )  # fmt: skip
+        random_states.restore(states, trainer.strategy.root_device)
+        if found.peak is None:
+            raise UnpredictableError(found.reason) from found.error
+        return Segments.of(recorder, marks.marks, on_device=gpu is not None)
+
+    def _new_trainer(self, marks: RecordBlocks) -> pl.Trainer:
+        trainer: Any = self._trainer
+        others = [each for each in rules.callbacks_of(trainer) if isinstance(each, Technique)]
+        is_accumulating = any(name_of(each) == "callbacks/gradient_accumulation" for each in others)
+        return pl.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[*(remade(each) for each in others if each is not self._own), marks],
+            plugins=[remade(trainer.precision_plugin, device="cpu"), LightningEnvironment()],
+            accumulate_grad_batches=1 if is_accumulating else self._accumulate_grad_batches,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # by which a schedule knows its end
+        )  # fmt: skip
+
+
+def _not_predicted(reason: str) -> ConfigError:
+    full = Remedy(f"{KEY}.policy=full", "GradientCheckpointing()")
+    allowed = f"another policy, since a step cannot be predicted: {reason}"
+    return ConfigError(f"{KEY}.policy", "fit", allowed=allowed, remedies=[full])
+
+
+def remade(technique: Any, **changed: Any) -> Any:
+    """Return a new object with the arguments of a technique, or of a precision plugin of Lightning's."""
+    arguments = {
+        name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
+        for name in inspect.signature(type(technique)).parameters
+        if name != "scaler"  # of the device of the run
+    }
+    return type(technique)(**arguments)
+
+
+class Mixtures:
+    """Peaks and costs of any mixture of policies, out of one recording of each.
+
+    Args:
+        runs: By policy, in the order in which policies are preferred at equal cost.
+    """
+
+    def __init__(self, runs: Mapping[str, Segments]) -> None:
+        self.policies = list(runs)
+        first = next(iter(runs.values()))
+        if any(each.blocks != first.blocks for each in runs.values()):
+            raise UnpredictableError("the blocks are called in another order under another policy")
+        self.names = list(dict.fromkeys(first.blocks))
+        self.first_bytes, self.start_bytes = first.first_bytes, first.start_bytes
+        # Arrays [blocks, policies, segments], zero in the segments of other blocks.
+        is_own = np.array([[each == name for each in first.blocks] for name in self.names])[:, None]
+        net, rise, flops, moved = (
+            np.where(is_own, np.array([getattr(each, name) for each in runs.values()], np.int64), 0)
+            for name in ("net", "rise", "flops", "moved_bytes")
+        )
+        # What a block adds to the maximum of any segment: net bytes of its earlier ones, and its own rise.
+        self.added: Numbers = np.cumsum(net, axis=2) - net + rise
+        is_changed = np.broadcast_to(np.arange(len(runs)) > 0, net.shape[:2])
+        costs = (moved.sum(axis=2), flops.sum(axis=2), is_changed)
+        self.costs: Numbers = np.stack(costs, axis=2, dtype=np.int64)
+
+    def _picked(self, values: Numbers, choice: Policies) -> Numbers:
+        picks = [self.policies.index(choice[name]) for name in self.names]
+        return values[range(len(picks)), picks].sum(axis=0)
+
+    def peak_bytes(self, choice: Policies) -> int:
+        """Return the peak of a mixture."""
+        return max(self.first_bytes, self.start_bytes + int(self._picked(self.added, choice).max()))
+
+    def cost(self, choice: Policies) -> list[int]:
+        """Return moved bytes and FLOPs of a mixture, and how many blocks are changed; smaller is better."""
+        return self._picked(self.costs, choice).tolist()
+
+    def cheapest(self, limit_bytes: int) -> Policies | None:
+        """Return the mixture of the smallest `cost` with a peak of at most a limit, None if there is none."""
+        least = self.added.min(axis=1)
+        slack = limit_bytes - self.start_bytes - least.sum(axis=0)
+        if limit_bytes < self.first_bytes or (slack < 0).any():
+            return None
+        extra, count = self.added - least[:, None], len(self.policies)
+        # Of partial choices [rows]: bytes above the least by segment, cost, and the policies.
+        used, costs = np.zeros((1, extra.shape[2]), np.int64), np.zeros((1, 3), np.int64)
+        picks = np.zeros((1, 0), np.int64)
+        for index in range(len(self.names)):
+            used = (used[:, None] + extra[index]).reshape(-1, extra.shape[2])
+            costs = (costs[:, None] + self.costs[index]).reshape(-1, 3)
+            picks = np.column_stack([picks.repeat(count, axis=0), np.tile(np.arange(count), len(picks))])
+            rows = np.flatnonzero((used <= slack).all(axis=1))
+            if not len(rows):
+                return None
+            # A segment in which later blocks differ in nothing decides nothing more.
+            is_open = extra[index + 1 :].any(axis=(0, 1))
+            rows = rows[_undominated(used[rows][:, is_open], costs[rows])]
+            used, costs, picks = used[rows], costs[rows], picks[rows]
+        return {name: self.policies[pick] for name, pick in zip(self.names, picks[0], strict=True)}
+
+    def smallest_bytes(self) -> int:
+        """Return the smallest limit that a mixture keeps, by bisection."""
+        low, high = 0, max(self.peak_bytes(dict.fromkeys(self.names, policy)) for policy in self.policies)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.cheapest(middle) else (middle + 1, high)
+        return high
+
+
+def _undominated(used: Numbers, costs: Numbers) -> list[int]:
+    """Return the rows of which no other uses no more in any segment and costs no more, the cheapest first."""
+    different = np.unique(used, axis=1)
+    kept: list[int] = []
+    for row in np.lexsort([different.sum(axis=1), *costs.T[::-1]]):
+        if not kept or not (different[kept] <= different[row]).all(axis=1).any():
+            kept.append(int(row))
+    return kept
+
+
+def choose(
+    predict: Callable[[Policies], Segments], budget_bytes: int, policies: Sequence[str]
+) -> tuple[Policies, int]:
+    """Return the cheapest policies of the blocks under a budget, or those with the smallest peak; their peak.
+
+    `policies` are those to choose from, `keep` first.
+    """
+    plain = predict({})
+    names = list(dict.fromkeys(plain.blocks))
+    if plain.peak_bytes <= budget_bytes or not names:
+        return {}, plain.peak_bytes
+    runs = {KEEP: plain} | {policy: predict(dict.fromkeys(names, policy)) for policy in policies[1:]}
+    mixtures = Mixtures(runs)
+    goal = limit = budget_bytes if mixtures.cheapest(budget_bytes) else mixtures.smallest_bytes()
+    found = [(dict.fromkeys(names, policy), run.peak_bytes) for policy, run in runs.items()]
+    for _ in range(MAX_CORRECTIONS):
+        choice = mixtures.cheapest(limit)
+        if choice is None:
+            break
+        peak_bytes = predict(choice).peak_bytes
+        found.append((dict(choice), peak_bytes))
+        if peak_bytes <= goal:
+            break
+        limit -= peak_bytes - mixtures.peak_bytes(choice)
+    fitting = [each for each in found if each[1] <= budget_bytes]
+    if not fitting:
+        return min(found, key=lambda each: each[1])
+    return min(fitting, key=lambda each: mixtures.cost(each[0]))
+
+
+def num_bytes(memory: str | float, device_bytes: int) -> int:
+    """Return the bytes of a size with its unit, or of a fraction of a device's memory.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    try:
+        return parse_bytes(memory) if isinstance(memory, str) else int(memory * device_bytes)
+    except ValueError as error:
+        allowed = f"a size with its unit, one of {', '.join(UNITS)}, or a fraction of the device's memory"
+        raise ConfigError("memory", memory, allowed=allowed) from error
+
+
+def merged(policies: Policies) -> str:
+    """Return policies by block in words, neighbours of one policy as one.
+
+    Example:
+        >>> merged({"net.0": "full", "net.1": "full", "net.2": "keep", "tail": "keep"})
+        'net.0-1 full, net.2 keep, tail keep'
+    """
+    texts: list[str] = []
+    for (_, policy), group in groupby(policies.items(), lambda item: (item[0].rpartition(".")[0], item[1])):
+        first, *others = [name for name, _ in group]
+        last = f"-{others[-1].rpartition('.')[2]}" if others else ""
+        texts.append(f"{first}{last} {policy}")
+    return ", ".join(texts)

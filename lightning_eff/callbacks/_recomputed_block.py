@@ -1,0 +1,321 @@
+"""A block that is computed again in the backward pass, and the policies by which blocks are chosen.
+
+Used by `gradient_checkpointing.py`, and by `_memory_fit.py`, which tries policies on copies of a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+
+from lightning_eff.core import model_surgery
+from lightning_eff.core.call_state import CallState, RecomputationError, stops_early
+from lightning_eff.core.errors import ConfigError, Remedy
+from lightning_eff.core.host_offload import HostOffload
+from lightning_eff.core.model_surgery import BlockSelector
+from lightning_eff.core.torch_private import torch_private
+
+KEEP = "keep"
+Policies = Mapping[str, str]
+"""Policy by name of a block; blocks that are not named keep their activations."""
+aten = torch.ops.aten
+KEPT_OPERATIONS = [
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
+    *(aten.convolution.default, aten._scaled_mm.default),  # noqa: SLF001
+    *(
+        getattr(aten, f"_scaled_dot_product_{kind}").default
+        for kind in (
+            "flash_attention_for_cpu",
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    ),
+]
+"""What `selective` keeps: the operations that take the most time for the bytes of their outputs."""
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns contexts around a forward and its recomputation; `context_fn` of `torch.utils.checkpoint`."""
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Keywords under which Hugging Face's layers take a key-value cache."""
+_OFF = Remedy("~callbacks.gradient_checkpointing", "remove GradientCheckpointing")
+_UNCOMPILED = Remedy("~callbacks.torch_compile", "remove TorchCompile")
+_OFFLOAD = Remedy(
+    "callbacks.gradient_checkpointing.policy=offload", 'GradientCheckpointing(policy="offload")'
+)
+_MARK = "_recomputed_by"
+
+
+def keep_outputs(
+    operations: Collection[object],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for a forward that keeps the outputs of some operations, and for its recomputation.
+
+    A kept output that the forward writes to in place is recomputed after all. Recurrent layers do so to every
+    product; a GRU through views without a common version counter, which PyTorch's own check does not detect.
+    """
+
+    def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        schema = getattr(operation, "_schema", None)  # a higher-order operator has none
+        written = [
+            args[index] if index < len(args) else kwargs.get(argument.name)
+            for index, argument in enumerate(schema.arguments if schema is not None else ())
+            if argument.is_write
+        ]
+        memories = [t.untyped_storage() for t in tree_leaves(written) if isinstance(t, Tensor)]
+        for outputs in list[Any](storage.values()) if memories else ():
+            # By index in torch 2.13, in a list before
+            for index, output in [*(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))]:
+                kept = [getattr(item, "val", None) for item in tree_leaves(output)]
+                held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
+                if any(mine is memory for mine in held for memory in memories):
+                    # torch 2.13's mark of an output that is recomputed
+                    outputs[index] = torch_private(
+                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective of what is written to in place"
+                    )
+        return operation in operations
+
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    storage = forward.storage  # `policy` holds it and not `forward`: that cycle would keep every output alive
+    return forward, _Recomputation(recomputation, storage)
+
+
+class _Recomputation:
+    """Context of a recomputation, which takes outputs out of a copy: a second one finds them too."""
+
+    def __init__(self, mode: Any, storage: dict[Any, Any]) -> None:
+        self._mode, self._storage = mode, storage
+
+    def __enter__(self) -> None:
+        self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.storage = None
+        self._mode.__exit__(*error)
+
+
+class RecomputedBlock:
+    """Recomputes a block's activations until `remove` is called.
+
+    Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint, so the block keeps its
+    class, its name and its keys, and a compiled forward inside stays compiled. Beyond what PyTorch does, the
+    block is computed again with the state that its modules and the containers among its inputs had at the
+    call (`CallState`), what the second computation writes to them is removed, tensors passed by keyword are
+    treated like positional ones, the inputs may be offloaded to host memory, and errors name the block.
+
+    Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be
+    removed, a second backward through a retained graph fails in it, and it ignores tensors passed by keyword.
+
+    Args:
+        block: Any module.
+        name: For errors.
+        contexts: Contexts around forward and recomputation; for selective checkpointing.
+        host: Offloads the block's inputs until they are needed, as those of other blocks; None leaves them.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        *,
+        name: str = "a recomputed block",
+        contexts: ContextFn = noop_context_fn,
+        host: HostOffload | None = None,
+    ) -> None:
+        self.num_recomputed = 0
+        self.is_cache_disabled = False
+        self._block = block
+        self._name = name
+        self._contexts = contexts
+        self._host = host
+        parameters = inspect.signature(block.forward).parameters.values()
+        self._names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self._stops_early = stops_early(block)
+        self._frames: list[tuple[Generator[None], AbstractContextManager[Any]]] = []
+        self._is_recomputing = False
+        untraced: Any = torch.compiler.disable  # what is inside the block may be compiled, the hooks not
+        self._handles = [
+            # First, so that other hooks that change the inputs run again, and once each time.
+            block.register_forward_pre_hook(untraced(self._before), with_kwargs=True, prepend=True),
+            block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
+        ]
+        block.__dict__[_MARK] = self
+
+    @staticmethod
+    def of(block: nn.Module) -> RecomputedBlock | None:
+        """Return the object that recomputes a block, or None."""
+        return block.__dict__.get(_MARK)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._block.__dict__.pop(_MARK, None)
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._is_recomputing or not torch.is_grad_enabled():
+            return args, kwargs
+        # Hugging Face's models pass a key-value cache to their layers, also in training: each recomputation
+        # would fill it again.
+        passed = dict(zip(self._names, args, strict=False)) | kwargs
+        caches = {name: passed[name] for name in CACHES if passed.get(name) is not None}
+        for name, cache in caches.items():
+            if len(cache) > 0 and getattr(cache, "get_seq_length", lambda: 1)() > 0:
+                raise ValueError(
+                    f"a recomputed block cannot continue a filled cache ({name}), as in prefix tuning"
+                )
+        self.is_cache_disabled = self.is_cache_disabled or bool(caches)
+        given = (
+            kwargs
+            | dict.fromkeys(caches.keys() & kwargs)
+            | ({"use_cache": False} if "use_cache" in kwargs else {})
+        )
+        args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
+        # By position, as far as possible: only positional tensors are saved like activations.
+        positional, keywords = list(args), dict(given)
+        while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
+            positional.append(keywords.pop(self._names[len(positional)]))
+        frame = self._new_frame(block, positional, keywords, len(args))
+        # Offloading applies to the inputs alone: inside the block, the checkpoint's own hooks are innermost.
+        host = self._host
+        offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
+        offloading.__enter__()
+        next(frame)
+        self._frames.append((frame, offloading))
+        return args, given
+
+    def _after(self, *_: Any) -> None:
+        if self._is_recomputing or not self._frames:
+            return
+        frame, offloading = self._frames.pop()
+        is_exhausted = next(frame, True)
+        offloading.__exit__(None, None, None)
+        if not is_exhausted:
+            raise RuntimeError("the checkpoint of a block did not end with its forward")
+
+    def _new_frame(
+        self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_positional: int
+    ) -> Generator[None]:
+        """Return the checkpoint of one forward; of `args`, so many are to be passed by position."""
+        forward, recomputation = self._contexts()
+        # What is passed by position is saved, and its version checked, by torch.
+        noted = [each for each in args if not isinstance(each, Tensor)]
+        state = CallState(block, [*noted, *kwargs.values()])
+
+        @contextmanager
+        def first() -> Generator[None]:
+            autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            pack, unpack = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
+
+            def explained(saved: Any) -> Any:
+                try:
+                    return unpack(saved)
+                except RuntimeError as error:
+                    if text := self._explanation(error):
+                        raise RecomputationError(text) from error
+                    raise
+
+            with saved_tensors_hooks(pack, explained), forward:
+                yield
+            state.end_forward()
+
+        # Not a context for torch to enter: a second backward through a retained graph would enter it again.
+        def again(*args: Any, **kwargs: Any) -> None:
+            self.num_recomputed += 1
+            named = dict(zip(self._names[num_positional:], args[num_positional:], strict=False))
+            self._is_recomputing = True
+            try:
+                with state.again(self._name), recomputation:
+                    block(*args[:num_positional], **named, **kwargs)
+            finally:
+                self._is_recomputing = False
+
+        # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
+        options = (True, lambda: (first(), nullcontext()), "default", False, self._stops_early)
+        # As of torch 2.13: runs up to the forward, and past it when it is resumed.
+        place = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"
+        return torch_private(place, "callbacks/gradient_checkpointing")(again, *options, *args, **kwargs)
+
+    def _explanation(self, error: RuntimeError) -> str:
+        """Return what an error of torch's means for the block; empty if it is not the checkpoint's."""
+        text = str(error)
+        if isinstance(error, RecomputationError):
+            return ""
+        if "modified by an inplace operation" in text:
+            reason = "an input was written to in place after the block got it: `offload` keeps a copy"
+            return f"{self._name}: {reason}\n  try: {_OFFLOAD}\n  try: {_OFF}"
+        if isinstance(error, checkpoint.CheckpointError) or "during backward but not found in" in text:
+            reason = (
+                "it computed something else in the backward pass than in its forward pass: it reads what has"
+                " changed since (globals, objects), or a compiled block is called with several numbers"
+            )
+            return f"{self._name}: {reason}\n  try: {_OFF}\n  try: {_UNCOMPILED}"
+        return ""
+
+
+def recompute(
+    model: nn.Module,
+    *,
+    policy: str | Policies = "full",
+    every_n_blocks: int = 2,
+    blocks: BlockSelector = None,
+) -> dict[str, RecomputedBlock]:
+    """Recompute blocks of a model from now on; for Fabric, or your own training loop.
+
+    Args:
+        model: Any module; blocks that are recomputed already are left as they are.
+        policy: `full`, `every_n`, `selective` or `offload`; or one of these, without `every_n`, by the name
+            of a block, and `keep` for blocks that are not recomputed, as for those without a name.
+        every_n_blocks: For `every_n`: one block in this many, the first one first.
+        blocks: Which blocks; None finds the repeated ones.
+
+    Returns:
+        By name of the block, an object whose `remove()` undoes it.
+
+    Raises:
+        ConfigError: `blocks` or `policy` names what is no block of the model.
+        RecomputationError: A block depends on something that changed before its backward pass.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
+        >>> list(recompute(model, policy="every_n"))
+        ['0', '2']
+        >>> list(recompute(model))
+        ['1', '3']
+    """
+    found = model_surgery.select_blocks(model, blocks)
+    if policy == "every_n":
+        found = dict(list(found.items())[::every_n_blocks])
+    by_name = dict.fromkeys(found, policy) if isinstance(policy, str) else policy
+    for name in by_name.keys() - found.keys():
+        raise ConfigError("policy", name, allowed="policies by the names of the model's blocks")
+    contexts: ContextFn = noop_context_fn
+    if "selective" in by_name.values():
+        gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered as soon as a layer uses it
+        kept = [*KEPT_OPERATIONS, *([gemm.default] if gemm is not None else [])]
+        contexts = functools.partial(keep_outputs, kept)
+    host = HostOffload() if "offload" in by_name.values() else None
+    return {
+        name: RecomputedBlock(
+            block,
+            name=f"block {name!r} (policy={chosen})",
+            contexts=contexts if chosen == "selective" else noop_context_fn,
+            host=host if chosen == "offload" else None,
+        )
+        for name, block in found.items()
+        if (chosen := by_name.get(name, KEEP)) != KEEP and not RecomputedBlock.of(block)
+    }

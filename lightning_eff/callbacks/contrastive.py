@@ -1,0 +1,393 @@
+"""Train with a contrastive loss over a large batch, in the memory of a micro-batch (gradient caching).
+
+The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
+`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`: it
+embeds the batch in micro-batches without keeping activations, and returns the embeddings of the full batch,
+gathered from all ranks. When the backward pass of the loss reaches the embeddings, each micro-batch is
+computed again and continues it with the gradient of its rows. Why one backward pass, and not one for each
+micro-batch with a surrogate loss: loss scaling, accumulation, reduction over ranks, backward hooks and
+parameters of the loss (a temperature) work as they do without this callback.
+
+A micro-batch is computed again with the random numbers, autocast, attributes and buffers of the first time,
+and what it writes or logs the second time is dropped. `embed` must not compare samples, which is checked on a
+few of them before the first split. It may be called several times in a step (for two views), and what it
+returns has one row per sample: embeddings, and labels if the loss needs them.
+
+Each rank computes the loss over the embeddings of all ranks, and the gradient is the one of the mean of these
+losses. Ranks may have batches of different sizes, unless they shard parameters. In a step of several batches,
+each batch is compared with itself.
+
+With `auto` the full batch is tried first; when memory runs out, everything that the step has changed is
+restored and the step is computed again in micro-batches of half the size. The size is saved in checkpoints.
+
+Saves: activations: those of one micro-batch are in memory at a time. With the batch grow the embeddings, and
+    what the loss computes of them.
+Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of the buffers that
+    it changed, and its graph without tensors in host memory: 0.3 MB for 80 modules. Gradients of
+    micro-batches are summed in the dtype of the weights, under FSDP2 of the gathered ones, next to the
+    gradients of earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange
+    embeddings and their gradients, which `plan` does not count.
+When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
+Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
+    embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,
+    and a `training_step` without `embed`, stop the run.
+Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
+    https://arxiv.org/abs/2101.06983
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_eff.core.arguments import Count, accepts, check_arguments
+from lightning_eff.core.call_state import CallState, oldest_graphs_first, stops_early
+from lightning_eff.core.errors import TO_FSDP2, ConfigError, ConflictError, NoEffectWarning, Remedy
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.shards import is_sharded
+from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
+from lightning_eff.microbatching import lightning_loop, splitting
+from lightning_eff.microbatching.mean_check import MAX_SAMPLES, check_mean
+from lightning_eff.microbatching.micro_batch_runner import logged_values, merge_logged
+from lightning_eff.microbatching.oom_retry import MicroBatchSize, kept_names
+from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
+
+FIXED_SIZE = Remedy("callbacks.contrastive.micro_batch_size=8", "Contrastive(micro_batch_size=8)")
+WITHOUT = Remedy("~callbacks.contrastive", "remove Contrastive")
+ONE_LINE = "def training_step(self, batch, batch_idx): return self.similarity_loss(self.embed(batch))"
+OWNER = ("callbacks.contrastive", "Contrastive")
+PREDICTED_PARTS = 32
+"""Micro-batches of a batch that a prediction runs."""
+Embed = Callable[[Any], Any]
+
+
+class _WholeBatches(MicroBatchSize):
+    """The size of the micro-batches of `embed`, for a loop that retries steps and runs batches whole."""
+
+    @override
+    def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
+        return splitting.split(batch, None)
+
+    @override
+    def num_samples(self, batch: Any) -> int | None:
+        return self.largest  # of what `embed` was given
+
+
+class Contrastive(Managed):
+    """Compute `embed` in micro-batches, for a loss over the embeddings of the whole batch.
+
+    Args:
+        micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the full batch.
+        gather: Whether `embed` returns the embeddings of all ranks; false if the module gathers them itself.
+        splitter: Splits the argument of `embed` in place of the built-in rules: `splitter(batch, size)`.
+        keep: Names of tensors, or of anything else in the batch, that every micro-batch gets whole; names and
+            paths as in `MicroBatch`.
+
+    Raises:
+        ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
+            per sample.
+        ConflictError: `embed` compares samples, `training_step` does not call it, or batches differ in size
+            on ranks that shard parameters.
+        RecomputationError: `embed` changes its inputs or frozen parameters in place.
+
+    Warns:
+        NoEffectWarning: On one rank, no batch was larger than `micro_batch_size`.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[Contrastive(micro_batch_size=8)], logger=False, accelerator="cpu")
+        >>> Contrastive(micro_batch_size=0)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: micro_batch_size=0: expected 'auto', or a whole number ...
+    """
+
+    exact = True
+    lowers = ("activations",)
+    try_as = ()  # only for modules that have the method
+
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        micro_batch_size: Literal["auto"] | Count = "auto",
+        gather: bool = True,
+        splitter: Splitter | None = None,
+        keep: Sequence[str | int] | None = None,
+    ) -> None:
+        self.micro_batch_size = micro_batch_size
+        self.gather = gather
+        self.splitter = splitter
+        self.keep = keep
+        self._size = self._new_size(micro_batch_size if isinstance(micro_batch_size, int) else None)
+        self._max_parts: int | None = None
+        self._num_left_out = 0
+        self._num_calls = 0
+        self._num_ranks = 1
+        self._last_split = -1  # index of the last batch that was split, which may be computed several times
+        self._check = ""
+        """Why `embed` could not be checked to treat samples apart."""
+
+    def join_prediction(self, gpu: object) -> bool:
+        """Leave out micro-batches in the middle of a batch, which need what the others need."""
+        del gpu
+        self._max_parts = PREDICTED_PARTS
+        return True
+
+    def assumptions(self) -> list[str]:
+        """Return what a prediction does not count."""
+        text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: buffers that the others change"
+        return [f"{text} are not counted"] if self._num_left_out else []
+
+    def _new_size(self, current: int | None) -> MicroBatchSize:
+        is_auto, keep = self.micro_batch_size == "auto", kept_names(self.keep, self.splitter)
+        return _WholeBatches(current, is_auto=is_auto, splitter=self.splitter, keep=keep)
+
+    def facts(self) -> Facts:
+        """Return what else splits a batch, and what a second attempt at a batch would break."""
+        reasons = {
+            "callbacks/micro_batch": "it splits training_step, whose loss compares samples",
+            "run/manual_optimization": "the module runs its backward passes itself",
+        }
+        rules = [Rule(name=name, reason=reason, remedies=(WITHOUT,)) for name, reason in reasons.items()]
+        reason = "only DDP, FSDP2 and DeepSpeedZero are known to give the gradient of all ranks' batches"
+        names = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+        rules += [Rule(name=f"lightning/{name}", reason=reason, remedies=(TO_FSDP2,)) for name in names]
+        if self.micro_batch_size == "auto":
+            reason = "a rank that runs out of memory would leave the others waiting for its embeddings"
+            rules.append(Rule(name="run/many_devices", reason=reason, remedies=(FIXED_SIZE,)))
+        reason = "their statistics are those of a micro-batch, so the result depends on its size"
+        rules.append(Rule(name="run/batch_norm", reason=reason, verdict=Verdict.WARNED))
+        return Facts(excludes=tuple(rules))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        super().setup(trainer, pl_module, stage)
+        if not callable(getattr(type(pl_module), "embed", None)):
+            allowed = "a module with the methods embed(batch) and similarity_loss(embeddings)"
+            name = type(pl_module).__name__
+            raise ConfigError(key="", value=name, allowed=allowed, remedies=[ONE_LINE])
+        self._size = self._new_size(self._size.current)  # auto: of an earlier fit
+        self._num_calls, self._last_split, self._check = 0, -1, ""
+        self._num_ranks = trainer.world_size
+        self.cleanup.enter_context(oldest_graphs_first())
+        loop = lightning_loop.install(trainer)
+        self.cleanup.callback(lightning_loop.uninstall, trainer)
+        loop.micro_batch_size = self._size if self._size.is_auto else None
+        loop.mean_check = "each batch of a step is compared with itself alone"
+        loop.around_training_step = partial(self._embedding_in_parts, pl_module)
+
+    @contextmanager
+    def _embedding_in_parts(self, module: pl.LightningModule) -> Generator[None]:
+        """Replace `module.embed` within a `training_step`."""
+        embed: Any = module.embed
+        with patch.object(module, "embed", partial(self._embed_all, module, embed)):
+            yield
+        if not self._num_calls:
+            text = f"callbacks/contrastive: training_step does not call self.embed(batch)\n  try: {ONE_LINE}"
+            raise ConflictError(text)
+
+    def _embed_all(self, module: pl.LightningModule, embed: Embed, batch: Any) -> Any:
+        """Return the embeddings of a batch, of all ranks."""
+        size, self._num_calls = self._size, self._num_calls + 1
+        parts = splitting.split(batch, size.current, size.splitter, size.keep, owner=OWNER)
+        size.largest = sum(part.num_samples or 0 for part in parts)
+        counts = self._counts(module, size.largest)
+        if len(parts) > 1:
+            if self._last_split < 0:
+                self._check_apart(module, embed, batch, min(counts))
+            index = module.trainer.fit_loop.epoch_loop.total_batch_idx
+            size.num_split += index != self._last_split
+            self._last_split = index
+            outputs = self._embed_parts(module, embed, parts)
+        else:
+            outputs = [embed(batch)]
+        joined = _joined(outputs, parts)
+        if self._num_ranks == 1 or not self.gather:
+            return joined
+        leaves, spec = tree_flatten(joined)
+        rows = [_Gather.apply(leaf, counts, module.global_rank) for leaf in leaves]
+        return tree_unflatten(rows, spec)
+
+    def _counts(self, module: pl.LightningModule, rows: int) -> list[int]:
+        """Return the samples of each rank's batch."""
+        if self._num_ranks == 1:
+            return [rows]
+        if not rows and self.gather:
+            allowed = "a function whose micro-batches have countable samples, on several ranks"
+            raise ConfigError(key="splitter", value=self.splitter, allowed=allowed)
+        counts = torch.zeros(self._num_ranks, dtype=torch.int64, device=module.device)
+        counts[module.global_rank] = rows
+        dist.all_reduce(counts)
+        found: list[int] = counts.tolist()
+        has_collectives = any(is_sharded(each) for each in module.parameters())
+        has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+        if len(set(found)) > 1 and has_collectives:
+            raise ConflictError(
+                f"callbacks/contrastive: batches of {found} samples on ranks that shard parameters or share "
+                "batch norms, and so run equally many micro-batches\n  try: DataLoader(drop_last=True)"
+            )
+        return found
+
+    def _embed_parts(
+        self, module: pl.LightningModule, embed: Embed, parts: Sequence[MicroBatchPart]
+    ) -> list[Any]:
+        """Embed micro-batches, and log what a whole batch would have."""
+        results: Any = module.trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        before = results.batch, results.batch_size
+        early_stop = stops_early(module)
+        outputs, logged = list[Any](), [logged_values(results)]
+        self._num_left_out = max(0, len(parts) - (self._max_parts or len(parts)))
+        run = [*parts[: len(parts) - self._num_left_out - 1], parts[-1]]
+        for part in run:
+            results.batch, results.batch_size = part.batch, part.num_samples
+            # Or autograd adds the gradients of all micro-batches to one cast weight, in 16 bits.
+            torch.clear_autocast_cache()
+            outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
+            logged.append(logged_values(results))
+        merge_logged(results, logged, [part.num_samples for part in run], is_weighted=False)
+        outputs[-1:-1] = [tree_map(torch.empty_like, outputs[0]) for _ in range(self._num_left_out)]
+        results.batch, results.batch_size = before
+        return outputs
+
+    def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
+        """Reject an `embed` that compares samples: of any function of rows a mean is one over its parts."""
+
+        def run(part: MicroBatchPart) -> Tensor:
+            rows = [leaf for leaf in tree_leaves(embed(part.batch)) if leaf.is_floating_point()]
+            # The sine, since a mean of centered rows is 0 whatever they are centered by.
+            return torch.stack([row.reshape(len(row), -1).sin().sum(1).mean() for row in rows]).sum()
+
+        size = MicroBatchSize(None, is_auto=False, splitter=self.splitter, keep=self._size.keep)
+        is_low = not str(module.trainer.precision).startswith(("32", "64"))
+        max_samples = min(num_samples, MAX_SAMPLES, 4 * (self._size.current or 1))
+        found = check_mean(batch, run, module, size, max_samples, module.device, is_low=is_low)
+        if found.difference:
+            raise ConflictError(
+                "callbacks/contrastive: embed(batch) compares the samples of its batch, so micro-batches "
+                "have other embeddings: compare samples in similarity_loss"
+            )
+        if found.undecided:
+            self._check = f"not checked that embed treats samples apart:{found.undecided.partition(':')[2]}"
+            rank_zero_info(f"callbacks/contrastive: {self._check}")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size, so that a resumed run does not run out of memory again."""
+        return {"micro_batch_size": self._size.current if self._size.is_auto else None}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        size = state_dict.get("micro_batch_size")
+        if self._size.is_auto and accepts(Count, size):
+            self._size.current = size
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        outcome = self.outcome()
+        if not self._size.is_auto and not outcome.effective:
+            text = f"Contrastive had no effect: no batch had more than {self.micro_batch_size} samples"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
+
+    def outcome(self) -> Outcome:
+        """Return how batches were embedded."""
+        size, is_gathered = self._size, self.gather and self._num_ranks > 1
+        if not self._num_calls:
+            return Outcome(did="no training data yet", effective=False)
+        parts = [
+            "full batches" if size.current is None else f"micro-batches of {size.current}",
+            f"{size.num_split} batch{'es' * (size.num_split != 1)} split",
+            f"embeddings of {self._num_ranks} ranks gathered" if is_gathered else "",
+            self._check,
+        ]
+        if size.halvings:
+            sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]
+            parts.append(f"out of memory: {' -> '.join(map(str, sizes))}")
+        return Outcome(
+            did="; ".join(filter(None, parts)),
+            effective=bool(size.num_split or size.halvings or is_gathered),
+            numbers={
+                "micro_batch_size": size.current,
+                "batches_split": size.num_split,
+                "out_of_memory": [[h.before, h.after, h.reason] for h in size.halvings],
+            },
+        )
+
+
+def _embed_again_in_backward(
+    module: pl.LightningModule, embed: Embed, batch: Any, *, early_stop: bool
+) -> Any:
+    """Embed a micro-batch without keeping activations, and again when the backward pass needs them."""
+    state: CallState | None = None
+
+    def run(batch: Any, _: Tensor) -> Any:
+        nonlocal state
+        if state is None:
+            state = CallState(module, [batch])
+            output = embed(batch)
+            state.end_forward()
+            return output
+        with state.again("embed"):
+            vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # reinstated by `again`
+            return embed(batch)
+
+    # Without elements: it says of which device random numbers and autocast are restored.
+    device = torch.empty(0, device=module.device)
+    return checkpoint(run, batch, device, use_reentrant=False, early_stop=early_stop)
+
+
+def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
+    """Join the rows of micro-batches.
+
+    Raises:
+        ConfigError: Something is no tensor with one row a sample.
+    """
+    flat = [tree_leaves(output) for output in outputs]
+    for leaves, part in zip(flat, parts, strict=True):
+        for leaf in leaves:
+            is_rows = isinstance(leaf, Tensor) and leaf.dim() > 0
+            if not is_rows or part.num_samples not in (None, len(leaf)):
+                value = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+                allowed = f"tensors (one, or a tuple or dict) of {part.num_samples} rows, one a sample"
+                raise ConfigError(key="", value=f"embed returned {value}", allowed=allowed)
+    _, spec = tree_flatten(outputs[0])
+    columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*flat, strict=True)]
+    return tree_unflatten(columns, spec)
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers rows; a row's gradient is the sum over the ranks, each of which has a loss of all rows.
+
+    The strategy then divides by the number of ranks: the gradient is that of the mean of the ranks' losses.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+        ctx.first, ctx.num_rows = sum(counts[:rank]), len(rows)
+        gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
+        gathered[ctx.first : ctx.first + ctx.num_rows] = rows
+        # Not `all_gather`, which needs as many rows of each rank; there is no sum of booleans.
+        dist.all_reduce(gathered.view(torch.uint8) if gathered.dtype == torch.bool else gathered)
+        return gathered
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        dist.all_reduce(total)
+        return total[ctx.first : ctx.first + ctx.num_rows].to(grad.dtype), None, None

@@ -1,0 +1,270 @@
+"""Leave out optimizer steps whose loss or gradient is not finite, or whose gradient norm is an outlier.
+
+One corrupt sample can give a loss of NaN, or a gradient many times as large as usual, and the update that
+follows may spoil the run. This callback computes the norm of the gradient before clipping, and leaves out the
+update if the norm is NaN or infinite. With `max_deviations`, it also leaves out an update whose norm is an
+outlier: so many robust standard deviations above the median of the last norms. Such a deviation is 1.4826
+times the median absolute deviation, and at least 1 % of the median.
+
+A step that is left out changes nothing: weights and optimizer state stay, and buffers, random states and
+logged values are restored. Neither `global_step` nor the learning-rate schedule advances. The run continues
+as if its loader did not have these batches, bit for bit; the log and the report have their numbers. All ranks
+decide alike, since they have the same gradient: a loss of NaN on one rank makes it NaN on all. The steps that
+a float16 loss scaler skips are not counted here.
+
+After `max_in_a_row` such steps in a row the run stops with an error. It saves a checkpoint first, whose
+weights are those before these steps.
+
+Saves: a run that one bad batch would spoil.
+Costs: one pass over the gradients per step, and one wait for the device to read their norm; a copy of the
+    buffers.
+When not: bad batches are frequent: repair the data.
+Conflicts: manual optimization, DeepSpeed and Lightning's FSDPStrategy, optimizers that free gradients in the
+    backward pass, and optimizers that evaluate the closure again (LBFGS), all rejected.
+Source: none
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_eff.core.arguments import Count, Positive, check_arguments
+from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
+from lightning_eff.core.errors import ConfigError, Remedy
+from lightning_eff.core.managed import Managed
+from lightning_eff.core.optimization.composite import FreesGradients
+from lightning_eff.core.optimization.first_gradients import GradientError
+from lightning_eff.core.technique import Facts, Outcome, Rule
+from lightning_eff.microbatching import lightning_loop
+from lightning_eff.microbatching.snapshot import StepSnapshot
+
+MIN_NORMS = 16
+"""Norms that are known before one of them can be an outlier."""
+MIN_DEVIATION = 0.01
+"""Of the median; equal norms would have no deviation."""
+MAX_SHOWN = 5
+_OFF = Remedy("~callbacks.skip_bad_steps", "remove SkipBadSteps")
+
+
+class SkipBadSteps(Managed):
+    """Leave out the steps that would spoil a run.
+
+    Args:
+        max_deviations: Leave out a step whose gradient norm exceeds the median by more robust standard
+            deviations; None leaves out only what is not finite.
+        last_n_steps: Steps whose norms are compared.
+        max_in_a_row: Steps left out in a row that stop the run; None never stops it.
+
+    Raises:
+        ConfigError: An argument is outside its range, or the optimizer frees gradients in the backward pass
+            or evaluates the closure again.
+        GradientError: `max_in_a_row` steps were left out in a row.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[SkipBadSteps(max_deviations=10)], logger=False, accelerator="cpu")
+        >>> SkipBadSteps(max_deviations=0)
+        Traceback (most recent call last):
+        lightning_eff.core.errors.ConfigError: max_deviations=0: expected a finite number above 0, or None
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        *,
+        max_deviations: Positive | None = None,
+        last_n_steps: Count = 128,
+        max_in_a_row: Count | None = 5,
+    ) -> None:
+        self.max_deviations = max_deviations
+        self.last_n_steps = last_n_steps
+        self.max_in_a_row = max_in_a_row
+        self._norms: deque[float] = deque(maxlen=last_n_steps)
+        self._left_out: list[dict[str, Any]] = []
+        self._num_steps = self._num_in_row = 0
+
+    def facts(self) -> Facts:
+        """Reject whatever keeps gradients elsewhere, or steps by itself."""
+        reasons = {
+            "run/manual_optimization": "the module decides itself when it steps",
+            "strategy/deepspeed_zero": "DeepSpeed's engine steps, with gradients that no callback reads",
+            "lightning/DeepSpeedStrategy": "DeepSpeed's engine steps, with gradients that no callback reads",
+            "lightning/FSDPStrategy": "each rank has another part of the gradient, and another norm",
+            "optimizer/in_backward": "gradients are used and freed before their norm is known",
+        }
+        return Facts(
+            excludes=tuple(
+                Rule(name=name, reason=reason, remedies=(_OFF,)) for name, reason in reasons.items()
+            )
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+            self._left_out, self._num_steps, self._num_in_row = [], 0, 0
+            self._loop = lightning_loop.install(trainer)
+            self.cleanup.callback(lightning_loop.uninstall, trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        if isinstance(optimizer, FreesGradients):
+            raise _optimizer_error(optimizer, "one that keeps gradients until it steps")
+        # Lightning's collection of what `self.log` was called with in this epoch.
+        logged: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        self._snapshot = StepSnapshot(pl_module, trainer.strategy.root_device, logged)
+        self._is_bad = False
+        # A loss scaler skips a step whose gradient is not finite itself, and lowers its scale.
+        self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._loop.before_window.append(lambda: self._begin(trainer))
+        self._loop.is_left_out = lambda: self._is_bad
+        self._gate(optimizer, trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        """Keep the state before the batches of a step."""
+        self._is_bad = False
+        self._first_batch = trainer.fit_loop.epoch_loop.batch_idx
+        self._snapshot.keep()
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        # 1 for a finite loss, else NaN: the ranks learn of it from the gradient, without another collective.
+        factor = 1 + 0 * loss.detach()
+        loss.register_hook(lambda gradient: gradient * factor)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        groups = optimizer.param_groups
+        gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
+        norm = get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self._norm = float(norm)  # waits for the device
+        is_finite = math.isfinite(self._norm)
+        self._is_bad = self._norm > self._limit() if is_finite else not self._has_scaler
+
+    def _limit(self) -> float:
+        """Return the largest norm that is no outlier."""
+        if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
+            return math.inf
+        median = statistics.median(self._norms)
+        deviation = 1.4826 * statistics.median(abs(norm - median) for norm in self._norms)
+        return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
+
+    def _gate(self, optimizer: Optimizer, trainer: pl.Trainer) -> None:
+        """Replace the optimizer's `step` for this fit by one that checks the gradient first.
+
+        Why not set gradients to None instead: some optimizers (schedule-free) update their state even so.
+        """
+        step: Callable[..., Any] = optimizer.step
+
+        @functools.wraps(step)  # also the mark of a learning-rate scheduler
+        def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                evaluations = itertools.count()
+
+                def evaluated() -> Any:
+                    if next(evaluations):
+                        raise _optimizer_error(optimizer, "one that evaluates its closure once")
+                    return loss
+
+                keywords |= {"closure": evaluated}
+            self._num_steps += 1
+            if self._is_bad:
+                self._leave_out(trainer)
+                return loss
+            self._num_in_row = 0
+            if math.isfinite(self._norm):
+                self._norms.append(self._norm)
+            return step(**keywords)
+
+        if "step" in vars(optimizer):  # a learning-rate scheduler has replaced it
+            self.cleanup.callback(setattr, optimizer, "step", step)
+        else:
+            self.cleanup.callback(vars(optimizer).pop, "step", None)
+        optimizer.step = gated
+
+    def _leave_out(self, trainer: pl.Trainer) -> None:
+        """Restore the state before the batches of this step, and report them."""
+        self._snapshot.restore()
+        self._num_in_row += 1
+        last = trainer.fit_loop.epoch_loop.batch_idx
+        # JSON has no NaN.
+        row = {"epoch": trainer.current_epoch, "batches": [self._first_batch, last], "norm": str(self._norm)}
+        self._left_out.append(row)
+        text = f"callbacks/skip_bad_steps: gradient norm {self._norm:.4g}; left out {_batches(row)}"
+        rank_zero_info(text)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._is_bad or self._num_in_row != self.max_in_a_row:
+            return
+        saver = trainer.checkpoint_callback
+        folder = Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
+        path = folder / f"before_bad_steps-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        save_nothing_on_exception(trainer)
+        batches = "; ".join(map(_batches, self._left_out[-MAX_SHOWN:]))
+        never = Remedy("callbacks.skip_bad_steps.max_in_a_row=null", "SkipBadSteps(max_in_a_row=None)")
+        raise GradientError(
+            f"{self._num_in_row} steps in a row were left out, the last with a gradient norm of "
+            f"{self._norm:.4g}: {batches}; {path} has the weights before them\n"
+            f"  try: ckpt_path={path} and a smaller optimizer.lr\n  try: {never}"
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": list(self._norms)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._norms.extend(float(norm) for norm in state_dict["norms"])
+
+    def outcome(self) -> Outcome:
+        """Report which batches were left out."""
+        count, steps = len(self._left_out), self._num_steps
+        did = f"left out {count} of {steps} step{'s' * (steps != 1)}"
+        shown = [_batches(row) for row in self._left_out[:MAX_SHOWN]]
+        shown += ["..."] * (count > MAX_SHOWN)
+        return Outcome(
+            did=": ".join([did, *filter(None, ["; ".join(shown)])]),
+            effective=steps > 0,
+            numbers={"steps": steps, "left_out": self._left_out},
+        )
+
+
+def _batches(row: dict[str, Any]) -> str:
+    first, last = row["batches"]
+    numbers = f"batch {first}" if first == last else f"batches {first} to {last}"
+    return f"{numbers} of epoch {row['epoch']}"
+
+
+def _optimizer_error(optimizer: Optimizer, allowed: str) -> ConfigError:
+    return ConfigError(
+        key="optimizer",
+        value=type(optimizer).__name__,
+        allowed=f"with SkipBadSteps {allowed}",
+        remedies=[_OFF],
+    )

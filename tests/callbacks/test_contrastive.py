@@ -1,0 +1,599 @@
+"""Contrastive: the gradient of the whole batch, on one rank and on two, in the memory of a micro-batch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks.contrastive import Contrastive
+from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.core.call_state import RecomputationError
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.shards import full_tensor
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.optimizer.in_backward import InBackward
+from lightning_eff.precision.auto import AutoPrecision
+from lightning_eff.prediction.predict import predict
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.models import Layer, make_trainer, seeded
+from tests.support.prediction import assert_predicted_is_measured
+from tests.support.ranks import results_of_two_ranks
+
+NUM_SAMPLES, BATCH, STEPS, LR = 33, 11, 3, 0.5
+
+
+class Pairs(pl.LightningModule):
+    """Two towers, a temperature that only the loss uses, and a buffer that counts embeddings."""
+
+    def __init__(self, *, dropout: float = 0.0, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(5, 8).requires_grad_(not is_frozen)
+        self.blocks = nn.ModuleList(Layer(8, dropout) for _ in range(3))
+        self.temperature = nn.Parameter(torch.tensor([1.0]))
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        self.count += 1
+        one, two = self.first(batch[0]), self.second(batch[1])
+        for block in self.blocks:
+            one = block(one)
+        return {"one": one, "two": two}
+
+    def similarity_loss(self, embeddings: dict[str, Tensor]) -> Tensor:
+        one, two = (F.normalize(embeddings[key], dim=1) for key in ("one", "two"))
+        logits = one @ two.T * self.temperature.exp()
+        targets = torch.arange(len(logits), device=logits.device)
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.similarity_loss(self.embed(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=LR)
+
+
+class Labelled(Pairs):
+    """Supervised: samples of a class attract each other; the labels are among the embeddings."""
+
+    def embed(self, batch: Any) -> Any:
+        return super().embed(batch)["one"], batch[2], batch[2] > 1
+
+    def similarity_loss(self, embeddings: Any) -> Tensor:
+        rows, labels, is_high = embeddings
+        rows = F.normalize(rows, dim=1)
+        near = torch.log_softmax(rows @ rows.T * self.temperature.exp(), dim=1)
+        return -(near * (labels[:, None] == labels)).mean() * (1 + is_high.double().mean())
+
+
+class Sigmoid(Pairs):
+    """SigLIP's loss, whose bias is a second parameter of the loss; two calls of `embed`, of one view each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([-2.0]))
+
+    def embed(self, batch: Any) -> Any:
+        return super().embed([batch, batch[:, :5]])["one"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, two = self.embed(batch[0]), self.embed(batch[0].roll(1, 1))
+        logits = F.normalize(one, dim=1) @ F.normalize(two, dim=1).T * self.temperature.exp() + self.bias
+        signs = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
+        return -F.logsigmoid(signs * logits).sum() / len(logits)
+
+
+def samples(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(NUM_SAMPLES, n, generator=generator, dtype=torch.float64) for n in (6, 5)]
+    return TensorDataset(*(t.to(dtype) for t in tensors), torch.arange(NUM_SAMPLES) % 4)
+
+
+def loader(rows: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
+    return DataLoader(samples(dtype), batch_sampler=rows)  # pyright: ignore[reportArgumentType]
+
+
+WHOLE = [list(range(start, start + BATCH)) for start in range(0, NUM_SAMPLES, BATCH)]
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, name: str = "") -> None:
+    """Weights that have moved by about 0.3; a gradient of each micro-batch alone would be 1e-2 off."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key].double(), value, rtol=rtol, atol=rtol, msg=f"{name}: {key}")
+
+
+def reference(
+    kind: type[Pairs], batches: Sequence[Sequence[int]], *, window: int = 1, **options: Any
+) -> Pairs:
+    """Train as PyTorch's documentation does, on full batches."""
+    model, dataset = seeded(kind, **options).double(), samples()
+    optimizer = model.configure_optimizers()
+    for number, rows in enumerate(batches):
+        (model.training_step(dataset[list(rows)], number) / window).backward()
+        if (number + 1) % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def trained(
+    kind: type[Pairs],
+    rows: Sequence[Sequence[int]],
+    *callbacks: pl.Callback,
+    keywords: dict[str, Any] | None = None,
+    **options: Any,
+) -> Pairs:
+    """Train in float64, or with ZeRO in float32; FSDP2 has no precision of that name."""
+    keywords = keywords or {}
+    dtype = torch.float32 if isinstance(keywords.get("strategy"), DeepSpeedZero) else torch.float64
+    model = seeded(kind, **options).to(dtype)
+    usual = {"max_epochs": 1, "max_steps": -1, "use_distributed_sampler": False}
+    trainer = make_trainer(callbacks=list(callbacks), **(usual | keywords))
+    trainer.fit(model, loader(rows, dtype))
+    return model
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full_tensor(value).detach().clone() for name, value in model.named_parameters()}
+
+
+SIZES = [1, 4, 10]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", [Pairs, Labelled, Sigmoid])
+def test_steps_are_those_of_the_full_batch(kind: type[Pairs], size: int) -> None:
+    contrastive = Contrastive(micro_batch_size=size)
+    model = trained(kind, WHOLE, contrastive)
+    assert_close(weights(model), weights(reference(kind, WHOLE)), 1e-12)
+    calls = 2 if kind is Sigmoid else 1
+    # Once for each micro-batch, although each is computed twice.
+    assert float(model.count) == len(WHOLE) * -(-BATCH // size) * calls
+    assert contrastive.outcome().did == f"micro-batches of {size}; 3 batches split"
+    assert not {"embed", "log", "log_dict"} & vars(model).keys()
+
+
+BESIDE: dict[str, Callable[[], pl.Callback]] = {
+    "full": GradientCheckpointing,
+    "selective": lambda: GradientCheckpointing(policy="selective"),
+    "compiled": lambda: TorchCompile(backend="aot_eager"),
+    "in backward": lambda: OptimizerChoice(optimizer=functools.partial(InBackward, lr=LR)),
+    "window": lambda: GradientAccumulation(num_batches=2),
+    "LBFGS": lambda: OptimizerChoice(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.filterwarnings("ignore:GradientAccumulation")
+def test_with_another_technique_steps_are_those_of_that_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Alone, windows are rejected for this loss; Lightning's own are not.
+    alone = {"accumulate_grad_batches": 2} if name == "window" else {}
+    rows = WHOLE[:2]
+    plain = trained(Pairs, rows, *([] if alone else [BESIDE[name]()]), keywords=alone)
+    model = trained(Pairs, rows, Contrastive(micro_batch_size=4), BESIDE[name]())
+    assert_close(weights(model), weights(plain), 1e-12)
+    assert not torch.equal(model.temperature, torch.ones(1).double())
+
+
+def test_clips_and_scales_once() -> None:
+    """A float16 scaler: the gradient has the same error as plain autocast has, and is clipped like that."""
+    found = dict[str, Tensor]()
+    for name, callbacks in {"plain": [], "contrastive": [Contrastive(micro_batch_size=2)]}.items():
+        model = seeded(Pairs)
+        keywords: dict[str, Any] = {"callbacks": callbacks, "gradient_clip_val": 0.05}
+        plugin = AutoPrecision(precision="16-mixed")
+        make_trainer(max_steps=1, plugins=[plugin], **keywords).fit(model, loader(WHOLE, torch.float32))
+        found[name] = torch.cat(
+            [
+                (p - q).detach().flatten()
+                for p, q in zip(model.parameters(), seeded(Pairs).parameters(), strict=True)
+            ]
+        )
+    assert float(found["contrastive"].norm()) == pytest.approx(0.05 * LR, rel=1e-3)
+    torch.testing.assert_close(found["contrastive"], found["plain"], rtol=0.02, atol=2e-5)
+
+
+class Noisy(Pairs):
+    """Augments by torch's, NumPy's and Python's random numbers; spectral norm keeps a vector as a buffer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        torch.nn.utils.spectral_norm(self.first)
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        factor = random.random() + np.random.rand() * torch.rand(len(batch[0]), 1)
+        return super().embed([batch[0] * factor, batch[1]])
+
+
+def test_random_numbers_and_buffers_are_those_of_the_first_time() -> None:
+    models = list[Pairs]()
+    for is_plain in (True, False):
+        model = seeded(Noisy, dropout=0.5).double()
+        random.seed(1)
+        np.random.seed(1)
+        if not is_plain:
+            trainer = make_trainer(max_steps=1, callbacks=[Contrastive(micro_batch_size=4)])
+            trainer.fit(model, loader(WHOLE))
+        else:
+            (batch, *_), optimizer = list(loader(WHOLE)), model.configure_optimizers()
+            parts = [model.embed([x[i : i + 4] for x in batch]) for i in (0, 4, 8)]
+            joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            model.similarity_loss(joined).backward()
+            optimizer.step()
+        models.append(model)
+        assert random.random() == 0.2550690257394217  # the fourth number after this seed
+    plain, ours = (dict(model.state_dict()) for model in models)
+    assert plain.keys() == ours.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-14, atol=1e-14, msg=key)
+
+
+class Logging(Pairs):
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        self.log("first", batch[0].mean(), on_step=True, on_epoch=True)
+        return super().embed(batch)
+
+    def similarity_loss(self, embeddings: dict[str, Tensor]) -> Tensor:
+        loss = super().similarity_loss(embeddings)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.similarity_loss(self.embed(batch)))
+
+
+def test_logs_what_the_full_batch_logs() -> None:
+    logged = list[dict[str, Tensor]]()
+    for callbacks in ([], [Contrastive(micro_batch_size=4)]):
+        trainer = make_trainer(callbacks=callbacks, max_steps=3)
+        trainer.fit(seeded(Logging).double(), loader(WHOLE), loader(WHOLE))
+        logged.append(trainer.logged_metrics | trainer.callback_metrics)
+    plain, ours = logged
+    assert {"first_step", "first_epoch", "loss_step", "loss_epoch", "val_loss"} <= plain.keys() == ours.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-12, msg=key)
+
+
+class OutOfMemoryInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.num_rows = len(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if ctx.num_rows > 3:
+            raise torch.OutOfMemoryError("out of memory, by the test")
+        return grads[0]
+
+
+class Small(Pairs):
+    """Four samples do not fit."""
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        return {key: OutOfMemoryInBackward.apply(rows) for key, rows in super().embed(batch).items()}  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("window", [1, 3])
+def test_out_of_memory_halves_and_equals_that_size_from_the_start(window: int, tmp_path: Path) -> None:
+    models, keywords = list[Pairs](), {"accumulate_grad_batches": window}
+    auto = Contrastive()
+    for callback in (auto, Contrastive(micro_batch_size=2)):
+        models.append(trained(Small, WHOLE, callback, keywords=keywords, dropout=0.3))
+    assert auto.outcome().did == "micro-batches of 2; 3 batches split; out of memory: 11 -> 5 -> 2"
+    for key, value in models[0].state_dict().items():
+        assert torch.equal(value, models[1].state_dict()[key]), key
+    resumed = Contrastive()
+    trainer = make_trainer(callbacks=[auto], max_steps=1)
+    trainer.fit(seeded(Small).double(), loader(WHOLE))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    last, data = tmp_path / "last.ckpt", loader(WHOLE)
+    trainer = make_trainer(callbacks=[resumed], max_steps=2)
+    trainer.fit(seeded(Small).double(), data, ckpt_path=last, weights_only=True)
+    assert resumed.outcome().did == "micro-batches of 2; 1 batch split"
+
+
+class Wide(Pairs):
+    """Wide activations, eight numbers of each tower, and a loss whose memory is that of the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 256), nn.Linear(256, 8)
+        self.blocks = nn.ModuleList(Layer(256, 0.1) for _ in range(3))
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        found = super().embed(batch)
+        return {"one": self.last(found["one"]), "two": found["two"]}
+
+    def similarity_loss(self, embeddings: dict[str, Tensor]) -> Tensor:
+        centered = embeddings["one"] - embeddings["one"].mean(0)
+        covariance = centered.T @ centered / len(centered) - torch.eye(8)
+        return (
+            covariance.square().sum()
+            + (centered - embeddings["two"]).square().mean() * self.temperature.sum()
+        )
+
+
+def wide_loader(batch_size: int) -> DataLoader[Any]:
+    x = torch.linspace(-1, 1, 2 * batch_size * 11).view(-1, 11)
+    return DataLoader(TensorDataset(x[:, :6].clone(), x[:, 6:].clone()), batch_size=batch_size)
+
+
+def test_peak_grows_by_batch_and_embeddings_alone(tmp_path: Path) -> None:
+    peaks = list[int]()
+    for batch_size in (64, 1024):
+        report = EfficiencyReport(dirpath=str(tmp_path / str(batch_size)))
+        callbacks = [Contrastive(micro_batch_size=16), report]
+        make_trainer(callbacks=callbacks, max_steps=2).fit(seeded(Wide), wide_loader(batch_size))
+        peaks.append(report.report["memory"]["num_bytes"])
+    # In float32 a sample and its embeddings, and for each micro-batch the buffer that it changes.
+    assert peaks[1] - peaks[0] == (1024 - 64) * 4 * (11 + 16) + (1024 - 64) // 16 * 4
+
+
+PLANNED: dict[str, Callable[[], dict[str, Any]]] = {
+    "fixed": lambda: {"callbacks": [Contrastive(micro_batch_size=4)]},
+    "auto": lambda: {"callbacks": [Contrastive()]},
+    "window": lambda: {"callbacks": [Contrastive(micro_batch_size=4)], "accumulate_grad_batches": 2},
+    "bf16": lambda: {
+        "callbacks": [Contrastive(micro_batch_size=4), GradientCheckpointing()],
+        "plugins": [AutoPrecision(precision="bf16-mixed")],
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Contrastive had no effect")
+@pytest.mark.parametrize("name", PLANNED)
+def test_plan_predicts_the_peak_to_the_byte(name: str, tmp_path: Path) -> None:
+    assert_predicted_is_measured(Wide, PLANNED[name], tmp_path, wide_loader(11))
+
+
+def test_plan_runs_few_of_many_micro_batches(tmp_path: Path) -> None:
+    many, report = wide_loader(44), EfficiencyReport(dirpath=str(tmp_path))
+    plan = make_trainer(callbacks=[Contrastive(micro_batch_size=1)], max_steps=2)
+    found = predict(Wide, next(iter(many)), trainer=plan, num_batches=2)
+    assert found.peak is not None
+    assert "of a batch's micro-batches 32 are run" in found.assumed[-1]
+    make_trainer(callbacks=[Contrastive(micro_batch_size=1), report], max_steps=2).fit(seeded(Wide), many)
+    # Each of the others has a copy of the buffer that counts.
+    assert report.report["memory"]["num_bytes"] - found.peak.num_bytes == (44 - 32) * 4
+
+
+class NotCalled(Pairs):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.first(batch[0]).mean()
+
+
+class Compares(Pairs):
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        found = super().embed(batch)
+        return {key: rows - rows.mean(0) for key, rows in found.items()}
+
+
+class Pooled(Pairs):
+    def embed(self, batch: Any) -> Any:
+        return super().embed(batch) | {"scale": self.temperature.exp().sum()}
+
+
+class InPlace(Pairs):
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        batch[0].mul_(2.0)
+        return super().embed(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (
+            NotCalled,
+            ConflictError,
+            r"training_step does not call self.embed\(batch\)\n  try: def training_step",
+        ),
+        (Compares, ConflictError, "compares the samples of its batch"),
+        (Pooled, ConfigError, r"embed returned a tensor of shape \[\]: expected tensors .* of 4 rows"),
+        (InPlace, RecomputationError, "embed: .* was modified by an inplace operation"),
+    ],
+)
+def test_what_would_train_another_objective_is_rejected(
+    kind: type[Pairs], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        trained(kind, WHOLE, Contrastive(micro_batch_size=4))
+
+
+def test_a_module_without_the_method_is_rejected(net: Callable[..., pl.LightningModule]) -> None:
+    model = net()
+    model.embed = nn.Linear(8, 8)
+    with pytest.raises(
+        ConfigError, match=r"(?s)Net: expected a module with the methods embed.*\n  try: def "
+    ):
+        make_trainer(callbacks=[Contrastive()]).fit(model, loader(WHOLE))
+
+
+class Positions(Pairs):
+    """Takes a table beside the samples, which has as many rows."""
+
+    num_rows = BATCH
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        (one, two), table = batch
+        return super().embed([one * table.sum(0), two])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        table = torch.linspace(-1, 1, self.num_rows * 6, dtype=torch.float64).view(-1, 6)
+        return self.similarity_loss(self.embed([batch[:2], table]))
+
+
+class Odd(Positions):
+    num_rows = 1
+
+
+def test_keep_names_what_every_micro_batch_gets_whole() -> None:
+    model = trained(Positions, WHOLE, Contrastive(micro_batch_size=4, keep=["1"]))
+    assert_close(weights(model), weights(reference(Positions, WHOLE)), 1e-12)
+    with pytest.raises(ConfigError, match=r"(?s)Contrastive\(keep=\['1'\]\)\n  try: Contrastive\(splitter="):
+        trained(Odd, WHOLE, Contrastive(micro_batch_size=4))
+
+
+@pytest.mark.filterwarnings("ignore:MicroBatch. training_step changes count")
+def test_is_the_remedy_where_micro_batches_are_rejected_and_not_beside_them() -> None:
+    with pytest.raises(ConflictError, match=r"try: Contrastive\(\) or .* for a loss that compares samples"):
+        trained(Pairs, WHOLE, MicroBatch(micro_batch_size=4))
+    with pytest.raises(ConflictError, match="callbacks/contrastive with callbacks/micro_batch: it splits"):
+        trained(Pairs, WHOLE, MicroBatch(micro_batch_size=4), Contrastive())
+
+
+def test_batches_that_fit_warn() -> None:
+    with pytest.warns(NoEffectWarning, match="no batch had more than 64 samples"):
+        trained(Pairs, WHOLE, Contrastive(micro_batch_size=64))
+
+
+class HuggingFaces(pl.LightningModule):
+    """CLIP as Transformers has it, by its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import CLIPConfig, CLIPModel
+
+        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = size | {"vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 48, "eos_token_id": 49}
+        vision = size | {"image_size": 8, "patch_size": 4}
+        self.net = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+    def embed(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        image = self.net.vision_model(pixel_values=batch["pixel_values"])[1]
+        text = self.net.text_model(input_ids=batch["input_ids"])[1]
+        return self.net.visual_projection(image), self.net.text_projection(text)
+
+    def similarity_loss(self, embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        image, text = (F.normalize(rows, dim=1) for rows in embeddings)
+        logits = image @ text.T * self.net.logit_scale.exp()
+        targets = torch.arange(len(logits))
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.similarity_loss(self.embed(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_a_model_of_hugging_faces_trains_as_without() -> None:
+    generator, trained_models = torch.Generator().manual_seed(1), list[pl.LightningModule]()
+    images = torch.randn(22, 3, 8, 8, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 48, (22, 8), generator=generator)
+    data: Any = [{"pixel_values": x, "input_ids": y} for x, y in zip(images, tokens, strict=True)]
+    for callbacks in ([], [Contrastive(micro_batch_size=3)]):
+        model = seeded(HuggingFaces).double()
+        make_trainer(callbacks=callbacks, max_steps=2).fit(model, DataLoader(data, batch_size=11))
+        trained_models.append(model)
+    plain, ours = (weights(model) for model in trained_models)
+    assert_close(ours, plain, 1e-12)
+
+
+# What rank 0 and rank 1 have of each batch
+EVEN = [[list(range(s, s + 6)), list(range(s + 6, s + 12))] for s in range(0, 24, 12)]
+UNEVEN = [[list(range(s, s + 8)), list(range(s + 8, s + 11))] for s in range(0, NUM_SAMPLES, BATCH)]
+UNUSED = "ddp_find_unused_parameters_true"
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "fsdp2": FSDP2,
+    **{f"zero{stage}": lambda stage=stage: DeepSpeedZero(stage=stage) for stage in (1, 2, 3)},
+}
+Split = Sequence[Sequence[Sequence[int]]]
+# model, strategy, batches of the ranks, batches of a step, options of the model
+Ranked = tuple[type[Pairs], str, Split, int, dict[str, Any]]
+DDP: dict[str, Ranked] = {
+    "even": (Pairs, "ddp", EVEN, 1, {}),
+    "accumulated": (Pairs, "ddp", EVEN, 2, {}),
+    "uneven, a frozen tower": (Pairs, "ddp", UNEVEN, 1, {"is_frozen": True}),
+    "labels": (Labelled, UNUSED, UNEVEN, 1, {}),
+    "two views, a bias": (Sigmoid, UNUSED, UNEVEN, 1, {}),
+}
+SHARDED: dict[str, Ranked] = {
+    f"{strategy} of {window}": (Pairs, strategy, EVEN, window, {})
+    for strategy in STRATEGIES
+    for window in (1, 2)
+}
+GROUPS = {"ddp": DDP, "sharded": SHARDED}
+
+
+def on_two_ranks(case: Ranked, rank: int, **settings: Any) -> dict[str, Tensor]:
+    kind, strategy, rows, window, options = case
+    made = STRATEGIES.get(strategy, lambda: strategy)()
+    keywords = {"strategy": made, "devices": 2, "accumulate_grad_batches": window}
+    callback = Contrastive(**{"micro_batch_size": 2, **settings})
+    return weights(trained(kind, [batch[rank] for batch in rows], callback, keywords=keywords, **options))
+
+
+def rejected(case: Ranked, rank: int, **settings: Any) -> str:
+    try:
+        on_two_ranks(case, rank, **settings)
+    except ConflictError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: str) -> dict[str, Any]:
+    group, rank = Path(folder).name, int(os.environ["LOCAL_RANK"])
+    found: dict[str, Any] = {name: on_two_ranks(case, rank) for name, case in GROUPS[group].items()}
+    if group == "ddp":
+        found["apart"] = on_two_ranks(DDP["even"], rank, gather=False)
+        found["auto"] = rejected(DDP["even"], rank, micro_batch_size="auto")
+        return found
+    for strategy in ("fsdp2", "zero3"):
+        found[f"{strategy}, uneven"] = rejected(
+            (Pairs, strategy, UNEVEN, 1, {}), rank, gather=strategy == "zero3"
+        )
+    return found
+
+
+@pytest.fixture(scope="module", params=["ddp", pytest.param("sharded", marks=pytest.mark.slow)])
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    folder = tmp_path_factory.mktemp(request.param, numbered=False)
+    return request.param, results_of_two_ranks(__name__, folder)
+
+
+def test_two_ranks_have_the_gradient_of_their_batches_together(two_ranks: tuple[str, Any]) -> None:
+    group, results = two_ranks
+    for name, (kind, strategy, rows, window, options) in GROUPS[group].items():
+        together = [[*one, *other] for one, other in rows]
+        expected = weights(reference(kind, together, window=window, **options))
+        rtol = 1e-6 if "zero" in strategy else 1e-12  # ZeRO has no float64
+        for found in results:
+            assert_close(found[name], expected, rtol, name)
+    if group == "sharded":
+        for result in results:
+            for strategy in ("fsdp2", "zero3"):
+                assert "batches of [8, 3] samples on ranks that shard" in result[f"{strategy}, uneven"]
+        return
+    # Without gathering, each rank compares its own samples: the mean of two losses.
+    model, dataset = seeded(Pairs).double(), samples()
+    optimizer = model.configure_optimizers()
+    for rows in EVEN:
+        losses = [model.training_step(dataset[list(each)], 0) for each in rows]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for result in results:
+        assert_close(result["apart"], weights(model), 1e-12, "apart")
+        assert "waiting for its embeddings" in result["auto"]

@@ -1,0 +1,341 @@
+"""`policy=fit`: the choice of brute force, peaks that are measured to the byte, and the smallest budget."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff.callbacks._memory_fit import Mixtures, Segments
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, RecomputedBlock, recompute
+from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
+from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.callbacks.torch_compile import TorchCompile
+from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.text import parse_bytes
+from lightning_eff.monitors.efficiency_report import EfficiencyReport
+from lightning_eff.prediction.predict import Prediction, predict
+from lightning_eff.strategy.fsdp2 import FSDP2
+from tests.support.command_line import Command
+from tests.support.models import make_trainer
+from tests.support.ranks import is_equal, results_of_two_ranks
+
+WIDTH, BATCH = 32, 8
+POLICIES = ("keep", "selective", "full")
+NAMES = [f"blocks.{index}" for index in range(6)]
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, hidden),
+            nn.Linear(hidden, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.1, training=self.training))
+
+
+class Stranger(pl.LightningModule):
+    """Six blocks of two sizes, one of them frozen, of somebody who logs and hooks into everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block(32 + 96 * (index % 2)) for index in range(6))
+        self.head = nn.Linear(WIDTH, 3)
+        self.blocks[2].requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        self.register_buffer("seen", torch.zeros(10))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].double(), batch[1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def stranger() -> Stranger:
+    torch.manual_seed(0)
+    return Stranger().double()
+
+
+def loader(num_samples: int = 40) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_samples, 8, generator=generator)
+    return DataLoader(TensorDataset(x, torch.arange(num_samples) % 3), batch_size=BATCH)
+
+
+class Mixed(pl.Callback):
+    """Recomputes blocks by given policies."""
+
+    def __init__(self, policies: Mapping[str, str]) -> None:
+        self.policies = policies
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        recompute(pl_module, policy=self.policies)
+
+
+def predicted(policies: Mapping[str, str], **options: Any) -> Prediction:
+    def new_trainer() -> pl.Trainer:
+        return make_trainer(max_steps=2, **options, callbacks=[Mixed(policies)])
+
+    found = predict(stranger, next(iter(loader())), trainer=new_trainer, num_batches=5)
+    assert found.peak is not None, found.reason
+    return found
+
+
+def peak_of(policy: str, **options: Any) -> int:
+    return predicted(dict.fromkeys(NAMES, policy), **options).peak.num_bytes
+
+
+def train(
+    budget_bytes: int, *callbacks: pl.Callback, **options: Any
+) -> tuple[Any, GradientCheckpointing, int]:
+    """Return the trained module, the callback, and the measured peak."""
+    fit = GradientCheckpointing(policy="fit", memory=f"{budget_bytes / 1024!r}KiB")
+    report, module = EfficiencyReport(dirpath=options.pop("folder", None)), stranger()
+    watching = [report] if report.dirpath else []
+    # The report comes first: what is predicted after its start must not be counted.
+    trainer = make_trainer(max_steps=2, callbacks=[*watching, *callbacks, fit], **options)
+    trainer.fit(module, loader())
+    return module, fit, report.report["measured"]["peak_bytes"] if watching else 0
+
+
+def drawn(seed: int) -> dict[str, Segments]:
+    """Return recordings of two passes over six blocks, three of a kind, with each policy."""
+    draw = np.random.default_rng(seed)
+    kinds = draw.integers(0, 40, (2, len(POLICIES), 5))
+    order = [*range(6), *reversed(range(6))] * 2
+    found: dict[str, Segments] = {}
+    for index, policy in enumerate(POLICIES):
+        net, rise, flops = [], [], []
+        for place, block in enumerate(order):
+            held, up, back, extra, moved = kinds[block % 2, index].tolist()
+            is_forward = place % 12 < 6
+            net.append(held if is_forward else -held)
+            rise.append(max(0, net[-1]) + (up if is_forward else back))
+            flops.append(0 if is_forward else extra % 3)
+        found[policy] = Segments(
+            peak_bytes=0, blocks=[f"{block}" for block in order], first_bytes=7, start_bytes=5,
+            net=net, rise=rise, flops=flops, moved_bytes=[moved % 2] * len(order),
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_cheapest_mixture_under_any_limit_is_that_of_brute_force(seed: int) -> None:
+    mixtures = Mixtures(drawn(seed))
+    names = mixtures.names
+    every = [dict(zip(names, each, strict=True)) for each in itertools.product(POLICIES, repeat=len(names))]
+    peaks = [mixtures.peak_bytes(each) for each in every]
+    costs = [mixtures.cost(each) for each in every]
+    assert mixtures.smallest_bytes() == min(peaks)
+    assert mixtures.cheapest(min(peaks) - 1) is None
+    for limit in sorted(set(peaks)):
+        choice = mixtures.cheapest(limit)
+        assert choice is not None
+        assert mixtures.peak_bytes(choice) <= limit
+        best = min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= limit)
+        assert mixtures.cost(choice) == best
+
+
+def test_the_predicted_peak_is_measured_and_below_the_budget_with_the_weights_of_the_plain_run(
+    tmp_path: Path,
+) -> None:
+    budget = (2 * peak_of("full") + peak_of("keep")) // 3
+    module, fit, measured = train(budget, folder=str(tmp_path))
+    found = fit.outcome().numbers
+    assert found["predicted_peak_bytes"] == measured <= budget
+    assert len(set(found["policies"].values())) > 1
+    assert found["policies"]["blocks.0"] in POLICIES
+    assert str(found["policies"]["blocks.0"]) in fit.outcome().did
+    plain = stranger()
+    make_trainer(max_steps=2).fit(plain, loader())
+    assert is_equal([*plain.parameters()], [*module.parameters()])
+    assert not any(map(RecomputedBlock.of, module.modules())), "removed at the end"
+
+
+def test_a_budget_that_is_too_small_is_rejected_with_the_smallest_that_works() -> None:
+    with pytest.raises(ConfigError, match="expected at least") as caught:
+        train(1024)
+    assert caught.value.key == "callbacks.gradient_checkpointing.memory"
+    smallest = parse_bytes(re.search(r'memory="(\S+)"', str(caught.value))[1])  # pyright: ignore[reportOptionalSubscript]
+    assert smallest <= min(map(peak_of, POLICIES)) + 2048
+    _, fit, _ = train(smallest)
+    assert smallest - 2048 < fit.outcome().numbers["predicted_peak_bytes"] <= smallest
+
+
+def test_a_step_that_fits_is_left_alone_by_one_prediction() -> None:
+    _, fit, _ = train(2**30)
+    assert set(fit.outcome().numbers["policies"].values()) == {"keep"}
+    assert fit.outcome().did.startswith("blocks.0-5 keep; predicted peak")
+
+
+class Reads(Stranger):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0], torch.from_numpy(batch[1].numpy())), batch_idx)
+
+
+def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
+    held = stranger()
+    held.lock = threading.Lock()
+    with pytest.raises(ConfigError, match="cannot be predicted: TypeError"):
+        make_trainer(max_steps=2, callbacks=[GradientCheckpointing(policy="fit")]).fit(held, loader())
+    with pytest.raises(ConfigError, match="a step cannot be predicted") as caught:
+        make_trainer(max_steps=2, callbacks=[GradientCheckpointing(policy="fit")]).fit(
+            Reads().double(), loader()
+        )
+    assert caught.value.key == "callbacks.gradient_checkpointing.policy"
+    with pytest.raises(ConfigError, match="names of the model's blocks"):
+        recompute(stranger(), policy={"blocks.6": "full"})
+    for memory in ("20", "0GiB", 2.0):
+        with pytest.raises(ConfigError, match="memory="):
+            GradientCheckpointing(policy="fit", memory=memory)
+    for options in ({"callbacks": [TorchCompile()]}, {"strategy": FSDP2()}):
+        with pytest.raises(ConflictError, match=r"policy=.?full"):
+            train(2**30, *options.pop("callbacks", []), **options)
+
+
+@pytest.mark.slow
+def test_the_choice_is_that_of_brute_force_over_predictions() -> None:
+    """Six blocks, with the two policies that cost differently; nothing is left to the model of segments."""
+    every = [dict(zip(NAMES, each, strict=True)) for each in itertools.product(("keep", "full"), repeat=6)]
+    found = [predicted(each) for each in every]
+    budget = sorted(each.peak.num_bytes for each in found)[20]
+    fewest = min(each.flops for each in found if each.peak.num_bytes <= budget)
+    _, fit, _ = train(budget)
+    chosen = fit.outcome().numbers["policies"]
+    mine = predicted(chosen)
+    assert mine.peak.num_bytes <= budget
+    assert mine.flops <= fewest, "`selective` may be better still"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [0.2, 0.6])
+@pytest.mark.parametrize("case", ["accumulation", "micro", "bf16", "lora", "clipped adam"])
+def test_what_is_predicted_with_other_techniques_is_measured(
+    case: str, fraction: float, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "accumulation": {"accumulate_grad_batches": 2},
+        "bf16": {"precision": "bf16-mixed"},
+        "clipped adam": {"gradient_clip_val": 1.0},
+    }.get(case, {})
+
+    def callbacks() -> list[pl.Callback]:
+        adam = OptimizerChoice(optimizer=torch.optim.Adam)
+        targets = PeftAdapter(target_modules=["up", "down"], modules_to_save=["head"])
+        return {"micro": [MicroBatch(micro_batch_size=4)], "lora": [targets], "clipped adam": [adam]}.get(
+            case, []
+        )
+
+    def peak(policy: str) -> int:
+        def new_trainer() -> pl.Trainer:
+            own = [GradientCheckpointing(policy=policy)] if policy != "keep" else []
+            return make_trainer(max_steps=2, callbacks=[*callbacks(), *own], **options)
+
+        found = predict(stranger, next(iter(loader())), trainer=new_trainer, num_batches=5)
+        assert found.peak is not None, found.reason
+        return found.peak.num_bytes
+
+    least, most = peak("full"), peak("keep")
+    budget = int(least + fraction * (most - least))
+    _, fit, measured = train(budget, *callbacks(), folder=str(tmp_path), **options)
+    assert fit.outcome().numbers["predicted_peak_bytes"] == measured <= budget
+
+
+def test_a_gpu_that_is_not_there_gets_offloaded_blocks_and_the_blocks_of_its_allocator() -> None:
+    batch = (torch.zeros(512, 8), torch.arange(512) % 3)
+
+    def on_a100(callback: GradientCheckpointing) -> int:
+        def new_trainer() -> pl.Trainer:
+            return make_trainer(max_steps=2, callbacks=[callback])
+
+        found = predict(stranger, batch, trainer=new_trainer, num_batches=5, capability=80)
+        assert found.in_blocks is not None, found.reason
+        return found.in_blocks.num_bytes
+
+    full, offload = (on_a100(GradientCheckpointing(policy=policy)) for policy in ("full", "offload"))
+    assert offload < full
+    fit = GradientCheckpointing(policy="fit", memory=f"{(full + offload) / 2048}KiB")
+    assert on_a100(fit) == fit.outcome().numbers["predicted_peak_bytes"] <= (full + offload) / 2
+    policies = list(fit.outcome().numbers["policies"].values())
+    assert {"full", "offload"} <= {*policies}, "no more is moved than has to be"
+    assert fit.assumptions()[0].startswith("policy=fit: blocks.0")
+
+
+@pytest.mark.slow
+def test_plan_prints_the_choice_of_a_predicted_peak(command: Command, empty_folder: Path) -> None:
+    words = ["lm", "model.d_model=32", "model.num_layers=3", "model.num_heads=2", "data.context_length=32"]
+    words += ["+callbacks=gradient_checkpointing", "callbacks.gradient_checkpointing.policy=fit"]
+    _, out, _ = command("plan", *words, "callbacks.gradient_checkpointing.memory=1KiB")
+    smallest = re.search(r"at\s+least\s+(\S+iB)", out)
+    assert smallest is not None
+    code, out, _ = command("plan", *words, f"callbacks.gradient_checkpointing.memory={smallest[1]}")
+    assert code == 0
+    assert re.search(r"assumed: policy=fit: .*predicted\s+peak", out)
+
+
+def main(folder: str) -> list[Any]:
+    """Train on two ranks, of which the second has half the samples: by fit, in full, in too little memory."""
+    del folder
+    rank = int(os.environ["LOCAL_RANK"])
+    found: list[Any] = []
+    budget = (peak_of("full") + peak_of("keep")) // 2 / 1024
+    for fit in (
+        GradientCheckpointing(policy="fit", memory=f"{budget}KiB"),
+        GradientCheckpointing(),
+        GradientCheckpointing(policy="fit", memory="1KiB"),
+    ):
+        module, batches = stranger(), DataLoader(loader().dataset, batch_size=BATCH >> rank)
+        options = {
+            "devices": 2,
+            "strategy": "ddp_find_unused_parameters_true",
+            "use_distributed_sampler": False,
+        }
+        try:
+            make_trainer(max_steps=2, callbacks=[fit], **options).fit(module, batches)
+        except ConfigError as error:
+            found.append(str(error))
+            continue
+        found.append(
+            ({name: each.detach() for name, each in module.named_parameters()}, fit.outcome().numbers)
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_choose_alike_for_the_one_with_more_samples(tmp_path: Path) -> None:
+    first, second = results_of_two_ranks("tests.callbacks.test_memory_fit", tmp_path)
+    (weights, chosen), (full, _), rejected = first
+    assert chosen == second[0][1], "policies and peak"
+    assert len(set(chosen["policies"].values())) > 1
+    assert is_equal([*weights.values()], [*second[0][0].values()])
+    assert is_equal([*weights.values()], [*full.values()])
+    assert rejected == second[2]
+    assert "expected at least" in rejected

@@ -1,0 +1,236 @@
+"""SkipBadSteps: a run with a bad batch ends as the run without it, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff import (
+    FSDP2,
+    ExactResume,
+    GradientAccumulation,
+    InBackward,
+    MicroBatch,
+    OptimizerChoice,
+    SkipBadSteps,
+)
+from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.optimization.first_gradients import GradientError
+from tests.support.models import make_trainer
+from tests.support.ranks import is_equal, results_of_two_ranks
+
+NAN, LARGE = math.nan, 1e4
+
+
+class Norms(pl.LightningModule):
+    """Batch norm, dropout and a schedule by step: all of them would keep a trace of a bad batch."""
+
+    def __init__(self, kind: str = "SGD") -> None:
+        super().__init__()
+        self.kind = kind
+        self.net = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+        ).double()
+        self.num_calls = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.num_calls += 1
+        x, scale = batch
+        loss = (scale * self.net(x)).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        options: dict[str, Any] = {"momentum": 0.9} if self.kind == "SGD" else {"weight_decay": 0.1}
+        optimizer = getattr(torch.optim, self.kind)(self.parameters(), lr=0.01, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def data(bad: dict[int, float], num_batches: int, left_out: tuple[int, ...] = ()) -> DataLoader[Any]:
+    """Return batches of four, whose loss is scaled in the bad ones, without some of them."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_batches, 4, 4, dtype=torch.float64, generator=generator)
+    scale = torch.ones(num_batches, 4, 1, dtype=torch.float64)
+    for index, value in bad.items():
+        scale[index] = value
+    kept = [index for index in range(num_batches) if index not in left_out]
+    return DataLoader(TensorDataset(x[kept].flatten(0, 1), scale[kept].flatten(0, 1)), batch_size=4)
+
+
+def fit(loader: DataLoader[Any], *callbacks: Any, kind: str = "SGD", **keywords: Any) -> pl.Trainer:
+    torch.manual_seed(0)
+    model = Norms(kind)
+    trainer = make_trainer(callbacks=list(callbacks), **({"max_epochs": 1, "max_steps": -1} | keywords))
+    trainer.fit(model, loader)
+    return trainer
+
+
+def state(trainer: pl.Trainer) -> Any:
+    (optimizer,) = trainer.optimizers
+    module: Any = trainer.lightning_module
+    return {
+        "weights": module.state_dict(), "optimizer": optimizer.state_dict(), "calls": module.num_calls,
+        "step": trainer.global_step, "loss": trainer.callback_metrics["loss"], "random": torch.rand(1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adadelta"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_batch_of_nan_leaves_no_trace(kind: str, clip: float | None) -> None:
+    bad = {0: NAN, 3: NAN, 4: math.inf}
+    skip = SkipBadSteps()
+    found = state(fit(data(bad, 8), skip, kind=kind, gradient_clip_val=clip))
+    expected = state(fit(data(bad, 8, left_out=(0, 3, 4)), kind=kind, gradient_clip_val=clip))
+    assert is_equal(found, expected)
+    assert found["step"] == 5
+    assert skip.outcome().did == (
+        "left out 3 of 8 steps: batch 0 of epoch 0; batch 3 of epoch 0; batch 4 of epoch 0"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:callbacks/micro_batch with batch norms")
+def test_all_batches_of_a_step_are_left_out() -> None:
+    parts = (MicroBatch(micro_batch_size=2), GradientAccumulation(num_batches=2))
+    for technique in parts:
+        left_out = (4, 5) if isinstance(technique, GradientAccumulation) else (5,)
+        skip = SkipBadSteps()
+        found = state(fit(data({5: NAN}, 8), skip, technique))
+        expected = state(fit(data({}, 8, left_out), technique))
+        assert is_equal(found, expected)
+        rows = skip.outcome().numbers["left_out"]
+        assert [row["batches"] for row in rows] == [[left_out[0], 5]]
+
+
+def test_a_loss_that_is_not_finite_counts_where_its_gradient_is() -> None:
+    class Shifted(Norms):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + (math.inf if batch_idx == 2 else 0.0)
+
+    trainer = make_trainer(callbacks=[skip := SkipBadSteps()], max_epochs=1, max_steps=-1)
+    trainer.fit(Shifted(), data({}, 4))
+    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[2, 2]]
+
+
+def test_an_outlier_is_left_out_once_there_are_enough_norms() -> None:
+    bad = {3: 10.0, 30: LARGE}
+    skip = SkipBadSteps(max_deviations=20)
+    found = state(fit(data(bad, 40), skip))
+    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[30, 30]]
+    assert is_equal(found, state(fit(data(bad, 40, left_out=(30,)))))
+    assert fit(data({3: 10.0, 30: 10.0}, 40), SkipBadSteps()).global_step == 40
+
+
+def test_without_a_bad_step_it_is_the_plain_run() -> None:
+    skip = SkipBadSteps()
+    assert is_equal(state(fit(data({}, 8), skip)), state(fit(data({}, 8))))
+    assert (skip.outcome().did, skip.outcome().effective) == ("left out 0 of 8 steps", True)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Be aware that when using", "ignore:You.re resuming from a checkpoint that ended"
+)
+def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_before(tmp_path: Path) -> None:
+    bad = dict.fromkeys(range(3, 8), NAN)
+    saver = ModelCheckpoint(dirpath=tmp_path, save_last=False, save_on_exception=True)
+    with pytest.raises(GradientError, match="2 steps in a row"):
+        fit(data(bad, 10), SkipBadSteps(max_in_a_row=2), ExactResume(), saver, enable_checkpointing=True)
+    (path,) = tmp_path.iterdir()
+    saved = torch.load(path, weights_only=True)
+    expected = fit(data(bad, 10, left_out=tuple(range(3, 10))))
+    assert is_equal(saved["state_dict"], dict(expected.lightning_module.state_dict()))
+    assert saved["global_step"] == 3
+    # The run resumes after the bad batches that it has left out.
+    torch.manual_seed(0)
+    callbacks = [skip := SkipBadSteps(max_in_a_row=4), ExactResume()]
+    trainer = make_trainer(callbacks=callbacks, max_epochs=1, max_steps=-1)
+    trainer.fit(Norms(), data(bad, 10), ckpt_path=str(path))
+    assert trainer.global_step == 5
+    assert [row["batches"][0] for row in skip.outcome().numbers["left_out"]] == [5, 6, 7]
+
+
+def test_the_optimizer_steps_by_itself_again_afterwards() -> None:
+    trainer = fit(data({}, 2), SkipBadSteps())
+    (optimizer,) = trainer.optimizers
+    assert optimizer.step.__qualname__ != "SkipBadSteps._gate.<locals>.gated"
+    assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == "_AutomaticOptimization"
+
+
+def test_norms_are_kept_in_a_checkpoint() -> None:
+    skip = SkipBadSteps(max_deviations=20, last_n_steps=4)
+    fit(data({}, 6), skip)
+    again = SkipBadSteps(max_deviations=20, last_n_steps=4)
+    again.load_state_dict(skip.state_dict())
+    found = fit(data({0: LARGE}, 6), again)
+    assert [row["batches"] for row in again.outcome().numbers["left_out"]] == [[0, 0]]
+    assert found.global_step == 5
+
+
+class Rejected(Norms):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+class Manual(Norms):
+    automatic_optimization = False
+
+
+def test_what_keeps_its_gradients_elsewhere_is_rejected() -> None:
+    trainer = make_trainer(callbacks=[SkipBadSteps()])
+    with pytest.raises(ConfigError, match="LBFGS"):
+        trainer.fit(Rejected(), data({}, 4))
+    with pytest.raises(ConflictError, match="manual optimization"):
+        make_trainer(callbacks=[SkipBadSteps()]).fit(Manual(), data({}, 4))
+    frees = OptimizerChoice(optimizer=lambda params: InBackward(params, lr=0.01))
+    with pytest.raises((ConfigError, ConflictError), match=r"in_backward|InBackward"):
+        make_trainer(callbacks=[SkipBadSteps(), frees]).fit(WithoutSchedule(), data({}, 4))
+
+
+class WithoutSchedule(Norms):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class OneRank(Norms):
+    """Rank 1 has a bad third batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * NAN if batch_idx == 2 and self.global_rank == 1 else loss
+
+
+def main(folder: str) -> Any:
+    """Train on this rank, and return what the test compares."""
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", FSDP2()):
+        torch.manual_seed(0)
+        skip = SkipBadSteps()
+        trainer = make_trainer(
+            callbacks=[skip], max_epochs=1, max_steps=-1, devices=2, strategy=strategy,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(OneRank(), data({}, 5))
+        weights = trainer.strategy.lightning_module_state_dict()
+        rows = skip.outcome().numbers["left_out"]
+        found[type(trainer.strategy).__name__] = trainer.global_step, rows, weights
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_leave_out_a_step_that_is_bad_on_one(tmp_path: Path) -> None:
+    one, other = results_of_two_ranks("tests.callbacks.test_skip_bad_steps", tmp_path)
+    row = {"epoch": 0, "batches": [2, 2], "norm": "nan"}
+    for strategy in ("DDPStrategy", "FSDP2"):
+        for step, rows, _ in (one[strategy], other[strategy]):
+            assert (step, rows) == (4, [row]), strategy
+    weights = [one[strategy][2]["net.0.weight"] for strategy in ("DDPStrategy", "FSDP2")]
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=0.0)
+    assert torch.isfinite(weights[0]).all()
