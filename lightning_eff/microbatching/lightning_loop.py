@@ -312,7 +312,10 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
-        if weight is None and part is not None and self.uneven.is_on and batch_samples != 0:
+        is_by_samples = (
+            self.uneven.is_on and self.around_training_step is nullcontext
+        )  # no loss over all ranks
+        if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)  # ranks count by samples, as batches do
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
@@ -323,8 +326,8 @@ class ExactStep(_AutomaticOptimization):
     def _training_step_output(self, arguments: Arguments) -> Any:
         is_guarded = self.may_have_several_passes
         guard = register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext()
-        idle = self.uneven.alone() if self.uneven.has_idle else nullcontext()
-        with guard, idle, self.around_training_step():
+        alone = self.uneven.alone() if self.uneven.has_idle else nullcontext()
+        with guard, self.around_training_step(), alone:
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
