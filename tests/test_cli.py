@@ -109,6 +109,8 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "--cfg", "jobs"], "invalid choice: 'jobs'; did you mean 'job'?"),
         (["train", "lm", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
+        (["train", "lm", "model=my.Net"], "try: model._target_=my.Net"),
+        (["train", "lm", "+callbacks=micro_batch,tiled_mlp"], "try: +callbacks=[micro_batch,tiled_mlp]"),
         (["train", "lm", "launch=slurm"], "try: lightning-eff launch slurm RECIPE"),
         (
             ["plan", "lm", "launch=ray", "launch.workers=0"],

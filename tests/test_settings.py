@@ -69,6 +69,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (GradientCheckpointing, {"policy": "some"}, "policy='some'"),
     (GradientCheckpointing, {"every_n_blocks": 0}, "every_n_blocks=0"),
     (GradientCheckpointing, {"memory_budget": 1.5}, "memory_budget=1.5"),
+    (GradientCheckpointing, {"memory": "10MiB"}, "memory='10MiB': expected with policy=fit only"),
     (MicroBatch, {"micro_batch_size": -1}, "micro_batch_size=-1: expected 'auto', or a whole number"),
     (MicroBatch, {"headroom": 1.0}, "headroom=1.0: expected a fraction"),
     (Contrastive, {"keep": [1], "splitter": len}, "keep="),

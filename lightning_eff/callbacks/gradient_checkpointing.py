@@ -55,6 +55,8 @@ from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import Observed, Suggestion
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload", "fit"]
+FRACTION = 0.9
+"""Of the device's memory that `fit` fills, by default."""
 _OFF = Remedy("~callbacks.gradient_checkpointing", "remove GradientCheckpointing")
 
 
@@ -71,8 +73,9 @@ class GradientCheckpointing(Managed):
             device's memory.
 
     Raises:
-        ConfigError: A value is outside its range, `blocks` matches nothing, or for `fit`, before the first
-            step, no choice keeps `memory`, or the step cannot be predicted.
+        ConfigError: A value is outside its range, `memory` has another policy than `fit`, or `blocks` matches
+            nothing. For `fit`, before the first step: no choice keeps `memory`, or the step cannot be
+            predicted.
         ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
             one, or `selective` has a compiler.
         EnvironmentLacksError: Before torch 2.13: `selective` in blocks that write to a kept output in place,
@@ -106,9 +109,15 @@ class GradientCheckpointing(Managed):
         every_n_blocks: Count = 2,
         memory_budget: Fraction = 0.5,
         blocks: BlockSelector = None,
-        memory: str | Fraction = 0.9,
+        memory: str | Fraction = FRACTION,
     ) -> None:
         num_bytes(memory, 0)
+        if memory != FRACTION and policy != "fit":
+            fit = Remedy(
+                "callbacks.gradient_checkpointing.policy=fit",
+                f'GradientCheckpointing(policy="fit", memory={memory!r})',
+            )
+            raise ConfigError(key="memory", value=memory, allowed="with policy=fit only", remedies=[fit])
         self.policy = policy
         self.memory = memory
         self._fit: MemoryFit | None = None

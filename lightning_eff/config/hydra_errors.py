@@ -52,7 +52,9 @@ def missing_file(
         text = f"launch={option}: no such option; its job file is printed"
         return UsageError(f"{where}{text}\n  try: lightning-eff launch {JOB_FILES[option]} RECIPE")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
-    return UsageError(f"{where}{group}={option}: no such option; {suggest_name(option, options)}")
+    text = f"{where}{group}={option}: no such option; {suggest_name(option, options)}"
+    text += f"\n  try: {group}._target_={option}" if "." in option else ""  # a class, as in my_project.Net
+    return UsageError(text)
 
 
 def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[str, str]]:
@@ -78,9 +80,10 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith(AMBIGUOUS):
-        key, _, value = first.removeprefix(AMBIGUOUS).rstrip("'").lstrip("+").partition("=")
+        word, _, value = first.removeprefix(AMBIGUOUS).rstrip("'").partition("=")
+        key = word.lstrip("+")
         is_list = key in MULTI_CHOICE_GROUPS
-        tries = [f"{key}=[{value}]"] if is_list else []
+        tries = [f"{word}=[{value}]"] if is_list else []
         tries.append(f"-m {key}={value}  # one run for each")
         kind = "several options of a group are a list" if is_list else "several values are a sweep"
         return "\n".join([f"{key}={value}: {kind}", *(f"  try: {each}" for each in tries)])

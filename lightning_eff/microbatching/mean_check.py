@@ -147,7 +147,10 @@ def _compare(
     of_mean = float(mean(losses, counts))
     difference, scale = abs(float(full.loss) - of_mean), max(map(abs, [float(full.loss), *losses]))
     if None in counts or not scale or not math.isfinite(difference):
-        _stop("the loss of a few samples is 0 or not finite, or they cannot be counted")
+        _stop(
+            "the loss of a few samples is 0 or not finite, or they cannot be counted; a mean over targets of "
+            "which some are ignored needs a loss_weight"
+        )
     # A loss near 0 is the difference of terms that are not.
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
