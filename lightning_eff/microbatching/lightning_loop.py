@@ -312,11 +312,10 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
-        is_by_samples = (
-            self.uneven.is_on and self.around_training_step is nullcontext
-        )  # no loss over all ranks
+        # Ranks count by samples, as batches do, but for a loss over the samples of all ranks (contrastive).
+        is_by_samples = self.uneven.is_on and self.around_training_step is nullcontext
         if weight is None and part is not None and is_by_samples and batch_samples != 0:
-            weight = float(part.num_samples or 1)  # ranks count by samples, as batches do
+            weight = float(part.num_samples or 1)
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
