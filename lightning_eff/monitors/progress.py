@@ -137,7 +137,7 @@ class Progress(ProgressBar):
         return f"memory {human_bytes(now_bytes)}, peak {human_bytes(most_bytes)}"
 
     def _data_wait(self, trainer: pl.Trainer) -> list[str]:
-        """Return the wait for data as a fraction of the time of batches that a report timed since last call."""
+        """Return the data wait since the last call, as a fraction of the time of the report's batches."""
         callbacks = rules.callbacks_of(trainer)
         meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
         if not meters:
