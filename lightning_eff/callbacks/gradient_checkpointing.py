@@ -124,7 +124,7 @@ class GradientCheckpointing(Managed):
         self._is_budget_set = False
 
     def facts(self) -> Facts:
-        """Reject models and strategies that recompute too; state which policies need or exclude a compiler."""
+        """Reject strategies that recompute too; state which policies need or exclude a compiler."""
         full, selective, budget = (
             Remedy(
                 f"callbacks.gradient_checkpointing.policy={policy}",
