@@ -3,8 +3,8 @@
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
 `return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. It
 embeds the batch in micro-batches without keeping activations, and returns the embeddings of the full batch,
-gathered from all ranks. When the backward pass of the loss reaches the embeddings, each micro-batch is
-computed again and continues the backward pass with the gradient of its rows. Why one backward pass, not one
+gathered from all ranks. When the loss's backward pass reaches the embeddings, each micro-batch is computed
+again, and the pass continues through it with the gradient of its rows. Why one backward pass, not one
 per micro-batch with a surrogate loss: everything else works as without this callback. That includes loss
 scaling, accumulation, reduction over ranks, backward hooks and parameters of the loss (a temperature).
 
@@ -22,11 +22,11 @@ the step runs again in micro-batches of half the size. The size is saved in chec
 
 Saves: activations: only one micro-batch's activations are in memory at a time. Embeddings, and the loss's own
     tensors, still grow with the batch.
-Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of the buffers that
-    it changed, and its graph without tensors, in host memory (0.3 MB for 80 modules). Gradients are summed
-    in the dtype of the weights (under FSDP2, of the gathered weights), in addition to the gradients of
-    earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange embeddings and their
-    gradients, which `plan` does not count.
+Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of changed buffers,
+    and its graph without tensors, in host memory (0.3 MB for 80 modules). Micro-batches' gradients are summed
+    in the weights' dtype (under FSDP2, in the gathered weights' dtype). This sum exists next to the gradients
+    of earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange embeddings and
+    their gradients, which `plan` does not count.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,

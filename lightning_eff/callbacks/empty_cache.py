@@ -1,7 +1,7 @@
 """Return unused memory of PyTorch's caching allocator to the driver, between optimizer steps.
 
 The allocator keeps freed memory in blocks of the requested sizes. When sizes change (ragged batches,
-validation, another process on the GPU), these blocks no longer fit, and a run can hit an OOM with memory to
+validation, another process on the GPU), these blocks no longer fit. Then a run can hit an OOM with memory to
 spare. Emptying the cache every n optimizer steps returns the blocks to the driver. It happens between two
 steps, when activations are freed. On the CPU, the cache is glibc's heap.
 

@@ -5,13 +5,12 @@ resumed run sees other samples, some of them twice, and other dropout. This call
 with each checkpoint, and restores both before the first batch. Batches that were already trained on are
 skipped by their indices. With workers they are loaded again and dropped, since samples may draw random
 numbers there. A hash of an epoch's first indices verifies their order. Frozen parameters and modules in
-evaluation mode are restored too, because callbacks may set them in one epoch only and the weights do not show
-it.
+evaluation mode are restored too: callbacks may set them in a single epoch, and the weights do not show it.
 
 Validation during training does not change the random states, because a resumed run does not repeat the
 validation after which it was saved.
 
-Saves: a run: the resumed run matches the uninterrupted run bit for bit.
+Saves: an interrupted run: once resumed, it matches the uninterrupted run bit for bit.
 Costs: about 16 kB per rank in a checkpoint, and the time to load skipped batches in workers. After an epoch's
     end, the sampler draws that epoch's first indices again.
 When not: loaders that are created again for each epoch; a message says so.

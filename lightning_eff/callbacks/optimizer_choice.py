@@ -11,7 +11,7 @@ Saves: memory or time, depending on the optimizer; one buffer of the parameters'
 Costs: none, apart from the optimizer's costs.
 When not: you want to keep the module's own optimizers: `optimizer=module`.
 Conflicts: modules with manual optimization, rejected because they step the optimizers that they made. Each
-    optimizer's page lists the conflicts of that optimizer.
+    optimizer states its own conflicts.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
 """
 
@@ -60,9 +60,9 @@ class OptimizerChoice(Managed):
     The module must have a `configure_optimizers`, because Lightning checks for it before it calls callbacks.
 
     Args:
-        optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead. scheduler:
-        Called with the optimizer, and stepped after each of its steps. None keeps the learning rate
-            constant; "none" does so even if the module has a schedule, which it drops.
+        optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
+        scheduler: Called with the optimizer, and stepped after each of its steps. None keeps the learning
+            rate constant; "none" does so even if the module has a schedule, which it drops.
 
     Raises:
         ConfigError: No optimizer is given, the module uses manual optimization, or it has a schedule and

@@ -101,8 +101,8 @@ class TiledLoss(Tiling):
     Args:
         head: Name of the output projection (`model.lm_head`); None finds it.
         tile_budget_mib: MiB that a tile's float32 logits may take. None takes the larger of the hidden states
-            and a device default. It is 16 on a CPU (at most an eighth of all rows, at least 128 rows), and a
-            64th of a GPU's memory (at most 2,048 rows).
+            and a device default. On a CPU that is 16, with at least 128 rows and at most an eighth of all. On
+            a GPU it is a 64th of its memory, with at most 2,048 rows.
 
     Raises:
         ConfigError: A value is outside its range, or the projection is not found or not a linear layer.

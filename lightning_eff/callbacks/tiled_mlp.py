@@ -1,7 +1,7 @@
 """Compute the MLPs of a model in tiles of tokens, so that wide activations exist for one tile at a time.
 
-For long sequences, the wide activations of an MLP (two products, an activation, their product, a gradient)
-are the largest part of a block's backward pass. Here, the forward of each MLP runs over tiles of its tokens,
+For long sequences, an MLP's wide activations are the largest part of a block's backward pass: two products,
+an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens,
 each under torch's non-reentrant checkpoint. It keeps only its input, and its backward pass computes one tile
 at a time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
 gets one gradient. MLPs are the token-wise children of repeated blocks. A test, not a name, decides whether a

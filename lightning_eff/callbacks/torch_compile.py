@@ -382,11 +382,10 @@ def forget_cache() -> None:
 def cache_in(folder: Path | None) -> Generator[Path]:
     """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
 
-    Inductor and Triton name files by a hash of their sources, so another model, torch version or GPU never
+    Inductor and Triton name files by a hash of their sources. So another model, torch version or GPU never
     gets a file that does not fit. They write by rename and lock what they build, so ranks and runs may share
     a folder. Torch's default is in the system's temporary folder, which containers and clusters empty.
-    Folders set in the environment take precedence, since a cluster's administrator knows where there is
-    space.
+    Folders set in the environment take precedence: a cluster's administrator knows where there is space.
 
     Args:
         folder: Folder to use, created if it is missing; None keeps torch's default.

@@ -9,10 +9,10 @@ allocated. Layers that gain nothing are converted back after the first batch.
 
 Saves: a copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`, half of
     an MLP's wide activations.
-Costs: in the first step of the first run on a GPU, about 0.1 s per shape (predicted), 256 MiB and memory for
-    two more of its results, and seconds to compile each new kernel. A few microseconds of Python per layer
-    that uses our kernels or accumulates in place. With `fuse_mlps`, activations are computed a second time
-    in the backward pass.
+Costs: the first step of the first run on a GPU measures. It takes about 0.1 s per shape (predicted), 256 MiB,
+    memory for two more results, and seconds to compile each new kernel. A few microseconds of Python per
+    layer that uses our kernels or accumulates in place. With `fuse_mlps`, activations are computed a second
+    time in the backward pass.
 When not: one backward pass per step and no CUDA GPU; compiled blocks.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
     `nn.Linear`, and layers that are frozen when the run begins, are not converted.

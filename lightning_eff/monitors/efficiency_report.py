@@ -9,9 +9,9 @@ Parts of a step, modules and kinds of operations are timed in eleven later batch
 notebook the monitor displays the page itself. An OOM error on CUDA leaves `memory_snapshot.pickle` with every
 block of the allocator. `record_memory_history` adds the stack of each allocation, and slows all of them down.
 
-Every `log_every_n_steps` optimizer steps, the Trainer's loggers get `eff/learning_rate`, `eff/gradient_norm`
-(of the full gradient, before clipping), `eff/samples_per_second`, `eff/tokens_per_second`, `eff/data_wait`
-(fraction of the time) and `eff/memory_mib` (peak of the first rank).
+The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
+`eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
+`eff/tokens_per_second`, `eff/data_wait` (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
 Saves: nothing: it measures.
 Costs: a few Python calls per batch. The first batches, which are counted, and three later ones, whose modules

@@ -227,11 +227,11 @@ def forecast(
     """Predict the peak of a composed run; an error is returned in the prediction, not raised.
 
     Args:
-        values: From `config.compose_recipe`.
+        values: Recipe, from `config.compose_recipe`.
         memory: Memory of the device, which need not be present.
         example: Batch to predict with; None takes one from the data.
-        trainer: The run's Trainer. With it, the checks that `train` makes before it prepares data run first,
-            and the strategy's memory on each of 1 to 1,024 devices is computed. None skips both.
+        trainer: The run's Trainer. With it, `train`'s checks before data preparation run first. The
+            strategy's memory on each of 1 to 1,024 devices is computed too. None skips both.
     """
     try:
         with redirect_stdout(sys.stderr):

@@ -1,7 +1,7 @@
 """Predict the peak memory of a training step by running it on fake tensors.
 
 planner/forecast.py calls `predict`, and `callbacks/gradient_checkpointing` calls `predict_inside` to choose
-what to recompute. The model is built on fake tensors, and `Trainer.fit` runs for two optimizer steps with
+what to recompute. The model is built on fake tensors. `Trainer.fit` runs for two optimizer steps with
 everything in the Trainer, on a batch of the right shapes. For a CPU, the count matches `EfficiencyReport` to
 the byte; for a GPU, operators and autocast are CUDA's (cuda_operators.py). Loggers, checkpoints, validation
 and callbacks that only observe are left out.

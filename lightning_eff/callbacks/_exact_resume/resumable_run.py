@@ -275,7 +275,7 @@ class ResumableRun:
 
 
 def _held(owner: Any) -> list[Any]:
-    """Return an object's attributes, and recursively those of samplers and datasets among them."""
+    """Return the attributes of an object and, recursively, of its samplers and datasets."""
     values: list[Any] = []
     owners, seen = [owner], set[int]()
     while owners:
