@@ -5,8 +5,8 @@ each. A variable-length kernel computes all rows as one sequence of B x T tokens
 documents in place of a mask. They are computed once per batch, since every layer gets the same tensor of
 positions.
 
-By default, transformers masks documents only in a call without a cache and without an `attention_mask`. In
-any other call each document silently attends to earlier documents of its row. The hook
+transformers masks documents only in a call without a cache (its default has one) and without an
+`attention_mask`. In any other call, each document silently attends to earlier documents of its row. The hook
 `reject_joined_documents` turns that into an error.
 """
 

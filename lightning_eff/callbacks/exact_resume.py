@@ -148,7 +148,7 @@ class ExactResume(Managed):
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
-        """Suppress Lightning's warning that the loader is not resumable, which ignores this callback."""
+        """Suppress Lightning's warning that the loader is not resumable: it does not know this callback."""
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
         added = warnings.filters[0]
         filters = cast(list[Any], warnings.filters)

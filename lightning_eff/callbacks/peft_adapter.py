@@ -4,8 +4,8 @@ Each targeted layer gets an adapter in place, and all other parameters are froze
 the identity, so the first step sees the unchanged model. Trained parameters shrink to about 1 % of the model,
 and with them gradients, optimizer state and data-parallel traffic. `all-linear` targets every linear layer.
 That includes the head, unless it is a Hugging Face model's output embedding. Convolutions are adapted by
-name; PEFT's unsupported ones are rejected. Checkpoints contain the trained parameters and a fingerprint of
-the base, so that loading onto another base is rejected.
+name; convolutions that PEFT would adapt incorrectly are rejected. Checkpoints contain the trained parameters
+and a fingerprint of the base, so that loading onto another base is rejected.
 
 Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
 model, and AdaLoRA needs a loop that allocates ranks between gradients and step.

@@ -111,7 +111,8 @@ class IndexStream:
             deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
             if has_global(differing(run.capture(), first)):
                 run.inexact.append(LATE_DRAWS)
-            # After skipping, keep a sampler's own generator ("generator.0"): its position is already right.
+            # If nothing is skipped, leave the users' generators ("generator.0") alone: workers request
+            # indices at once, which advances a sampler's generator to its right position.
             run.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
@@ -301,7 +302,10 @@ class ExactLoader(LoaderWrapper):
             run.inexact.append(f"{before} {text} are now {now}")
 
     def _remaining(self, saved: Position) -> list[list[int]] | None:
-        """Return this rank's share of the epoch's remaining batches; None if the number of ranks is equal."""
+        """Return this rank's batches of the remaining epoch, if the number of ranks has changed.
+
+        None if it has not, or if the epoch's order is unknown.
+        """
         run = self.run
         if run.num_saved_ranks == run.num_ranks:
             return None
