@@ -11,16 +11,23 @@ Where batches weigh differently (tokens that are not padding, boxes, pixels), `t
 The loop is microbatching/lightning_loop.py; the gradient is divided in
 microbatching/window.py.
 
+On several ranks whose loaders give different numbers of batches (streams, WebDataset, uneven shards), a rank
+without a batch waits with weight 0 until the last one has none; all ranks count the same steps, and end
+epochs and validation together. `num_batches=1` does this alone. There ranks count by samples or by weights,
+where else, without weights, they count alike.
+
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
 `trainer.estimated_stepping_batches` counts with its first size: set `max_steps`.
 
 Saves: activations: only one of the step's batches is in memory at a time.
 Costs: a step waits for all its batches. With weights that are tensors on a GPU, one synchronization per
-    micro-batch; with weights on several ranks, one all-reduce of a number per step.
+    micro-batch; with weights on several ranks, one all-reduce of a number per step; where the lengths of
+    their loaders are unknown or differ, a second one per batch.
 When not: the batch fits: one large batch is faster.
 Conflicts: a loss that is no mean over samples, `optimizer.step()` in `training_step`, optimizers that
     evaluate the closure again (LBFGS, SAM), manual optimization, Lightning's own `accumulate_grad_batches`
-    and GradientAccumulationScheduler, and its DeepSpeedStrategy (which accumulates itself), all rejected.
+    and GradientAccumulationScheduler, its DeepSpeedStrategy (which accumulates itself), and ranks with
+    different numbers of batches under anything but DDP, all rejected.
 Source: the exact gradient of a weighted mean; what Lightning computes instead:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
@@ -230,6 +237,8 @@ class GradientAccumulation(Managed):
         did = self._description or "no training data yet"
         if self._loop is not None and is_accumulated:
             did = "; ".join(filter(None, (did, self._loop.counts_by, self._loop.mean_check)))
+        if self._loop is not None and self._loop.uneven.did:
+            did += f"; {self._loop.uneven.did}"
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
         for reason, count in reasons.items():
             did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""

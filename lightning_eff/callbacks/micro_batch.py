@@ -119,7 +119,7 @@ class MicroBatch(Managed):
         self._size: MicroBatchSize | None = None
         self._max_parts: int | None = None
         self._loop: lightning_loop.ExactStep | None = None
-        self._counts_by = ""
+        self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
         """Leave out micro-batches in the middle of a batch, which need what the others need."""
@@ -269,6 +269,7 @@ class MicroBatch(Managed):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._loop is not None:
             self._counts_by = "; ".join(filter(None, (self._loop.mean_check, self._loop.counts_by)))
+            self._uneven = self._loop.uneven.did
         if not self.is_auto and self._size is not None and not self._size.num_split:
             text = f"MicroBatch had no effect: no batch had more than {self.micro_batch_size} samples"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
@@ -284,6 +285,8 @@ class MicroBatch(Managed):
         ]
         if size.num_split and self._counts_by:
             parts.append(self._counts_by)
+        if self._uneven:
+            parts.append(self._uneven)
         if size.halvings:
             often = "once" if len(size.halvings) == 1 else f"{len(size.halvings)} times"
             sizes = [size.halvings[0].before, *(halving.after for halving in size.halvings)]

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -53,6 +53,7 @@ from lightning_eff.microbatching.mean_check import MeanCheck, check_mean
 from lightning_eff.microbatching.micro_batch_runner import Arguments, MicroBatchRunner, StepFunctions
 from lightning_eff.microbatching.oom_retry import MicroBatchSize, average_gradients, without_collectives
 from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
+from lightning_eff.microbatching.uneven_ranks import UnevenRanks
 from lightning_eff.microbatching.window import Window, weight_of
 
 MAX_NAMES = 12
@@ -120,11 +121,11 @@ class ExactStep(_AutomaticOptimization):
         self._num_ranks = trainer.world_size
         self._num_batches = 1
         self._position = 0  # of the current batch in its window, from 1
-        self._is_complete = True
-        self._is_skipped = False
+        self._is_complete, self._is_skipped = True, False
         self._loss: Tensor | None = None  # the last one of the window
         self._epoch = self._batch_idx = -1  # of the current window, and of the last batch trained on
         self._update_lr_schedulers = trainer.fit_loop.epoch_loop.update_lr_schedulers
+        self.uneven = UnevenRanks(trainer)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -136,27 +137,7 @@ class ExactStep(_AutomaticOptimization):
             text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
             warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
         if self._is_complete:
-            for prepare in self.before_window:
-                prepare()
-            # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
-            is_whole, trainer = self._skip_backward, self.trainer
-            length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
-            self._num_batches = int(length)
-            # A precision plugin may create its loss scaler only when a fit begins.
-            self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-            self._position = 0
-            self._window.begin(self._num_batches)
-            if self.micro_batch_size is not None:
-                if self._runner is None:
-                    self._runner = MicroBatchRunner(self.trainer, self.micro_batch_size, self._window)
-                if self.is_search_due:
-                    self.is_search_due = False
-                    self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
-                self._runner.retry.begin()
-            self._epoch, self._loss = self.trainer.current_epoch, None
-            is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
-            if is_split or self._num_batches > 1:
-                self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
+            self._begin_window(kwargs)
         self._is_skipped = False
         self._batch_idx = epoch_loop.total_batch_idx
         self._position += 1
@@ -165,11 +146,51 @@ class ExactStep(_AutomaticOptimization):
             self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
-        outputs = super().run(optimizer, batch_idx, kwargs)
+        with nullcontext() if self._is_complete else self.uneven.together():
+            run = self._wait if self.uneven.is_idle else super().run
+            outputs = run(optimizer, batch_idx, kwargs)
         if outputs and self._num_batches > 1:
             # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
             outputs["loss"] = outputs["loss"] / self._num_batches
         return outputs
+
+    def _begin_window(self, kwargs: Arguments) -> None:
+        for prepare in self.before_window:
+            prepare()
+        # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
+        is_whole, trainer = self._skip_backward, self.trainer
+        length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
+        self._num_batches = int(length)
+        # A precision plugin may create its loss scaler only when a fit begins.
+        self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        self._position = 0
+        self._window.begin(self._num_batches)
+        if self.micro_batch_size is not None:
+            if self._runner is None:
+                self._runner = MicroBatchRunner(self.trainer, self.micro_batch_size, self._window)
+            if self.is_search_due and not self.uneven.has_idle:
+                self.is_search_due = False
+                self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
+            self._runner.retry.begin()
+        self._epoch, self._loss = self.trainer.current_epoch, None
+        is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
+        is_weighted = is_split or self._num_batches > 1 or self.uneven.is_on
+        if self.uneven.has_idle:  # nothing can be agreed on in a forward pass
+            self._window.reference = self._window.reference or 1.0
+        elif is_weighted:
+            self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
+
+    def _wait(self, optimizer: Optimizer, batch_idx: int, _: Arguments) -> dict[str, Any]:
+        """Take part in a batch that only other ranks have."""
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        if zero_grad is not None:
+            zero_grad()
+        self._window.wait()
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=self.trainer.strategy.root_device))  # begins its scale
+        if self._is_complete:
+            self._optimizer_step(batch_idx, lambda: None)
+        return {}
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
         """Do as Lightning, which calls it after each batch; a batch that was not trained on made no step.
@@ -265,7 +286,7 @@ class ExactStep(_AutomaticOptimization):
     def _training_step(self, kwargs: Arguments) -> ClosureResult:
         self._window.restore(self._state_before_batch)
         batch = kwargs.get("batch")
-        samples = num_samples(batch) if self._num_batches > 1 else None
+        samples = num_samples(batch) if self._num_batches > 1 or self.uneven.is_on else None
         return self._forward(kwargs, MicroBatchPart(batch, samples), samples)
 
     def _forward(
@@ -291,6 +312,11 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
+        is_by_samples = (
+            self.uneven.is_on and self.around_training_step is nullcontext
+        )  # no loss over all ranks
+        if weight is None and part is not None and is_by_samples and batch_samples != 0:
+            weight = float(part.num_samples or 1)  # ranks count by samples, as batches do
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
@@ -300,7 +326,8 @@ class ExactStep(_AutomaticOptimization):
     def _training_step_output(self, arguments: Arguments) -> Any:
         is_guarded = self.may_have_several_passes
         guard = register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext()
-        with guard, self.around_training_step():
+        alone = self.uneven.alone() if self.uneven.has_idle else nullcontext()
+        with guard, self.around_training_step(), alone:
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -393,13 +420,18 @@ class ExactStep(_AutomaticOptimization):
                     "evaluation would have the gradient of the last batch alone",
                     remedies=[WITHOUT_ACCUMULATION, "a larger batch, split by MicroBatch"],
                 )
-            loss = train_step_and_backward_closure()
+            with self.uneven.together():
+                loss = train_step_and_backward_closure()
             if retry is not None:
                 retry.finish()
+            if self.uneven.has_idle and not self._skip_backward and (retry is None or retry.replica is None):
+                average_gradients(cast(Any, self.trainer.strategy.model))
             if not self._skip_backward:  # else gradients are those of an earlier step
                 self._window.correct()
-            # Without a loss float16's scaler would not step; the window may have one of an earlier batch.
-            return self._loss if loss is None else loss
+            # Without a loss float16's scaler would not step; the window may have one of an earlier batch,
+            # or none, where only other ranks had batches.
+            loss = self._loss if loss is None else loss
+            return torch.zeros(()) if loss is None and self.uneven.is_idle else loss
 
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0
@@ -441,6 +473,8 @@ def install(trainer: pl.Trainer) -> ExactStep:
     epoch_loop.automatic_optimization = loop
     epoch_loop._should_accumulate = loop.should_accumulate  # noqa: SLF001
     epoch_loop.update_lr_schedulers = loop.update_lr_schedulers
+    if trainer.world_size > 1:
+        loop.uneven.install()
     return loop
 
 
@@ -452,3 +486,4 @@ def uninstall(trainer: pl.Trainer) -> None:
         epoch_loop.automatic_optimization = present.replaced
         for name in ("_should_accumulate", "update_lr_schedulers"):
             epoch_loop.__dict__.pop(name, None)
+        present.uneven.uninstall()

@@ -13,7 +13,8 @@ pass, so the division has two factors:
 
 `num_ranks` cancels the average that DDP and FSDP take over the ranks. `reference` is a power of two near one
 rank's share of the window's weight, the same on all ranks: scaled float16 gradients do not overflow, and a
-power of two does not round. Without weights a sample weighs 1 and ranks count alike, without communication:
+power of two does not round. Where ranks may have different numbers of batches, the samples of a micro-batch
+are its weight. Else, without weights, a sample weighs 1 and ranks count alike, without communication:
 
     loss_i   * c_i / num_batches                   c_i: samples of i per samples of the window's first batch
     gradient * num_batches / sum_i(c_i)            1, unless a window is cut short or batches differ in size
@@ -146,6 +147,10 @@ class Window:
             # match, since ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
+
+    def wait(self) -> None:
+        """Count a batch that only other ranks have, with weight 0."""
+        self._weight = self._weight or 0.0
 
     def correct(self) -> None:
         """Multiply the gradients by what makes the scaled losses an exact mean; before they are clipped."""

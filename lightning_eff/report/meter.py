@@ -361,6 +361,8 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         >>> samples_and_tokens(torch.zeros(3, 2))
         (3, 0)
     """
+    if batch is None:  # other ranks have one, or the loader gave None
+        return 0, 0
     parts: Any = list(batch.values()) if isinstance(batch, dict) else batch  # pyright: ignore[reportUnknownVariableType]
     is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
     num_samples = num_tokens = None

@@ -87,6 +87,6 @@ def test_a_file_that_is_not_there_is_an_error_and_completion_knows_those_that_ar
         assert text in command("train", word, code=2)[2]
     assert parse(["train", "own.yaml", "--config-dir", "mine"]).recipe == "own", "below that folder"
     assert complete(["v"]) == ["validate"]
-    assert complete(["train", "mi"]) == ["mine/"]
+    assert complete(["train", "mi"]) == ["mine", "mine/"]
     assert complete(["train", "mine/own"]) == ["mine/own.yaml"]
     assert complete(["validate", "bas"]) == complete(["cp", "bas"]) == ["baseline"]

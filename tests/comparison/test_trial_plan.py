@@ -23,7 +23,7 @@ LM: dict[str, Any] = {"data": {"batch_size": 16}, "trainer": {}, "callbacks": {}
 def test_every_technique_has_a_row_without_a_list_of_them() -> None:
     found = single_technique_trials(LM).keys()
     callbacks = [e.name.partition("/")[2] for e in catalog.options() if e.name.startswith("callbacks/")]
-    assert set(callbacks) - {"optimizer_choice", "exact_resume"} <= found
+    assert set(callbacks) - {"optimizer_choice", "exact_resume", "contrastive"} <= found
     assert {"baseline", "precision=bf16_mixed", "strategy=fsdp2", "optimizer=in_backward"} <= found
     assert not {"precision=fp32", "strategy=auto", "optimizer=adamw", "optimizer_choice"} & found
     assert "strategy=ddp" not in found

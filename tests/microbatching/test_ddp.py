@@ -21,6 +21,7 @@ from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.microbatching.fabric import ExactGradient
 from lightning_eff.monitors.gradient_check import GradientCheck
+from tests.support import uneven
 from tests.support.faults import Fault, ScriptedMicroBatch, StatefulModel, final_state, stateful_model
 from tests.support.language import VOCAB_SIZE, language_model, token_rows, train_reference
 from tests.support.models import make_trainer
@@ -212,6 +213,7 @@ def main(folder: str) -> dict[str, Any]:
     results["unused"] = [unused([]), unused([MicroBatch()])]
     results["own"] = [own_loop(size) for size in (None, 2, "auto")]
     results["rejected"] = rejected()
+    results["uneven"] = uneven.fit(GradientAccumulation(num_batches=1))
     return results
 
 
@@ -317,3 +319,7 @@ def test_a_value_that_is_logged_by_step_and_averaged_over_ranks_is_rejected(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["rejected"] for rank in ranks)
+
+
+def test_ranks_with_different_numbers_of_batches_are_one_on_all(ranks: list[dict[str, Any]]) -> None:
+    uneven.check([rank["uneven"] for rank in ranks], uneven.reference(1))
