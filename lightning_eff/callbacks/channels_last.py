@@ -6,8 +6,8 @@ This callback converts the weights of 2D and 3D convolutions before training. In
 images that one of these convolutions accepts. Values, names and checkpoints stay the same; only strides
 change.
 
-Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. They are
-then converted in each call.
+Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. They are then
+converted in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
 Costs: a copy of each batch. Code that calls `view` on images or weights may need `reshape` instead, and

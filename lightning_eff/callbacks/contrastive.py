@@ -4,9 +4,9 @@ The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, an
 `return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. It
 embeds the batch in micro-batches without keeping activations, and returns the embeddings of the full batch,
 gathered from all ranks. When the loss's backward pass reaches the embeddings, each micro-batch is computed
-again, and the pass continues through it with the gradient of its rows. Why one backward pass, not one
-per micro-batch with a surrogate loss: everything else works as without this callback. That includes loss
-scaling, accumulation, reduction over ranks, backward hooks and parameters of the loss (a temperature).
+again, and the pass continues through it with the gradient of its rows. Why one backward pass, not one per
+micro-batch with a surrogate loss: everything else works as without this callback. That includes loss scaling,
+accumulation, reduction over ranks, backward hooks and parameters of the loss (a temperature).
 
 A micro-batch is computed again with the random numbers, autocast, attributes and buffers of the first time.
 Anything that it writes or logs the second time is dropped. `embed` must not compare samples; a few samples

@@ -1,10 +1,10 @@
 """Compute the MLPs of a model in tiles of tokens, so that wide activations exist for one tile at a time.
 
 For long sequences, an MLP's wide activations are the largest part of a block's backward pass: two products,
-an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens,
-each under torch's non-reentrant checkpoint. It keeps only its input, and its backward pass computes one tile
-at a time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
-gets one gradient. MLPs are the token-wise children of repeated blocks. A test, not a name, decides whether a
+an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens, each
+under torch's non-reentrant checkpoint. It keeps only its input, and its backward pass computes one tile at a
+time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets
+one gradient. MLPs are the token-wise children of repeated blocks. A test, not a name, decides whether a
 token's output depends on that token alone. Attention, routed experts, batch statistics and modules with side
 effects are not tiled.
 

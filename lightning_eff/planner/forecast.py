@@ -4,11 +4,11 @@
 steps on fake tensors (prediction/predict.py), with one batch of the recipe's data. A forecast never prepares
 data: a data module may have a method `example_batch()` that returns a synthetic batch of the right shape.
 
-For a CUDA device, a forecast adds these assumptions. Each tensor is rounded up to 512 bytes.
-cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set
-(torch's defaults, not measured here). The driver's context, which torch does not count as allocated, is
-subtracted from the free memory. On a host, a cgroup or a ulimit may reduce the memory (core/host_memory.py);
-the bytes that this process has already allocated are subtracted.
+For a CUDA device, a forecast adds these assumptions. Each tensor is rounded up to 512 bytes. cuBLAS keeps a
+workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set (torch's defaults,
+not measured here). The driver's context, which torch does not count as allocated, is subtracted from the free
+memory. On a host, a cgroup or a ulimit may reduce the memory (core/host_memory.py); the bytes that this
+process has already allocated are subtracted.
 """
 
 from __future__ import annotations

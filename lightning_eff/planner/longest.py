@@ -1,9 +1,9 @@
 """Find the longest sequence of a recipe that fits a device: search over `data.context_length`.
 
-`plan` calls it. Each length is one forecast with a batch whose rows are repeated to that length.
-A length that cannot be predicted, for example beyond the model's positions, counts as too long. Memory is
-nearly linear in the length, so the first guesses come from a line through two known lengths. That takes a
-handful of predictions; plain bisection takes ten, most of them of long sequences.
+`plan` calls it. Each length is one forecast with a batch whose rows are repeated to that length. A length
+that cannot be predicted, for example beyond the model's positions, counts as too long. Memory is nearly
+linear in the length, so the first guesses come from a line through two known lengths. That takes a handful of
+predictions; plain bisection takes ten, most of them of long sequences.
 """
 
 from __future__ import annotations

@@ -8,6 +8,6 @@ loggers.
 
 To change the presentation, read `display.py` (words, terminal, page), `charts.py`, `report.html.j2` and
 `files.py`. `advice.py` suggests techniques by replaying a record. The planner predicts with the same
-counters, on fake tensors. `model_weights.py` and `sharding.py` are its arithmetic for many devices, which
-the strategies implement.
+counters, on fake tensors. `model_weights.py` and `sharding.py` are its arithmetic for many devices, which the
+strategies implement.
 """

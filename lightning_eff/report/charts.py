@@ -2,8 +2,8 @@
 
 display.py draws the report's charts with it, and comparison/result_table.py a comparison's. Why no library:
 pygal writes a script and 10 kB of style into each chart. matplotlib adds tens of megabytes to every
-installation. leather needed more glue code than this module has. The names of lines are HTML below the
-chart, which wraps on a phone.
+installation. leather needed more glue code than this module has. The names of lines are HTML below the chart,
+which wraps on a phone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Count the live bytes of a step, on a device without allocator statistics.
 
-recording.py extends it to keep every event. A dispatch mode inspects each operation's
-results. A new storage adds its bytes, and subtracts them when it is garbage-collected. So tensors that share
-memory count once, and every run gives the same count to the byte. Two things are not counted: memory that an
-operation allocates and frees internally, and a storage that is resized outside of an operation. Meta tensors
-have no memory and are skipped.
+recording.py extends it to keep every event. A dispatch mode inspects each operation's results. A new storage
+adds its bytes, and subtracts them when it is garbage-collected. So tensors that share memory count once, and
+every run gives the same count to the byte. Two things are not counted: memory that an operation allocates and
+frees internally, and a storage that is resized outside of an operation. Meta tensors have no memory and are
+skipped.
 """
 
 from __future__ import annotations
