@@ -1,1 +1,4 @@
-"""Techniques that go into `Trainer(callbacks=[...])`."""
+"""Techniques for `Trainer(callbacks=[...])`, one per module.
+
+A module with a leading underscore is a private part of the techniques that import it.
+"""

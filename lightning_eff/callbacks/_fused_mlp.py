@@ -1,21 +1,21 @@
-"""An MLP as one function that keeps half of what autograd keeps of it.
+"""Compute an MLP as one function that saves half of autograd's activations.
 
     H [T, F] = X [T, K] @ W1.T + b1        A = act(H), or act(G) * H with a gate G [T, F]
     Y [T, N] = A @ W2.T + b2
 
-Autograd keeps H and A, with a gate also G and act(G). Here H is kept, and G, and the backward pass computes A
-again from them: a pass over tensors, without a GEMM. The GEMMs are those of `kernels/linear.py`: casts of
-autocast, gradients that are added in place, and who computes.
+`callbacks/triton_gemm` calls `fuse_mlps`. Autograd saves H and A, and with a gate also G and act(G). This
+function saves only H and G. The backward pass computes A again from them, in one pointwise pass without a
+GEMM. GEMMs run as in `kernels/linear.py`: the same autocast, backends, and gradients added in place.
 
-MLPs of GPT- and Llama-like blocks are recognized by what their forward does, not by their names. It is traced
-with symbols (torch.fx), with linear layers as single operations. An MLP is one of
+MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. Their forward is
+traced symbolically (torch.fx), with linear layers as single operations. An MLP is one of
 
     down(act(up(x)))               GPT
     down(act(gate(x)) * up(x))     Llama: SwiGLU, GeGLU
 
-with plain linear layers that are its own children, one of `MLP_ACTIVATIONS`, and dropout only with p = 0. A
-module whose forward does anything else, draws random numbers, keeps what it computes, or cannot be traced, is
-left as it is. A copy is traced, which shares the parameters alone.
+with plain linear layers as direct children, one of `MLP_ACTIVATIONS`, and dropout only with p = 0. A module
+is left unchanged if its forward does anything else, draws random numbers, stores its results, or cannot be
+traced. Tracing runs on a copy, which shares only the parameters.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class Layers:
 
     @property
     def all(self) -> list[nn.Linear]:
-        """Those that there are."""
+        """All layers; `gate` only if there is one."""
         return [layer for layer in (self.up, self.down, self.gate) if layer is not None]
 
 
 class FusedMLP:
-    """Replaces the forward of an MLP: it is assigned to the attribute `forward` of the module.
+    """Replaces the forward of an MLP; it is assigned to the module's attribute `forward`.
 
     Args:
-        module: The MLP, in the state in which it was recognized; in any other its own forward computes.
-        layers: Its layers.
-        accumulation: Allows the weights' gradients to be added in place.
+        module: The MLP. If it changes after it was recognized, its own forward runs.
+        layers: The MLP's layers.
+        accumulation: Decides whether weight gradients may be added in place.
     """
 
     backend: str = "auto"
-    """As in `kernels.matmul.gemm`."""
+    """Backend, as in `kernels.matmul.gemm`."""
 
     def __init__(self, module: nn.Module, layers: Layers, accumulation: Accumulation | None) -> None:
         self.module, self.layers, self.accumulation = module, layers, accumulation
@@ -79,7 +79,7 @@ class FusedMLP:
         self._state = state_of(module, layers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the MLP; by its own forward where a layer has hooks, or where no gradient is needed."""
+        """Compute the MLP; its own forward runs if a layer has hooks, or if no gradient is needed."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or not self._applies(x):
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -96,7 +96,7 @@ class FusedMLP:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def restore(self) -> None:
-        """Give the MLP its own forward back; a second call does nothing."""
+        """Restore the MLP's own forward; a second call does nothing."""
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
@@ -113,10 +113,10 @@ class FusedMLP:
 
 
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
-    """Return what an MLP's forward may depend on: its modules, their attributes and their hooks.
+    """Return the state that an MLP's forward may depend on: its modules, their attributes and their hooks.
 
-    Of the gate only which module it is, since it is called; and no hooks of the MLP itself or of all modules
-    (torch's global ones), which the report and `plan` have.
+    The gate is called as a module, so only its identity counts. Hooks of the MLP itself and torch's global
+    hooks, which the report and `plan` use, are left out.
     """
     state: list[Any] = []
     for part in module.modules():
@@ -132,7 +132,7 @@ def state_of(module: nn.Module, layers: Layers) -> list[Any]:
 
 
 class _MLP(torch.autograd.Function):
-    """Two linear layers with an activation between them, and a gate if there is one."""
+    """Two linear layers with an activation in between, and an optional gate."""
 
     @staticmethod
     def forward(
@@ -166,14 +166,14 @@ class _MLP(torch.autograd.Function):
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
         weight1, weight2 = ctx.weights
-        (_, _), (node1, _), (node2, _), *_ = ctx.next_functions  # of x and both weights
+        (_, _), (node1, _), (node2, _), *_ = ctx.next_functions  # autograd nodes of x and both weights
         grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
         fused = None
         if ctx.needs_hidden and ctx.backend != "torch":
             fused = _fused_gradients(
                 grad, used2, h, gate, ctx.activation, ctx.backend, stores_a=needs_weight2
             )  # fmt: skip
-        if needs_weight2:  # of which A [T, F] is computed again
+        if needs_weight2:  # dW2 = dY.T @ A needs A [T, F]: compute it again from H
             a = activated(h, gate, ctx.activation) if fused is None else fused[2]
             grad_weight2 = weight_gradient(grad, a, weight2, node2, *how)
             del a
@@ -201,7 +201,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Ten
 def _up(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return H and A [T, F]; A by the epilogue of the GEMM where our kernels compute it."""
+    """Return H and A [T, F]; A comes from the GEMM's epilogue if our kernels compute it."""
     if backend != "torch" and activation in IN_EPILOGUES:
         operands = Operands(
             a=x, b=weight.T, bias=bias, out_dtype=x.dtype, batch=(), activation=activation, gate=gate
@@ -219,7 +219,7 @@ def _fused_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
     """Return the gradients of H and of the gate, and A, from the epilogue of dA [T, F] = dY @ W2.
 
-    None where torch's library computes dA.
+    It is None if torch's library computes dA.
     """
     if activation not in IN_EPILOGUES:
         return None
@@ -250,10 +250,10 @@ def fuse_mlps(
     model: nn.Module, *, min_features: int = 256, blocks: BlockSelector = None,
     accumulation: Accumulation | None = None,
 ) -> dict[str, FusedMLP]:  # fmt: skip
-    """Compute the trained MLPs of a model each as one function; arguments are those of `swap`.
+    """Replace the forward of each trained MLP in a model by one function; arguments as in `swap`.
 
     Returns:
-        What replaces the forward of each, by name; its `restore` undoes it.
+        The replacement of each forward, by module name; its `restore` undoes it.
     """
     selected = {"": model} if blocks is None else model_surgery.select_blocks(model, blocks)
     fused: dict[str, FusedMLP] = {}
@@ -281,11 +281,11 @@ def layers_of(module: nn.Module) -> Layers | None:
         return None
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
-    with real_tensors(), isolate_rng():  # random numbers are real in a prediction too
+    with real_tensors(), isolate_rng():  # real tensors, so that drawn numbers change the state in `plan` too
         numbers = (torch.get_rng_state(), random.getstate())
         try:
             found = _match(traced, _Tracer().trace(traced))
-        except Exception:  # noqa: BLE001 - a forward may do anything with what it takes for a tensor
+        except Exception:  # noqa: BLE001 - a user's forward may fail in any way on a symbolic tensor
             found = None
         has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
     after = vars(traced)
@@ -298,7 +298,7 @@ def layers_of(module: nn.Module) -> Layers | None:
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Return whether a module has nothing but two or three linear layers, and nothing that could change."""
+    """Return whether a module has two or three linear layers and no other parameters or mutable state."""
     linears = [child for child in module.children() if type(child) is nn.Linear]
     num_parameters = sum(len(list(layer.parameters())) for layer in linears)
     if len(linears) not in (2, 3) or len(list(module.parameters())) != num_parameters:
@@ -334,7 +334,7 @@ def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:
 
 
 def _linear_of(module: nn.Module, node: Any) -> tuple[nn.Linear | None, Any]:
-    """Return the layer that a node calls, and its input; None for another node."""
+    """Return the linear layer that a node calls, and its input; None for any other node."""
     if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1:
         return None, None
     layer = module.get_submodule(str(node.target))
@@ -342,7 +342,7 @@ def _linear_of(module: nn.Module, node: Any) -> tuple[nn.Linear | None, Any]:
 
 
 def _activation(node: Any) -> tuple[str, Any]:
-    """Return the name of the activation that a node calls, and its input; empty for another node."""
+    """Return the name of the activation that a node calls, and its input; empty for any other node."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or len(node.args) != 1:
         return "", None
     if node.target is F.gelu:
@@ -352,7 +352,7 @@ def _activation(node: Any) -> tuple[str, Any]:
 
 
 def _before_dropout(node: Any) -> Any:
-    """Return what goes into dropout that drops nothing; any other node itself."""
+    """Return the input of dropout with p = 0; any other node itself."""
     while node.target is F.dropout and node.kwargs.get("p") == 0.0:
         node = node.args[0]
     return node

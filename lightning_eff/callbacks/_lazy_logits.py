@@ -1,16 +1,16 @@
-"""Logits that are not computed until something reads them, so that an unchanged step has its loss in tiles.
+"""Logits that are computed only when read, so that an unmodified step computes its loss in tiles.
 
-`LateProjection` takes the place of an output projection's call. It returns `LazyLogits`: a tensor with the
-shape, dtype and device of the logits that holds the hidden states in their place. `RULES` lists what may
-happen to it without computing logits: a loss is computed in tiles; a new shape or dtype, or a scale, gives
-other `LazyLogits`. Whatever else reads it, and whatever a rule is not sure of, gets whole logits, computed as
-the model would have, with their gradients: correct, slower, and counted in `readers`.
+`callbacks/tiled_loss` installs a `LateProjection` in place of an output projection's call. It returns
+`LazyLogits`: a tensor with the shape, dtype and device of the logits that holds only the hidden states.
+`RULES` lists the functions that do not need logits. A loss is computed in tiles; a new shape, dtype or scale
+returns new `LazyLogits`. Every other function, and every case that a rule does not cover, gets full logits.
+They are computed as the model would have, with their gradients: correct, slower, and counted in `readers`.
 
-Losses and whole logits are computed by calling the module a second time, with its hooks, inside its forward:
-there its weights are whole under ZeRO-3 and FSDP2, and what these do for a backward pass they do once.
+Losses and full logits are computed by calling the module a second time, with its hooks, inside its forward.
+There ZeRO-3 and FSDP2 have gathered its weights, and prepare for the backward pass only once.
 
-Why not find the loss in the code, or replace the model's forward: every model and library calls it by other
-functions, and what is not recognised there would be wrong; here it is only not faster.
+Why not detect the loss in the code, or replace the model's forward: each model and library calls it by
+different functions. A case missed there would give wrong results; here it is only slower.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_eff.kernels.cross_entropy import (
 from lightning_eff.kernels.linear import TritonLinear
 
 PLAIN = (nn.Linear, TritonLinear)
-"""Classes of layers that compute `x @ weight.T + bias` and nothing else."""
+"""Layer classes that compute exactly `x @ weight.T + bias`."""
 METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
     "is_signed", "get_device", "__len__", "shape", "dtype", "device", "ndim", "layout", "requires_grad",
@@ -54,21 +54,21 @@ METADATA = {
 }  # fmt: skip
 """Methods and attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""DeepSpeed's functions (0.19) around what a module returns; another function may change the gradient."""
+"""DeepSpeed's autograd functions (0.19) around a module's output; any other may change the gradient."""
 FABRIC = "lightning.fabric.wrappers"
-"""Module of the hook that Fabric (2.6) puts on what a model returns: it checks who runs the backward pass."""
+"""Module of Fabric's hook (2.6) on a model's outputs, which checks that Fabric runs the backward pass."""
 _untraced: Any = torch.compiler.disable
 
 
 @dataclass(frozen=True)
 class Form:
-    """What was done to logits l: `softcap * tanh(l / softcap) / temperature`, as in the kernels.
+    """Pending transform of logits l: `softcap * tanh(l / softcap) / temperature`, as in the kernels.
 
     Args:
-        temperature: Divides the logits.
-        softcap: None for no tanh.
-        is_class_second: Whether the classes are the second axis, as `F.cross_entropy` has them.
-        is_log: Whether it is the log-softmax of the logits.
+        temperature: Divisor of the logits.
+        softcap: Bound of the logits; None for no tanh.
+        is_class_second: Whether the classes are the second axis, as in `F.cross_entropy`.
+        is_log: Whether a log-softmax follows.
     """
 
     temperature: float = 1.0
@@ -79,28 +79,28 @@ class Form:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A function of logits, `func(logits, *args, **kwargs)`."""
+    """A call of a function on logits, `func(logits, *args, **kwargs)`."""
 
     func: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Return the function of another tensor."""
+        """Call the function on another tensor."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a projection, which all logits that were made of its result have in common.
+    """One call of a projection, shared by all logits derived from its result.
 
     Args:
-        projection: Whose call.
+        projection: The called projection.
         x: Its input [*batch, D].
-        state: What its result depends on, as it was at the call.
-        autocast: Arguments of `torch.autocast`, as it was at the call.
-        logits: Each made before what was made of it.
-        has_loss: Whether a loss was computed in tiles, whose gradient passes by the logits.
+        state: The state that its result depends on, at the time of the call.
+        autocast: Arguments of `torch.autocast` at the time of the call.
+        logits: All logits of the call; each comes before logits derived from it.
+        has_loss: Whether a loss was computed in tiles, whose gradient bypasses the logits.
     """
 
     projection: LateProjection
@@ -118,18 +118,18 @@ class LazyLogits(Tensor):
     x: Tensor
     form: Form
     origin: tuple[LazyLogits, Use] | None
-    """The logits and the function that made it; None for the result of the call."""
+    """The logits and the function from which it was derived; None for the result of the call."""
     computed: Tensor | None
 
     def whole(self, reader: str) -> Tensor:
-        """Return what the model would have computed, for the function `reader`."""
+        """Return the logits that the model would have computed; `reader` is the function that reads them."""
         self.check_graph()
         if self.computed is None:
             self.call.projection.compute(self.call, reader)
         return self.computed  # pyright: ignore[reportReturnType] - computed with all others of its call
 
     def check_graph(self) -> None:
-        """Check that no unknown function of autograd returned these logits: it may change their gradient."""
+        """Reject logits returned by an unknown autograd function, which may change their gradient."""
         if self.grad_fn is not None and type(self.grad_fn).__name__ not in IDENTITIES:
             refuse(self)
 
@@ -170,12 +170,12 @@ class LazyLogits(Tensor):
 
 
 def _computed(value: Any, reader: str) -> Any:
-    """Replace logits by what they stand for, in containers too."""
+    """Replace lazy logits by computed ones, also in containers."""
     return tree_map_only(LazyLogits, lambda logits: logits.whole(reader), value)
 
 
 def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's function protocol") -> Never:
-    """Raise the error that a loss cannot be computed in tiles."""
+    """Raise the error for a loss that cannot be computed in tiles."""
     raise ConfigError(
         key="",
         value=f"loss in tiles, by TiledLoss or tile_loss: {value}",
@@ -194,29 +194,29 @@ def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's f
 def _lazy(
     call: Call, *, x: Tensor, dtype: torch.dtype, form: Form, requires_grad: bool, origin: Any = None
 ) -> LazyLogits:
-    """Return logits without memory; the arguments are its attributes."""
+    """Return lazy logits, which occupy no memory; the arguments become attributes."""
     size = [*x.shape[:-1], call.projection.width]
     size = [size[0], size[-1], *size[1:-1]] if form.is_class_second else size
     make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
     made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=requires_grad)
     made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
     call.logits.append(weakref.ref(made))
-    if requires_grad:  # only a function that torch's own protocol does not reach gives it a gradient
+    if requires_grad:  # it gets a gradient only from a function that bypasses torch's function protocol
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             made.register_hook(refuse)
     return made
 
 
 class LateProjection:
-    """Computes the logits of a linear layer when they are read, until `restore` is called.
+    """Delays a linear layer's logits until they are read; `restore` ends that.
 
     Args:
-        module: An `nn.Linear`, or PEFT's LoRA of one.
-        name: Its name in its model.
+        module: An `nn.Linear`, or PEFT's LoRA layer around one.
+        name: The layer's name in its model.
         tile_budget_mib: As in `linear_cross_entropy`.
 
     Raises:
-        ConfigError: Another kind of layer.
+        ConfigError: The layer is of another kind.
     """
 
     def __init__(self, module: nn.Module, name: str, *, tile_budget_mib: float | None = None) -> None:
@@ -228,31 +228,31 @@ class LateProjection:
                 f"the name of an nn.Linear, or of one with a LoRA adapter, not of {type(module).__name__}"
             )
             raise ConfigError(key="head", value=name, allowed=allowed)
-        self._gathered = GatheredAtOnce(module) if self._is_adapted else None  # its weights and the adapter's
+        self._gathered = GatheredAtOnce(module) if self._is_adapted else None  # base and adapter
         self.width: int = self.linear.out_features
         self.tile_budget_mib = tile_budget_mib
         self.num_losses = 0
-        self.rows = 0  # of the largest loss
+        self.rows = 0  # rows of the largest loss
         self.tile_rows = 0
-        self.held_bytes = 0  # of its logits, which were not
+        self.held_bytes = 0  # bytes of its logits, which were not allocated
         self.readers: Counter[str] = Counter()
-        """Functions that needed whole logits."""
+        """Number of reads of full logits, by function."""
         self.means: list[tuple[object, Tensor]] | None = None
-        """Nodes of mean losses and their numbers of targets; None where no one needs them."""
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # of which some logits are alive
+        """Autograd nodes of mean losses, with their numbers of targets; None if they are not needed."""
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls with live logits
         self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
-        self._work: Callable[..., Tensor] | None = None  # what the module's forward does in place of its own
+        self._work: Callable[..., Tensor] | None = None  # replaces the module's forward while set
         self._forward: Callable[..., Tensor] = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
 
     @staticmethod
     def is_late(module: nn.Module) -> bool:
-        """Return whether a module's logits are computed when they are read."""
+        """Return whether a `LateProjection` delays a module's logits."""
         return "_call_impl" in vars(module)
 
     def restore(self) -> None:
-        """Have the module compute its logits when it is called."""
+        """Make the module compute its logits at its call again."""
         self._step_hook.remove()
         for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
             if vars(self.module).get(name) == own:
@@ -265,7 +265,7 @@ class LateProjection:
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the call of the module."""
+        """Replace the call of the module: return lazy logits if possible."""
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         obstacle = "its call" if not isinstance(x, Tensor) or type(x) is LazyLogits else self._obstacle(x)
         if obstacle:
@@ -283,16 +283,16 @@ class LateProjection:
         return _lazy(call, x=x, dtype=dtype, form=Form(), requires_grad=is_trained)
 
     def _obstacle(self, x: Tensor) -> str:
-        """Return why logits cannot wait to be read; empty where they would be the same then."""
+        """Return the reason that logits must be computed now; empty if they can be computed later."""
         if vars(self.module).get("forward") != self._in_forward:
             return "its replaced forward"
         functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         if not x.is_floating_point() or not x.ndim or functorch.peek_interpreter_stack() is not None:
-            return "a transform of torch.func"  # which follows no tensor that is not computed
+            return "a transform of torch.func"  # it cannot track a tensor that is not computed
         own, of_all = vars(self.module), vars(torch_module)
         hooks = [(*own[name].values(), *of_all[f"_global{name}"].values()) for name in MODULE_HOOKS]
         if any(is_foreign(hook) for each in hooks for hook in each):
-            return "its hooks"  # which would see a loss where they expect logits
+            return "its hooks"  # they would get a loss where they expect logits
         if not self._is_adapted:
             return ""
         name = self.module._plain_adapter(x)  # noqa: SLF001
@@ -302,10 +302,10 @@ class LateProjection:
         return ""
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
-        """Return what the logits of x depend on, other than its values."""
+        """Return the state that the logits of x depend on, except its values."""
         module, parameters = self.module, [*self.module.parameters()]
         weights = [(id(each), each.requires_grad, each.dtype) for each in parameters]
-        # Not of shards: gathering them is a new version. Tensors of inference mode have none.
+        # Skip sharded tensors, since gathering changes their version, and inference tensors, which have none.
         versions = [
             each._version  # noqa: SLF001
             for each in (x, *parameters)
@@ -318,14 +318,14 @@ class LateProjection:
         return versions, weights, module.training, adapter, vars(module).get("forward") == self._in_forward
 
     def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the forward of the module."""
+        """Replace the forward of the module: run `_work` if it is set."""
         if self._work is None:
             return self._forward(*args, **kwargs)
         linear, low_rank = self.linear, self._low_rank(*args) if self._is_adapted else None
         return self._work(*args, linear.weight, bias=linear.bias, low_rank=low_rank)
 
     def _low_rank(self, x: Tensor) -> LowRank:
-        """Return what an adapter adds: its rows, and its second weight."""
+        """Return the two factors of an adapter's product: scaled low-rank rows, and its second weight."""
         layer = self.module
         name = layer._plain_adapter(x)  # noqa: SLF001
         low: Tensor = layer.lora_A[name](layer.lora_dropout[name](x))
@@ -333,7 +333,10 @@ class LateProjection:
 
     @contextmanager
     def _as_at(self, call: Call, work: Callable[..., Tensor] | None) -> Generator[None]:
-        """Have the module's forward do some work as at an earlier call, whose state must be the same."""
+        """Run `work` in place of the module's forward, under an earlier call's autocast.
+
+        The state must equal the state at that call.
+        """
         if call.state != self._state(call.x):
             refuse(call.x, "logits that are read after what they depend on has changed")
         self._work = work
@@ -345,16 +348,16 @@ class LateProjection:
 
     @_untraced
     def compute(self, call: Call, reader: str) -> None:
-        """Compute what is alive of a call's logits, as the model would have.
+        """Compute all live logits of a call, as the model would have.
 
-        All of it: a write to one of them will show in its views, and not in what was computed from it before.
+        They are computed at once, so that a later write to one shows in its views, and only there.
         """
         self.readers[reader] += 1
         for each in call.logits:
             logits = each()
             if logits is None:
                 continue
-            # With a graph where the logits have one, whoever reads them first.
+            # Build a graph if the logits need one, even if the first reader runs without gradients.
             with torch.set_grad_enabled(logits.requires_grad):
                 if logits.origin is None:
                     with self._as_at(call, None):
@@ -372,7 +375,7 @@ class LateProjection:
 
     @_untraced
     def in_tiles(self, logits: LazyLogits, kernel: Any, target: Tensor, **options: Any) -> Tensor:
-        """Compute a loss of logits by a function of `kernels.cross_entropy`."""
+        """Compute a loss of logits in tiles, with a function of `kernels.cross_entropy`."""
         self.num_losses += 1
         rows = logits.x.reshape(-1, logits.x.shape[-1])
         if len(rows) >= self.rows:
@@ -401,7 +404,7 @@ class LateProjection:
 
 
 def node_of(loss: Tensor) -> Any:
-    """Return what computed a loss, whatever identities of autograd came after it."""
+    """Return the autograd node that computed a loss, skipping DeepSpeed's identities after it."""
     node: Any = loss.grad_fn
     while type(node).__name__ in IDENTITIES:
         node = node.next_functions[0][0]
@@ -409,7 +412,7 @@ def node_of(loss: Tensor) -> Any:
 
 
 def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Keep all values in their order: where the last size is V still, the rows are the same."""
+    """Reshape the hidden states; valid if the last axis is still V, so that rows stay the same."""
     found = use.on(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
     is_same = found.shape[-1:] == (logits.call.projection.width,) and found.dtype == logits.dtype
     if logits.form.is_class_second or not is_same:
@@ -418,15 +421,15 @@ def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Index the hidden states, where that leaves their last axis and one of another width alone."""
+    """Index the hidden states; valid if the index leaves the last axis alone, for any width of it."""
     *batch, width = logits.x.shape
     probe = torch.empty(*batch, logits.call.projection.width + width, device="meta")
-    # No values of an index are read but those of bool, on which a size depends.
+    # Only values of a bool index are read, because the result's size depends on them.
     on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
     try:
         found, x = probe[on_meta], use.on(logits.x)
     except (RuntimeError, IndexError):
-        return None  # a mask of classes; or the whole logits say what is wrong
+        return None  # a mask over classes; or an error, which full logits raise
     is_same = x.shape[-1:] == (width,) and found.shape == (*x.shape[:-1], probe.shape[-1])
     return {"x": x} if is_same and not logits.form.is_class_second else None
 
@@ -442,7 +445,7 @@ def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _cast(logits: LazyLogits, use: Use) -> Any:
-    """Note a wider dtype, since losses in tiles are float32 at least; a narrower one rounds whole logits."""
+    """Accept a wider dtype, since tiled losses are at least float32; a narrower one needs full logits."""
     to = use.on(torch.empty(0, dtype=logits.dtype, device=logits.device))
     if to.device != logits.device:
         return None
@@ -453,13 +456,13 @@ def _cast(logits: LazyLogits, use: Use) -> Any:
 
 
 def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
-    # Without gradients it may be a function of autograd that returns its input: its result has a gradient.
+    # Without grad mode, the caller may be an autograd function that returns its input: keep x's gradient.
     x = logits.x.detach() if torch.is_grad_enabled() else logits.x
     return {"x": x, "requires_grad": False}
 
 
 def _scaled(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Multiply or divide by a number."""
+    """Multiply or divide the logits by a number."""
     form, number = logits.form, use.args[0] if len(use.args) == 1 else None
     if use.kwargs or form.is_log or not isinstance(number, (int, float)) or not 1e-30 < number < 1e30:
         return None
@@ -476,7 +479,7 @@ def _capped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _is_over_classes(logits: LazyLogits, use: Use) -> bool:
-    """Return whether the function's `dim` is the axis of the classes."""
+    """Return whether the function's `dim` is the class axis."""
     dim = use.args[0] if use.args else use.kwargs.get("dim")
     classes = 1 if logits.form.is_class_second else logits.ndim - 1
     return isinstance(dim, int) and dim % logits.ndim == classes
@@ -492,7 +495,7 @@ def _log_softmax(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
-    """Compute `F.cross_entropy`, or `F.nll_loss` of a log-softmax."""
+    """Compute `F.cross_entropy`, or `F.nll_loss` of a log-softmax, in tiles."""
     bound = inspect.signature(use.func).bind(logits, *use.args, **use.kwargs)
     bound.apply_defaults()
     options, projection = bound.arguments, logits.call.projection
@@ -512,7 +515,7 @@ def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
 
 
 def _gathered(logits: LazyLogits, use: Use) -> Tensor | None:
-    """Take one log-probability of each row."""
+    """Gather one log-probability per row, in tiles."""
     if use.kwargs or len(use.args) != 2 or not logits.form.is_log or logits.form.is_class_second:
         return None
     index = use.args[1]
@@ -528,10 +531,10 @@ def _argmax(logits: LazyLogits, use: Use) -> Tensor | None:
 
 
 def _hooked(logits: LazyLogits, use: Use) -> Any:
-    """Attach a hook of a library that reads no gradient of logits."""
+    """Attach a library's hook that does not read the gradient of logits."""
     hook = use.args[0] if use.args else None
     source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-    if source.startswith("torch.distributed."):  # of FSDP2: the loss has it too
+    if source.startswith("torch.distributed."):  # FSDP2's hook: the loss has it too
         return use.on(logits)
     return use.on(logits.x) if source == FABRIC and logits.x.requires_grad else None
 
@@ -558,8 +561,8 @@ RULES: dict[Any, Callable[[LazyLogits, Use], Any]] = {
     )
     for func in functions
 }
-"""What may happen to logits that are not computed, by function; all else gets whole logits.
+"""Functions that accept logits that are not computed, with their rules; others get full logits.
 
-A rule returns the function's result; or, as arguments of `_lazy`, what is new of the logits that it makes; or
-None, where only whole logits have the result.
+A rule returns the function's result, or the changed arguments of `_lazy` for derived logits, or None if the
+function needs full logits.
 """

@@ -1,19 +1,21 @@
-"""Choose for each repeated block whether it is kept, recomputed or offloaded, so that a step fits a budget.
+"""Choose a policy for each repeated block (keep, recompute or offload), so that a step fits a memory budget.
 
-A step is recorded on fake tensors with each policy for all blocks. The starts of the blocks' forward and
-backward passes cut it into segments, each of which belongs to the block that started last. A segment changes
-the live bytes by a net amount and has a maximum in between, and both depend on the policy of its own block:
-the next block keeps the input that it is given, whoever made it. So a few recordings give the peak of any
-mixture: the maximum over the segments of what the earlier ones left, plus the segment's own rise.
+`callbacks/gradient_checkpointing` calls it for `policy="fit"`. A step is recorded on fake tensors once per
+policy, with that policy for all blocks. The starts of the blocks' forward and backward passes cut it into
+segments; a segment belongs to the block that started last. In a segment, live bytes change by a net amount
+and have a maximum in between. Both depend only on the policy of the segment's own block, because a block
+saves its input no matter how the previous block made it. So a few recordings give the peak of any mixture of
+policies. It is the maximum over segments of the earlier segments' net bytes plus the segment's own rise.
 
-The cheapest mixture under a budget is found exactly, block by block: of two partial choices the one that
-leaves no fewer bytes at any later moment and costs no less is dropped. Bytes over the bus cost more than any
-FLOPs: the copies of `offload` did not overlap on an H100, and took 3 times the time of recomputing. The
-mixture is then predicted as a whole: where a block's bytes do depend on its neighbour, the limit is lowered
-by the difference. It is never worse than a single policy, whose peaks are predictions too.
+The cheapest mixture under a budget is found exactly, block by block. Of two partial choices, one is dropped
+if it holds at least as many bytes at every later moment and costs at least as much. A byte over the bus costs
+more than any number of FLOPs: on an H100, the copies of `offload` did not overlap and took 3 times as long as
+recomputation. The chosen mixture is then predicted in full. If its blocks do influence each other, the limit
+is lowered by the difference. The result is never worse than a single policy, since those are candidates too.
 
-Why not in the planner, at a recipe's start: a plain Trainer has none. Why a second Trainer with new objects
-of the techniques: the run's own have changed their module already, and a technique is its arguments.
+Why not in the planner, when a recipe starts: a plain Trainer has no planner. Why a second Trainer with new
+technique objects: the run's objects have already changed their module, and arguments define a technique
+fully.
 """
 
 from __future__ import annotations
@@ -52,22 +54,22 @@ from lightning_eff.report.recording import Recorder
 
 KEY = "callbacks.gradient_checkpointing"
 POLICIES = (KEEP, "selective", "full", "offload")
-"""Each saves more than those before it."""
+"""Policies; each saves more than the previous ones."""
 MAX_CORRECTIONS = 4
-"""Mixtures that are predicted before a single policy is taken."""
+"""Number of mixtures to predict before the search falls back to a single policy."""
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class UnpredictableError(Exception):
-    """A step cannot run on fake tensors."""
+    """The step cannot run on fake tensors."""
 
 
 @dataclass
 class Segments:
     """A recorded step, cut at the starts of the blocks' forward and backward passes.
 
-    Of each segment are known its block, `net`, the change of live bytes from start to end, `rise`, their
-    maximum within it over those at its start, its FLOPs, and what it moves to the host.
+    For each segment: its block; `net`, the change of live bytes from start to end; `rise`, their maximum
+    minus their value at its start; its FLOPs; and the bytes that it moves to the host.
     """
 
     peak_bytes: int
@@ -82,7 +84,7 @@ class Segments:
 
     @classmethod
     def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
-        """Cut a record: a mark is a block that starts, with the events and FLOPs before it."""
+        """Cut a record at marks: (name of the starting block, number of events and FLOPs before it)."""
         unit = CUDA_BLOCK_BYTES if on_device else 1
         sizes: dict[int, int] = {}
         live, moved = [0], [0]
@@ -108,7 +110,7 @@ class Segments:
 
 
 class RecordBlocks(pl.Callback):
-    """Recompute the blocks of a predicted model by policies, and mark where each block starts."""
+    """Recomputes the blocks of a predicted model by policies, and marks where each block starts."""
 
     def __init__(self, policies: Policies, blocks: BlockSelector, recorder: Recorder) -> None:
         self.marks: list[tuple[str, int, int]] = []
@@ -122,7 +124,7 @@ class RecordBlocks(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, block in model_surgery.select_blocks(pl_module, self._blocks).items():
-            # First, before what recomputation keeps for the block.
+            # Prepend: the mark must precede the allocations that recomputation makes for the block.
             block.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
             block.register_forward_hook(functools.partial(self._leave, name))
 
@@ -130,7 +132,7 @@ class RecordBlocks(pl.Callback):
         self.marks.append((name, len(self._recorder.events), self._recorder.flops))
 
     def _enter(self, name: str, *_: object) -> None:
-        if not in_backward():  # where a block is computed again
+        if not in_backward():  # a recomputed block is no new start
             self._mark(name)
 
     def _leave(self, name: str, _block: object, _inputs: object, output: object) -> None:
@@ -140,12 +142,12 @@ class RecordBlocks(pl.Callback):
 
 
 class MemoryFit:
-    """Chooses what of a module's blocks is recomputed, from a copy of it as it was before its run.
+    """Chooses the policy of each block of a module, by predictions on a copy of the unmodified module.
 
     Args:
-        trainer: Of the run, in the `setup` of its callbacks.
-        own: The callback that asks, which has no part in the predictions.
-        module: The module, which techniques have not changed yet.
+        trainer: The run's Trainer, during the `setup` of its callbacks.
+        own: The calling callback, which is left out of the predictions.
+        module: The module, before techniques have changed it.
 
     Raises:
         ConfigError: The module cannot be copied.
@@ -161,12 +163,12 @@ class MemoryFit:
         try:
             with self._fakes if outer is None else nullcontext():
                 self._twin = self._fakes.of(module)
-        except Exception as error:  # a user's module may hold what cannot be copied
+        except Exception as error:  # a user's module may hold objects that cannot be copied
             raise _not_predicted(root_cause_line(error)) from error
         model_surgery.restore(self._twin)
 
     def choose(self, module: pl.LightningModule, batch: Any) -> None:
-        """Choose on all ranks alike, before the first step of a module.
+        """Choose policies before the module's first step, the same on all ranks.
 
         Raises:
             ConfigError: No choice keeps the budget, or a step cannot be predicted.
@@ -174,7 +176,7 @@ class MemoryFit:
         gpu = devices.gpu_of(next(module.parameters()))
         memory_bytes = allocator.total_bytes(torch.device("cpu")) if gpu is None else gpu.memory_bytes
         budget_bytes = -self._most([-num_bytes(self._own.memory, memory_bytes)])[0]
-        # DDP's buckets, as large as the gradients, are not allocated by operators, and not predicted.
+        # DDP's buckets are as large as the gradients. No operator allocates them, so they are not predicted.
         trained_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
         buckets_bytes = trained_bytes if gpu is not None and self._trainer.world_size > 1 else 0
         names = list(model_surgery.select_blocks(module, self._own.blocks))
@@ -185,7 +187,7 @@ class MemoryFit:
         except UnpredictableError as error:
             reason = str(error)
         own = [POLICIES.index(chosen.get(name, KEEP)) for name in names]
-        # Where ranks differ, a block saves what it has to save on any of them.
+        # If ranks differ, take the policy that saves most on any rank.
         has_failed, *indices = self._most([bool(reason), *own])
         if has_failed:
             raise _not_predicted(reason or "on another rank")
@@ -203,7 +205,7 @@ class MemoryFit:
         del self._twin
 
     def outcome(self) -> Outcome:
-        """Return what was chosen and predicted, and the peak on a device that records it."""
+        """Report the chosen policies, the predicted peak, and the device's peak if it records one."""
         if not self._budget_bytes:
             return Outcome(did="nothing chosen yet", effective=False)
         device = self._trainer.strategy.root_device
@@ -216,13 +218,13 @@ class MemoryFit:
 
     def _candidates(self, gpu: Device | None) -> list[str]:
         names = {name_of(each) for each in rules.callbacks_of(self._trainer)}
-        # One keeps the products of all tiles, the other saves nothing on a CPU.
+        # `selective` would keep the products of all tiles; `offload` saves nothing on a CPU.
         is_tiled = bool({"callbacks/tiled_mlp", "callbacks/tiled_conv"} & names)
         left_out = {"selective": is_tiled, "offload": gpu is None}
         return [policy for policy in POLICIES if not left_out.get(policy)]
 
     def _most(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number on any rank."""
+        """Return the elementwise maximum over ranks."""
         if self._trainer.world_size == 1:
             return list(numbers)
         strategy: Any = self._trainer.strategy
@@ -236,7 +238,7 @@ class MemoryFit:
         num_batches = trainer.num_training_batches
         with ExitStack() as stack:
             if Fakes.opened() is None:
-                stack.enter_context(real_tensors())  # without the report's counters
+                stack.enter_context(real_tensors())  # leave the report's counters
                 stack.enter_context(self._fakes)
                 stack.enter_context(CudaOperators(gpu.capability if gpu is not None else 0))
                 stack.enter_context(devices.predicted(gpu))
@@ -262,7 +264,7 @@ class MemoryFit:
             accumulate_grad_batches=1 if is_accumulating else self._accumulate_grad_batches,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # by which a schedule knows its end
+            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # schedules read them
         )  # fmt: skip
 
 
@@ -273,20 +275,20 @@ def _not_predicted(reason: str) -> ConfigError:
 
 
 def remade(technique: Any, **changed: Any) -> Any:
-    """Return a new object with the arguments of a technique, or of a precision plugin of Lightning's."""
+    """Return a new object with the arguments of a technique, or of one of Lightning's precision plugins."""
     arguments = {
         name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
         for name in inspect.signature(type(technique)).parameters
-        if name != "scaler"  # of the device of the run
+        if name != "scaler"  # the scaler is on the run's device
     }
     return type(technique)(**arguments)
 
 
 class Mixtures:
-    """Peaks and costs of any mixture of policies, out of one recording of each.
+    """Computes peaks and costs of any mixture of policies from one recording per policy.
 
     Args:
-        runs: By policy, in the order in which policies are preferred at equal cost.
+        runs: Recordings by policy, in order of preference at equal cost.
     """
 
     def __init__(self, runs: Mapping[str, Segments]) -> None:
@@ -302,7 +304,8 @@ class Mixtures:
             np.where(is_own, np.array([getattr(each, name) for each in runs.values()], np.int64), 0)
             for name in ("net", "rise", "flops", "moved_bytes")
         )
-        # What a block adds to the maximum of any segment: net bytes of its earlier ones, and its own rise.
+        # Bytes that a block adds to the maximum in each segment: net bytes of its earlier segments, plus the
+        # rise in its own segments.
         self.added: Numbers = np.cumsum(net, axis=2) - net + rise
         is_changed = np.broadcast_to(np.arange(len(runs)) > 0, net.shape[:2])
         costs = (moved.sum(axis=2), flops.sum(axis=2), is_changed)
@@ -317,17 +320,17 @@ class Mixtures:
         return max(self.first_bytes, self.start_bytes + int(self._picked(self.added, choice).max()))
 
     def cost(self, choice: Policies) -> list[int]:
-        """Return moved bytes and FLOPs of a mixture, and how many blocks are changed; smaller is better."""
+        """Return moved bytes, FLOPs and number of changed blocks, compared in this order; less is better."""
         return self._picked(self.costs, choice).tolist()
 
     def cheapest(self, limit_bytes: int) -> Policies | None:
-        """Return the mixture of the smallest `cost` with a peak of at most a limit, None if there is none."""
+        """Return the mixture with the smallest `cost` whose peak is within a limit; None if there is none."""
         least = self.added.min(axis=1)
         slack = limit_bytes - self.start_bytes - least.sum(axis=0)
         if limit_bytes < self.first_bytes or (slack < 0).any():
             return None
         extra, count = self.added - least[:, None], len(self.policies)
-        # Of partial choices [rows]: bytes above the least by segment, cost, and the policies.
+        # Per partial choice [rows]: bytes above the minimum by segment, cost, and policies so far.
         used, costs = np.zeros((1, extra.shape[2]), np.int64), np.zeros((1, 3), np.int64)
         picks = np.zeros((1, 0), np.int64)
         for index in range(len(self.names)):
@@ -337,14 +340,14 @@ class Mixtures:
             rows = np.flatnonzero((used <= slack).all(axis=1))
             if not len(rows):
                 return None
-            # A segment in which later blocks differ in nothing decides nothing more.
+            # Ignore segments in which no later block's bytes depend on its policy: they are settled.
             is_open = extra[index + 1 :].any(axis=(0, 1))
             rows = rows[_undominated(used[rows][:, is_open], costs[rows])]
             used, costs, picks = used[rows], costs[rows], picks[rows]
         return {name: self.policies[pick] for name, pick in zip(self.names, picks[0], strict=True)}
 
     def smallest_bytes(self) -> int:
-        """Return the smallest limit that a mixture keeps, by bisection."""
+        """Return the smallest peak of any mixture, by bisection."""
         low, high = 0, max(self.peak_bytes(dict.fromkeys(self.names, policy)) for policy in self.policies)
         while low < high:
             middle = (low + high) // 2
@@ -353,7 +356,10 @@ class Mixtures:
 
 
 def _undominated(used: Numbers, costs: Numbers) -> list[int]:
-    """Return the rows of which no other uses no more in any segment and costs no more, the cheapest first."""
+    """Return the Pareto-optimal rows, the cheapest first.
+
+    No other row uses at most as many bytes in every segment at no higher cost.
+    """
     different = np.unique(used, axis=1)
     kept: list[int] = []
     for row in np.lexsort([different.sum(axis=1), *costs.T[::-1]]):
@@ -365,9 +371,9 @@ def _undominated(used: Numbers, costs: Numbers) -> list[int]:
 def choose(
     predict: Callable[[Policies], Segments], budget_bytes: int, policies: Sequence[str]
 ) -> tuple[Policies, int]:
-    """Return the cheapest policies of the blocks under a budget, or those with the smallest peak; their peak.
+    """Return the cheapest policies under a budget, or else the policies with the smallest peak; and the peak.
 
-    `policies` are those to choose from, `keep` first.
+    `policies` are the candidates, `keep` first.
     """
     plain = predict({})
     names = list(dict.fromkeys(plain.blocks))
@@ -396,7 +402,7 @@ def num_bytes(memory: str | float, device_bytes: int) -> int:
     """Return the bytes of a size with its unit, or of a fraction of a device's memory.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is not a size.
     """
     try:
         return parse_bytes(memory) if isinstance(memory, str) else int(memory * device_bytes)
@@ -406,7 +412,7 @@ def num_bytes(memory: str | float, device_bytes: int) -> int:
 
 
 def merged(policies: Policies) -> str:
-    """Return policies by block in words, neighbours of one policy as one.
+    """Describe policies by block in words; neighbours with the same policy are merged.
 
     Example:
         >>> merged({"net.0": "full", "net.1": "full", "net.2": "keep", "tail": "keep"})

@@ -1,12 +1,13 @@
-"""Attention within the documents of packed rows, for models of transformers, without a mask of T x T values.
+"""Attention within the documents of packed rows, for models of transformers, without a T x T mask.
 
-Packed rows [B, T] hold several documents; their `position_ids` begin at 0 in each. All rows are one sequence
-of B x T tokens for a kernel of variable length, which gets the documents' starts in place of a mask. The
-starts are found once a batch: every layer gets the same tensor of positions.
+`callbacks/attention` installs it. Packed rows [B, T] hold several documents; `position_ids` start at 0 in
+each. A variable-length kernel computes all rows as one sequence of B x T tokens. It gets the starts of the
+documents in place of a mask. They are computed once per batch, since every layer gets the same tensor of
+positions.
 
-transformers masks documents only in a call without a cache, which is its default, and without an
-`attention_mask`; otherwise each document attends to those before it in its row, and nothing is reported.
-`reject_joined_documents` is a hook that reports it.
+transformers masks documents only in a call without a cache (its default has one) and without an
+`attention_mask`. In any other call, each document silently attends to earlier documents of its row. The hook
+`reject_joined_documents` turns that into an error.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from torch.nn import functional
 from lightning_eff.core.errors import ConflictError, Remedy
 
 NAME = "lightning_eff_varlen"
-"""Of the attention function, as transformers knows it."""
+"""Name under which the attention function is registered with transformers."""
 NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
-"""Arguments of transformers that change scores, which the kernel does not know."""
+"""Arguments of transformers that change scores; the kernel does not support them."""
 MASK_TENSORS = 2
-"""Tensors that the mask of documents refers to: their numbers, and the positions."""
+"""Number of tensors that a document mask refers to: document numbers and positions."""
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
 MAX_CHECKED = 4096**2
-"""Values of a row's mask that are compared with those of its documents."""
+"""Maximum number of values of a row's mask that are compared with its documents."""
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch begin, all rows one after another.
+    """Starts of a batch's documents, with all rows concatenated.
 
     Args:
         starts: `[n + 1]`, int32; the last is B x T.
-        longest: Tokens of the longest.
+        longest: Number of tokens in the longest document.
     """
 
     starts: Tensor
@@ -49,10 +50,10 @@ class Documents(NamedTuple):
 
 
 class LateMask:
-    """The mask that `sdpa` would get, made when a batch turns out not to be packed.
+    """The mask that `sdpa` would get; it is made only if a batch is not packed.
 
     Args:
-        arguments: What transformers calls `sdpa_mask` with.
+        arguments: Arguments that transformers passes to `sdpa_mask`.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -61,13 +62,13 @@ class LateMask:
 
     @functools.cached_property
     def dense(self) -> Tensor | None:
-        """Return the mask [B, 1, T, T] of bool; None where `is_causal=True` is enough."""
+        """The bool mask [B, 1, T, T]; None if `is_causal=True` is equivalent."""
         return self._make()
 
     def is_of(self, documents: Documents, window: tuple[int, int]) -> bool:
-        """Return whether each token sees what it sees in its document, window and direction.
+        """Return whether the mask lets each token attend to exactly its document, window and direction.
 
-        Of a row of more than `MAX_CHECKED` pairs, the tokens before the end of its longest document.
+        In a row of more than `MAX_CHECKED` pairs, only tokens before its longest document's end are checked.
         """
         rows = range(self.arguments["batch_size"])
         return all(self._is_row_of(row, documents.starts, window) for row in rows)
@@ -97,25 +98,25 @@ class LateMask:
 
 
 class PackedAttention:
-    """The attention function of a model, with what it found for the report."""
+    """The attention function of a model; collects figures for the report."""
 
     def __init__(self, kernel: Callable[..., Tensor] | None = None) -> None:
         self.kernel: Callable[..., Any] | None = kernel
-        """As `torch.nn.attention.varlen.varlen_attn`, which None takes."""
+        """Kernel with the signature of `torch.nn.attention.varlen.varlen_attn`, the default for None."""
         self.num_batches = 0
         self.num_documents = 0
         self.mask_bytes = 0
-        """Of the largest mask that was not made, of bool."""
+        """Bytes of the largest bool mask that was avoided."""
         self._checked: dict[tuple[type[nn.Module], tuple[int, int]], int] = {}
-        """Tokens of the longest document whose mask was compared, by class of layers and window."""
+        """Tokens of the longest document whose mask was checked, by layer class and window."""
         self._positions: Callable[[], Tensor | None] = lambda: None
-        """The positions of the last batch, for as long as they live."""
+        """Weak reference to the positions of the last batch."""
         self._version_and_rows = (0, 0)
         self._documents: Documents | None = None
-        """Of these positions."""
+        """Documents of these positions."""
 
     def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
-        """Return the documents of positions [B or 1, T]; None where every row is one.
+        """Return the documents of positions [B or 1, T]; None if every row is a single document.
 
         Example:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
@@ -142,25 +143,25 @@ class PackedAttention:
         attention_mask: LateMask | Tensor | None, dropout: float = 0.0, scaling: float | None = None,
         sliding_window: int | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Compute one layer; what is not packed is left to transformers' `sdpa`.
+        """Compute the attention of one layer; transformers' `sdpa` computes batches that are not packed.
 
         Args:
             module: The attention layer.
             query: `[B, H, T, E]`.
             key: `[B, Hk, T, E]`, where Hk divides H.
-            value: As key.
-            attention_mask: The layer's mask, or how to make it.
-            dropout: Of the scores.
+            value: `[B, Hk, T, E]`.
+            attention_mask: The layer's mask, or a `LateMask`.
+            dropout: Dropout probability of the scores.
             scaling: Factor of the scores.
-            sliding_window: Tokens that a token attends to, itself included.
-            kwargs: What else transformers passes on; `position_ids` among it.
+            sliding_window: Number of tokens that a token attends to, itself included.
+            kwargs: Further arguments of transformers, among them `position_ids`.
 
         Returns:
             `[B, T, H, E]`, and no weights.
 
         Raises:
-            ConflictError: Rows are packed, and the layer changes its scores, or its mask is not that of
-                documents.
+            ConflictError: Rows are packed, and the layer changes its scores or its mask separates other
+                tokens than documents.
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -185,7 +186,7 @@ class PackedAttention:
     def _compute(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, **options: Any
     ) -> Tensor:
-        """Return `[B, T, H, E]`, with all rows as one sequence of documents."""
+        """Return `[B, T, H, E]`, computed with all rows as one sequence of documents."""
         if self.kernel is None:
             from torch.nn.attention.varlen import varlen_attn
 
@@ -202,10 +203,10 @@ class PackedAttention:
     def _check(
         self, module: nn.Module, mask: LateMask, documents: Documents, window: tuple[int, int], given: Any
     ) -> None:
-        """Reject a layer whose scores are changed, or with its own kind of mask.
+        """Reject a layer that changes its scores or has a custom mask.
 
-        A mask is compared once for a kind of layer, and again where a document is longer: a window shows in
-        none that fits into it.
+        A mask is checked once per layer class and window, and again if a document is longer: documents
+        shorter than a window do not reveal it.
         """
         rejected = [name for name in NOT_COMPUTED if given.get(name) is not None]
         if rejected:
@@ -218,9 +219,9 @@ class PackedAttention:
 
 
 def make_mask(**arguments: Any) -> LateMask | Tensor | None:
-    """Return how to make a mask where a layer may do without it: in training, without a cache.
+    """Return a `LateMask` if a layer may not need the mask: in training, without a cache.
 
-    A mask that depends on more of a batch than its documents, such as where its images are, is made.
+    A mask that depends on more than the documents, such as the positions of images, is made at once.
     """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
@@ -229,7 +230,7 @@ def make_mask(**arguments: Any) -> LateMask | Tensor | None:
 
 
 def _num_tensors(value: Any) -> int:
-    """Return how many tensors a mask's function refers to, in those that it is composed of too."""
+    """Return the number of tensors that a mask's function, or any function in its closure, refers to."""
     if isinstance(value, Tensor):
         return 1
     cells = (cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
@@ -237,7 +238,7 @@ def _num_tensors(value: Any) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return an operand in the dtype of autocast, which does not know the kernels."""
+    """Return an operand in autocast's dtype, since autocast does not cast for these kernels."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -250,12 +251,12 @@ def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
 
 
 def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why kernels of variable length cannot compute a model's attention; empty where they can.
+    """Return the reason that variable-length kernels cannot compute a model's attention; empty if they can.
 
     Args:
         model: A model of transformers.
-        device: Of its weights.
-        dtype: In which it computes.
+        device: Device of its weights.
+        dtype: Dtype in which it computes.
     """
     from torch.nn.attention import varlen
 
@@ -286,7 +287,7 @@ def _why_not_config(config: Any) -> str:
 
 @contextmanager
 def switched(model: Any, name: str, function: PackedAttention | None = None) -> Generator[None]:
-    """Let what is `sdpa` in a model of transformers use another attention until the end."""
+    """Inside the context, replace `sdpa` in a model of transformers by another attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if function is not None:
@@ -297,7 +298,7 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
     before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
     model.set_attn_implementation(name)
     try:
-        # The outermost first: a config sets those in it too.
+        # The outermost first, because setting a config also sets its nested configs.
         for config, own in before:
             config._attn_implementation = name if own == "sdpa" else own  # noqa: SLF001
         yield
@@ -307,11 +308,11 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
 
 
 def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
-    """Return whether a row has more than one document; on a GPU, this waits for it.
+    """Return whether a row has more than one document; waits for a GPU.
 
     Args:
-        position_ids: `[B or 1, T]`; they begin again with each document.
-        attention_mask: `[B, T]`, 0 for padding, of which the positions do not matter; None for no padding.
+        position_ids: `[B or 1, T]`; they start at 0 in each document.
+        attention_mask: `[B, T]`, 0 for padding, whose positions are ignored; None for no padding.
 
     Example:
         >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
@@ -328,7 +329,7 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
 
 
 def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Reject a call whose documents saw each other; a forward hook with keywords.
+    """Reject a call whose documents attended to each other; a forward hook with keywords.
 
     Raises:
         ConflictError: Rows are packed, and the model was called with a cache or an `attention_mask`.

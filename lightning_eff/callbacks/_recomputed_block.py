@@ -1,6 +1,6 @@
-"""A block that is computed again in the backward pass, and the policies by which blocks are chosen.
+"""Recompute a block in the backward pass, and select blocks by policy.
 
-Used by `gradient_checkpointing.py`, and by `_memory_fit.py`, which tries policies on copies of a model.
+`gradient_checkpointing.py` uses it, and `_memory_fit.py`, which tries policies on copies of a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_eff.core.torch_private import torch_private
 
 KEEP = "keep"
 Policies = Mapping[str, str]
-"""Policy by name of a block; blocks that are not named keep their activations."""
+"""Policy by block name; blocks that are not listed keep their activations."""
 aten = torch.ops.aten
 KEPT_OPERATIONS = [
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
@@ -44,12 +44,12 @@ KEPT_OPERATIONS = [
         )
     ),
 ]
-"""What `selective` keeps: the operations that take the most time for the bytes of their outputs."""
+"""Operations whose outputs `selective` keeps: they take the most time per byte of output."""
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Returns contexts around a forward and its recomputation; `context_fn` of `torch.utils.checkpoint`."""
+"""Returns contexts for a forward and its recomputation; `context_fn` of `torch.utils.checkpoint`."""
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Keywords under which Hugging Face's layers take a key-value cache."""
+"""Argument names of a key-value cache in Hugging Face's layers."""
 _OFF = Remedy("~callbacks.gradient_checkpointing", "remove GradientCheckpointing")
 _UNCOMPILED = Remedy("~callbacks.torch_compile", "remove TorchCompile")
 _OFFLOAD = Remedy(
@@ -63,12 +63,12 @@ def keep_outputs(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for a forward that keeps the outputs of some operations, and for its recomputation.
 
-    A kept output that the forward writes to in place is recomputed after all. Recurrent layers do so to every
-    product; a GRU through views without a common version counter, which PyTorch's own check does not detect.
+    A kept output that the forward modifies in place is recomputed anyway. Recurrent layers modify every
+    product. A GRU does so through views without a common version counter, which PyTorch's check misses.
     """
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
-        schema = getattr(operation, "_schema", None)  # a higher-order operator has none
+        schema = getattr(operation, "_schema", None)  # higher-order operators have none
         written = [
             args[index] if index < len(args) else kwargs.get(argument.name)
             for index, argument in enumerate(schema.arguments if schema is not None else ())
@@ -76,24 +76,24 @@ def keep_outputs(
         ]
         memories = [t.untyped_storage() for t in tree_leaves(written) if isinstance(t, Tensor)]
         for outputs in list[Any](storage.values()) if memories else ():
-            # By index in torch 2.13, in a list before
+            # A dict by index in torch 2.13, a list in earlier versions.
             for index, output in [*(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))]:
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
                 if any(mine is memory for mine in held for memory in memories):
-                    # torch 2.13's mark of an output that is recomputed
+                    # torch 2.13's marker for an output that is recomputed.
                     outputs[index] = torch_private(
                         "torch.utils.checkpoint:_RECOMPUTE", "policy=selective of what is written to in place"
                     )
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    storage = forward.storage  # `policy` holds it and not `forward`: that cycle would keep every output alive
+    storage = forward.storage  # `policy` must not hold `forward`: the cycle would keep every output alive
     return forward, _Recomputation(recomputation, storage)
 
 
 class _Recomputation:
-    """Context of a recomputation, which takes outputs out of a copy: a second one finds them too."""
+    """Context of a recomputation; it pops outputs from a copy, so that a second recomputation finds them."""
 
     def __init__(self, mode: Any, storage: dict[Any, Any]) -> None:
         self._mode, self._storage = mode, storage
@@ -110,20 +110,23 @@ class _Recomputation:
 class RecomputedBlock:
     """Recomputes a block's activations until `remove` is called.
 
-    Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint, so the block keeps its
-    class, its name and its keys, and a compiled forward inside stays compiled. Beyond what PyTorch does, the
-    block is computed again with the state that its modules and the containers among its inputs had at the
-    call (`CallState`), what the second computation writes to them is removed, tensors passed by keyword are
-    treated like positional ones, the inputs may be offloaded to host memory, and errors name the block.
+    Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint. So the block keeps its
+    class, name and keys, and a compiled forward inside stays compiled. In addition to PyTorch's checkpoint:
+
+    - The block runs again with the state that its modules and the containers among its inputs had at the call
+      (`CallState`); the second run's writes to them are undone.
+    - Tensors passed by keyword are treated like positional ones.
+    - The inputs may be offloaded to host memory.
+    - Errors name the block.
 
     Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be
     removed, a second backward through a retained graph fails in it, and it ignores tensors passed by keyword.
 
     Args:
         block: Any module.
-        name: For errors.
+        name: The block's name, for errors.
         contexts: Contexts around forward and recomputation; for selective checkpointing.
-        host: Offloads the block's inputs until they are needed, as those of other blocks; None leaves them.
+        host: Offloads the block's inputs until the backward pass; None keeps them on the device.
     """
 
     def __init__(
@@ -145,9 +148,9 @@ class RecomputedBlock:
         self._stops_early = stops_early(block)
         self._frames: list[tuple[Generator[None], AbstractContextManager[Any]]] = []
         self._is_recomputing = False
-        untraced: Any = torch.compiler.disable  # what is inside the block may be compiled, the hooks not
+        untraced: Any = torch.compiler.disable  # the block's content may be compiled, but not the hooks
         self._handles = [
-            # First, so that other hooks that change the inputs run again, and once each time.
+            # Prepend: other hooks, which may change the inputs, then run inside the checkpoint, once per run.
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True, prepend=True),
             block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
         ]
@@ -155,7 +158,7 @@ class RecomputedBlock:
 
     @staticmethod
     def of(block: nn.Module) -> RecomputedBlock | None:
-        """Return the object that recomputes a block, or None."""
+        """Return the object that recomputes a block; None if it is not recomputed."""
         return block.__dict__.get(_MARK)
 
     def remove(self) -> None:
@@ -169,8 +172,8 @@ class RecomputedBlock:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
-        # Hugging Face's models pass a key-value cache to their layers, also in training: each recomputation
-        # would fill it again.
+        # Hugging Face's models pass a key-value cache to their layers even in training. Each recomputation
+        # would append to it again.
         passed = dict(zip(self._names, args, strict=False)) | kwargs
         caches = {name: passed[name] for name in CACHES if passed.get(name) is not None}
         for name, cache in caches.items():
@@ -185,12 +188,12 @@ class RecomputedBlock:
             | ({"use_cache": False} if "use_cache" in kwargs else {})
         )
         args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
-        # By position, as far as possible: only positional tensors are saved like activations.
+        # Pass arguments by position where possible: only positional tensors are saved like activations.
         positional, keywords = list(args), dict(given)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
         frame = self._new_frame(block, positional, keywords, len(args))
-        # Offloading applies to the inputs alone: inside the block, the checkpoint's own hooks are innermost.
+        # Only the inputs are offloaded: inside the block, the checkpoint's own hooks are innermost.
         host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
@@ -210,9 +213,9 @@ class RecomputedBlock:
     def _new_frame(
         self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_positional: int
     ) -> Generator[None]:
-        """Return the checkpoint of one forward; of `args`, so many are to be passed by position."""
+        """Return the checkpoint of one forward; the first `num_positional` of `args` pass by position."""
         forward, recomputation = self._contexts()
-        # What is passed by position is saved, and its version checked, by torch.
+        # torch saves positional tensors and checks their versions.
         noted = [each for each in args if not isinstance(each, Tensor)]
         state = CallState(block, [*noted, *kwargs.values()])
 
@@ -233,7 +236,7 @@ class RecomputedBlock:
                 yield
             state.end_forward()
 
-        # Not a context for torch to enter: a second backward through a retained graph would enter it again.
+        # Not a context of `context_fn`: a second backward through a retained graph would enter it again.
         def again(*args: Any, **kwargs: Any) -> None:
             self.num_recomputed += 1
             named = dict(zip(self._names[num_positional:], args[num_positional:], strict=False))
@@ -246,12 +249,12 @@ class RecomputedBlock:
 
         # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
         options = (True, lambda: (first(), nullcontext()), "default", False, self._stops_early)
-        # As of torch 2.13: runs up to the forward, and past it when it is resumed.
+        # torch 2.13: a generator that runs up to the forward, and past it when resumed.
         place = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"
         return torch_private(place, "callbacks/gradient_checkpointing")(again, *options, *args, **kwargs)
 
     def _explanation(self, error: RuntimeError) -> str:
-        """Return what an error of torch's means for the block; empty if it is not the checkpoint's."""
+        """Return an explanation of the checkpoint's errors for this block; empty for any other error."""
         text = str(error)
         if isinstance(error, RecomputationError):
             return ""
@@ -274,20 +277,20 @@ def recompute(
     every_n_blocks: int = 2,
     blocks: BlockSelector = None,
 ) -> dict[str, RecomputedBlock]:
-    """Recompute blocks of a model from now on; for Fabric, or your own training loop.
+    """Recompute blocks of a model; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; blocks that are recomputed already are left as they are.
-        policy: `full`, `every_n`, `selective` or `offload`; or one of these, without `every_n`, by the name
-            of a block, and `keep` for blocks that are not recomputed, as for those without a name.
-        every_n_blocks: For `every_n`: one block in this many, the first one first.
-        blocks: Which blocks; None finds the repeated ones.
+        model: Any module; blocks that are already recomputed do not change.
+        policy: `full`, `every_n`, `selective` or `offload`; or a mapping from block names to one of these
+            (except `every_n`) or `keep`. Blocks that are not listed are kept.
+        every_n_blocks: For `every_n`: recompute one block in this many, starting with the first.
+        blocks: Blocks to select from; None finds the repeated ones.
 
     Returns:
-        By name of the block, an object whose `remove()` undoes it.
+        By block name, an object whose `remove()` undoes the change.
 
     Raises:
-        ConfigError: `blocks` or `policy` names what is no block of the model.
+        ConfigError: `blocks` or `policy` names something that is not a block of the model.
         RecomputationError: A block depends on something that changed before its backward pass.
 
     Example:
@@ -305,7 +308,7 @@ def recompute(
         raise ConfigError("policy", name, allowed="policies by the names of the model's blocks")
     contexts: ContextFn = noop_context_fn
     if "selective" in by_name.values():
-        gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered as soon as a layer uses it
+        gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered once a layer uses it
         kept = [*KEPT_OPERATIONS, *([gemm.default] if gemm is not None else [])]
         contexts = functools.partial(keep_outputs, kept)
     host = HostOffload() if "offload" in by_name.values() else None

@@ -1,10 +1,11 @@
-"""Test that a module computes every token from that token alone, without its weights.
+"""Test whether a module computes each token from that token alone, without reading its weights.
 
-The test is `f(x) == cat(f(tile), ...)` in float64, on random tokens of several samples and on the tiles that
-`split` makes of them. It runs on a stand-in: a copy of the module whose plain linear layers, which are
-token-wise by definition, are replaced by cheap functions of the same sizes, and whose other parameters are
-random numbers. So it reads no weights: they may be sharded, quantized, on the meta device or fake (`plan`),
-it takes no memory of their size, and neither the module nor the random generators change.
+`callbacks/tiled_mlp` calls it before it tiles a module. The test is `f(x) == cat(f(tile), ...)` in float64,
+on random tokens of several samples and on the tiles that `split` makes of them. It runs on a stand-in, a copy
+of the module. There, plain linear layers, which are token-wise by definition, are replaced by cheap functions
+of the same sizes; other parameters are random. So the weights may be sharded, quantized, on the meta device
+or fake (`plan`). The test needs no memory of their size, and changes neither the module nor the random
+generators.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from lightning_eff.core.shards import full_shape
 from lightning_eff.core.torch_private import real_tensors
 
 SHAPES = ((33,), (3, 11), (3, 2, 11))
-"""Samples and tokens of the inputs on trial: odd lengths, no axis of one."""
+"""Sample and token axes of the test inputs: odd token counts, no axis of length one."""
 TILE_TOKENS = 16
-"""Tokens of a tile on trial: more than a sample has, and even; the last tile has fewer."""
+"""Tokens per test tile: even, and more than a sample has in most shapes; the last tile is shorter."""
 FAILS = "its forward fails on a tensor of tokens x features"
 LINEARS = ("bitsandbytes.", "lightning_eff.", "torchao.")
-"""Packages whose linear layers are plain but for their rounding."""
+"""Packages whose linear layers are plain except for rounding."""
 ROUTING = (
     *("topk", "sort", "argsort", "nonzero", "_grouped_mm"),
     *("index_add", "index_add_", "scatter", "scatter_add"),
 )
-"""Operations by which tokens are distributed: each expert then has other tokens in every tile, and what a
-loss reads of the routing would be that of a tile."""
+"""Operations that route tokens to experts. In tiles, an expert gets other tokens, and a loss on the routing
+would see only one tile."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class TokenWise:
     """Verdict on a module.
 
     Args:
-        refusal: Why it cannot be tiled; empty if it is token-wise.
-        widest: Features of its widest activation.
+        refusal: Reason that the module cannot be tiled; empty if it is token-wise.
+        widest: Number of features of its widest activation.
         ranks: Numbers of axes that its input may have.
     """
 
@@ -57,7 +58,7 @@ class TokenWise:
 
 
 def split(x: Tensor, tile_tokens: int) -> tuple[Tensor, ...]:
-    """Split an input into tiles with as many axes as it has, since a forward may count them.
+    """Split an input into tiles with the same number of axes, since a forward may check it.
 
     Example:
         >>> [list(tile.shape) for tile in split(torch.ones(3, 5, 2), 7)]
@@ -67,12 +68,12 @@ def split(x: Tensor, tile_tokens: int) -> tuple[Tensor, ...]:
 
 
 def join(outputs: list[Tensor], x: Tensor) -> Tensor:
-    """Join the outputs of the tiles of `x` to one tensor with its samples."""
+    """Join the outputs of the tiles of `x` into one tensor with the batch axes of `x`."""
     return torch.cat(outputs, dim=-2).reshape(*x.shape[:-1], -1)
 
 
 def num_matrices(module: nn.Module) -> int:
-    """Count the matrices among a module's parameters, without those of adapters.
+    """Count the matrices among a module's parameters, without adapters.
 
     Example:
         >>> num_matrices(nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
@@ -85,7 +86,7 @@ def num_matrices(module: nn.Module) -> int:
 
 
 def check_token_wise(module: nn.Module) -> TokenWise:
-    """Check whether a module is token-wise, and if not, say why.
+    """Check whether a module is token-wise; if not, `refusal` has the reason.
 
     Example:
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)))
@@ -99,7 +100,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
     if num_required != 1:
         return TokenWise(f"its forward takes {num_required} inputs")
     for name, part in module.named_modules():
-        # The module's own run once, around all tiles.
+        # Hooks of the module itself are fine: they run once, around all tiles.
         if name and any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(part)[kind].values()):
             return TokenWise(f"hooks of {name} would run for every tile")
     with (
@@ -123,11 +124,11 @@ def check_token_wise(module: nn.Module) -> TokenWise:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Return the numbers of features inside a module, the most likely ones of its input first."""
+    """Return the numbers of features inside a module, the likely ones of its input first."""
     sizes: list[int] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            sizes += [part.in_features, part.out_features]  # its weight may be packed
+            sizes += [part.in_features, part.out_features]  # not `weight.shape`: it may be packed
             continue
         for parameter in part.parameters(recurse=False):
             sizes.extend(full_shape(parameter) if parameter.dim() < 3 else ())
@@ -135,7 +136,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
-    """Compare inputs with their tiles; return a refusal, and the ranks of inputs that the module takes."""
+    """Compare inputs with their tiles; return a refusal, and the input ranks that the module accepts."""
     failure, ranks = FAILS, list[int]()
     for shape in SHAPES:
         x = torch.randn(*shape, features).double()
@@ -151,7 +152,7 @@ def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _compare(trial: nn.Module, x: Tensor) -> str:
-    """Run the stand-in on all tokens and on their tiles; return why the results are not the same."""
+    """Run the stand-in on all tokens and on their tiles; return why results differ, empty if equal."""
     before = _contents(trial)
     with _Observed() as observed:
         full = trial(x)
@@ -166,7 +167,7 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
     for tile in split(x, TILE_TOKENS):
         with _Observed() as of_tile:
             outputs.append(trial(tile))
-        # As many numbers for each token, so not one for a sample, a weight or the whole call.
+        # The same count of random numbers per token: a draw per sample, weight or call is not token-wise.
         per_token = [drawn * tile.shape[-2] for drawn in observed.drawn]
         if per_token != [drawn * x[..., 0].numel() for drawn in of_tile.drawn]:
             return "it draws random numbers that are not of one token each"
@@ -176,9 +177,9 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
 
 
 class _Observed(TorchDispatchMode):
-    """Notes operations that distribute tokens, and how many random numbers are drawn by each operation.
+    """Records routing operations, and the count of random numbers that each operation draws.
 
-    What is drawn becomes a constant, so that tiles can be compared.
+    Drawn numbers are replaced by a constant, so that tiles can be compared.
     """
 
     def __init__(self) -> None:
@@ -198,7 +199,7 @@ class _Observed(TorchDispatchMode):
 
 
 def stand_in(module: nn.Module) -> nn.Module:
-    """Return a float64 copy on the CPU: plain linear layers replaced, other parameters random, no hooks."""
+    """Return a float64 CPU copy without hooks: linear layers replaced, other parameters random."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         if isinstance(part, nn.Linear) and _is_plain(part):
@@ -217,22 +218,22 @@ def stand_in(module: nn.Module) -> nn.Module:
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Return whether a linear layer computes a product with its weight: its class may add anything to that.
+    """Return whether a linear layer computes only a product with its weight, since a subclass may add more.
 
-    FSDP2 makes a class of its own without a forward. Those of LINEARS round tokens together, at most.
+    FSDP2's subclass has no forward. Layers of `LINEARS` at most round tokens together.
     """
-    own = dict(linear.named_parameters(recurse=False))  # without a weight that is parametrized
+    own = dict(linear.named_parameters(recurse=False))  # a parametrized weight is not among them
     is_known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(LINEARS)
     return is_known and "weight" in own and "forward" not in vars(linear)
 
 
 class _CheapLinear(nn.Module):
-    """Mixes features like a linear layer of these sizes, with a vector of numbers."""
+    """Mixes features like a linear layer of these sizes, but has only a vector of weights."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = in_features, out_features, None
-        # Read by adapters for its dtype; a product with it is token-wise as well.
+        # Adapters read its dtype; a product with it would be token-wise too.
         self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
         self.scale = torch.randn(out_features).double()
         self.source = torch.arange(out_features) % in_features
@@ -248,7 +249,7 @@ Contents = dict[str, list[tuple[Any, int]]]
 
 
 def _contents(module: nn.Module) -> Contents:
-    """Return the objects in each attribute of a module and of all inside it, tensors with their versions."""
+    """Return the objects in each attribute of a module and its submodules, tensors with their versions."""
     found: Contents = {}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
@@ -261,7 +262,7 @@ def _contents(module: nn.Module) -> Contents:
 
 
 def _side_effect(before: Contents, after: Contents) -> str:
-    """Describe what a forward changed in its module; empty where it changed nothing."""
+    """Describe what a forward changed in its module; empty if nothing changed."""
 
     def is_same(old: tuple[Any, int], new: tuple[Any, int]) -> bool:
         is_plain = isinstance(new[0], (int, float, str))

@@ -1,21 +1,21 @@
 """Choose the backends of `F.scaled_dot_product_attention`, and compute packed rows without dense masks.
 
-torch takes the first backend that accepts a call and falls back to `math`, which holds all T x T scores, in
-silence. `backend` names the backends that may be used, by priority. In the first batch each call is checked:
-where only `math` would be left, the run ends with the reason, before an optimizer step.
+torch takes the first backend that accepts a call. It silently falls back to `math`, which holds all T x T
+scores. `backend` lists the allowed backends, by priority. Each call in the first batch is checked. If only
+`math` would remain, the run stops with the reason, before an optimizer step.
 
-Packed rows of several documents need a mask by which attention stays within each. transformers makes it
-dense: B x T x T values, and again as numbers in every layer. With `packing=auto` its models compute packed
-rows by kernels of variable length (half precision on CUDA), else by compiled FlexAttention (CUDA), else with
-the dense mask, as on a CPU; the run's report has its bytes. Batches without packed documents are left to
-`sdpa`.
+Packed rows of several documents need a mask that keeps attention within each document. transformers makes it
+dense: B x T x T values, and again as floats in every layer. With `packing=auto`, models of transformers
+compute packed rows by variable-length kernels (half precision on CUDA). If those are unavailable, they use
+compiled FlexAttention (CUDA), or else the dense mask, as on a CPU. The run's report has the mask's bytes.
+`sdpa` computes batches without packed documents.
 
-Saves: scores and dense masks of attention, B x T x T values a layer. Where a fused kernel runs already,
-    nothing: the report names the kernel.
-Costs: none after the first batch; the documents of a packed batch are found once, with one wait for the GPU.
-    Kernels of variable length add in another order than the dense mask's.
-When not: the report names a fused backend already.
-Conflicts: none. Models of transformers only, for packing; a dropout of attention needs `packing=dense`.
+Saves: scores and dense masks of attention, B x T x T values per layer. Nothing if a fused kernel already
+    runs; the report names the kernel.
+Costs: none after the first batch, except one wait for the GPU per packed batch, to find its documents.
+    Variable-length kernels add in another order than the dense mask's kernel.
+When not: the report already names a fused backend.
+Conflicts: none. Packing is only for models of transformers; attention dropout needs `packing=dense`.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 """
@@ -65,7 +65,7 @@ Packing = Literal["auto", "varlen", "flex", "dense"]
 NO_BACKEND = Remedy("callbacks.attention.backend=null", "Attention(backend=None)")
 ON_CPU = ("flash", "math")
 NO_KERNEL = "No available kernel"
-"""torch's words for a call that no backend accepts: of a later batch, or compiled."""
+"""torch's message for a call that no backend accepts, in a later batch or in compiled code."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     """Check every call of `F.scaled_dot_product_attention`, and count the calls of each backend.
 
     Args:
-        names: Backends that may be used; none for all.
+        names: Allowed backends; empty allows all.
         capability: Compute capability of the device, times ten; 0 for a CPU.
 
     Raises:
@@ -92,7 +92,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     def check(
         query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
     ) -> Tensor:
-        if query.is_nested:  # which has other rules
+        if query.is_nested:  # nested tensors have other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
         enabled = [name for name in switched_on() if name in (names or BACKENDS)]
@@ -112,14 +112,13 @@ class Attention(Managed):
     """Choose backends of attention, and compute packed rows without dense masks.
 
     Args:
-        backend: `flash`, `efficient`, `cudnn` or `math`, or several by priority; None leaves the choice to
-            torch.
+        backend: `flash`, `efficient`, `cudnn` or `math`, or several by priority; None lets torch choose.
         packing: How a model of transformers computes packed rows: `varlen`, `flex`, `dense`, or `auto`, the
             first of these that works here.
 
     Raises:
-        ConfigError: An unknown backend, or a packing that this device or model does not have.
-        ConflictError: In the first batch, a call that no chosen backend accepts.
+        ConfigError: The backend is unknown, or this device or model does not support the packing.
+        ConflictError: No chosen backend accepts a call in the first batch.
 
     Warns:
         NoEffectWarning: No backend was chosen, and no packed rows were computed without a mask.
@@ -149,16 +148,16 @@ class Attention(Managed):
         self._first_batch = ExitStack()
         self._is_checked = False
         self._planned: devices.Device | None = None
-        """A GPU to predict for, in place of the model's device."""
+        """GPU to predict for, instead of the model's device."""
 
     def join_prediction(self, gpu: devices.Device | None) -> bool:
-        """Choose backends as on the GPU of a prediction."""
+        """Choose backends for the GPU of a prediction."""
         self._planned = gpu
         return True
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest to call `scaled_dot_product_attention` in place of computing scores without dropout."""
+        """Suggest `scaled_dot_product_attention` for a model that computes scores itself, without dropout."""
         held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
         found = {
             index: each.operation
@@ -166,7 +165,7 @@ class Attention(Managed):
             if (row := held.get(run.sizes[index]))
             and (each.path in row.modules or each.operation == "_softmax")
         }
-        # With dropout on a CPU, torch computes the scores all the same.
+        # With dropout on a CPU, torch would compute the scores anyway.
         if not found or any("dropout" in name or "bernoulli" in name for name in found.values()):
             return None
         calls, num_bytes = sum(row.calls for row in held.values()), max(held)
@@ -193,7 +192,7 @@ class Attention(Managed):
             for part in [] if is_compiled(pl_module) else _called_by_users(model):
                 hook = part.register_forward_hook(reject_joined_documents, with_kwargs=True)
                 self.cleanup.callback(hook.remove)
-        # The compiler would trace the check, and compile again without it.
+        # The compiler would trace the check, and recompile when it is removed.
         self._is_checked = not is_compiled(pl_module)
         if self._is_checked:
             self.cleanup.callback(self._first_batch.close)
@@ -216,9 +215,9 @@ class Attention(Managed):
         super().on_exception(trainer, pl_module, exception)
 
     def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
-        """Let a model of transformers compute packed rows by what is there."""
+        """Let a model of transformers compute packed rows with the best available method."""
         why = why_not_varlen(model, model.device, dtype)
-        # The documents of a batch are looked up by Python, which the compiler cannot trace.
+        # Python code finds the documents of a batch, which the compiler cannot trace.
         why = why or ("the model is compiled" if is_compiled else "")
         is_sdpa = model.config._attn_implementation == "sdpa"  # noqa: SLF001 - private in transformers 5
         has_flex = is_sdpa and model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
@@ -242,7 +241,7 @@ class Attention(Managed):
             warnings.warn(f"Attention had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Report the backends of the first batch, and what packed rows did without."""
+        """Report the backends of the first batch, and the masks that packed rows avoided."""
         packed = self._packed
         calls = ", ".join(f"{count} by {name}" for name, count in self._calls.most_common())
         parts = [f"backends {', '.join(self._names)}"] if self._names else []
@@ -278,7 +277,7 @@ def _transformers_models(module: nn.Module) -> list[Any]:
 
 
 def _called_by_users(model: nn.Module) -> list[Any]:
-    """Return the models of transformers in one of them, with its head and without, that make masks."""
+    """Return the transformers models inside a model (such as a head and its base model) that make masks."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-    # The package flash_attn finds documents by their positions, whatever else it gets.
+    # The package flash_attn always finds documents by their positions.
     return [part for part in parts if not part.config._attn_implementation.startswith("flash")]  # noqa: SLF001

@@ -1,18 +1,19 @@
 """Keep images and the weights of convolutions in channels-last memory format.
 
 PyTorch stores images [B, C, H, W] channel by channel. Tensor cores compute convolutions pixel by pixel, with
-the channels of a pixel adjacent: for other images the library transposes inputs and outputs in every call.
-Here weights of convolutions in two and three dimensions are converted before training, and in each batch the
-images that one of them could take. Values, names and checkpoints stay the same, only strides change.
+the channels of a pixel adjacent. For other layouts the library transposes inputs and outputs in every call.
+This callback converts the weights of 2D and 3D convolutions before training. In each batch, it converts the
+images that one of these convolutions accepts. Values, names and checkpoints stay the same; only strides
+change.
 
-Weights stay contiguous under FSDP2 and DeepSpeed, and where they share memory with another tensor. They are
-then converted in each call.
+Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. They are then
+converted in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
-Costs: a copy of each batch. Code that calls `view` on images or weights may have to call `reshape`, and
-    `as_strided` on an image of the batch reads other pixels. Random numbers in the shape of an image
-    (`randn_like`, dropout) are drawn in the order of memory: other values from the same seed.
-When not: on a GPU in float32 without TF32; where `compare` shows no gain.
+Costs: a copy of each batch. Code that calls `view` on images or weights may need `reshape` instead, and
+    `as_strided` on an image reads other pixels. Random numbers in the shape of an image (`randn_like`,
+    dropout) are drawn in memory order, so the same seed gives other values.
+When not: on a GPU in float32 without TF32; if `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers and `torch.optim.LBFGS`, which need contiguous weights.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
@@ -38,7 +39,7 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Facts, Outcome, Rule, Try
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of axes: batch, channels, and two or three of space."""
+"""Memory format by number of axes: batch, channels, and two or three spatial axes."""
 CONTIGUOUS = dict.fromkeys(FORMATS, torch.contiguous_format)
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
@@ -47,10 +48,10 @@ class ChannelsLast(Managed):
     """Keep images and the weights of convolutions in channels-last memory format.
 
     Raises:
-        ConflictError: The optimizer is one of bitsandbytes, or `torch.optim.LBFGS`.
+        ConflictError: The optimizer is from bitsandbytes, or `torch.optim.LBFGS`.
 
     Warns:
-        NoEffectWarning: No weight was converted, and no image in a batch.
+        NoEffectWarning: Neither a weight nor an image was converted.
     """
 
     exact = True
@@ -58,12 +59,12 @@ class ChannelsLast(Managed):
     try_as = (Try(),)
 
     def __init__(self) -> None:
-        self._takes: set[tuple[int, int]] = set()  # axes and channels of the images that convolutions take
-        self._weights: list[Tensor] = []  # those that were converted
+        self._takes: set[tuple[int, int]] = set()  # (axes, channels) of images that convolutions accept
+        self._weights: list[Tensor] = []  # converted weights
         self._num_images = 0
 
     def facts(self) -> Facts:
-        """State which optimizers read weights in the order of memory."""
+        """Reject optimizers that read weights in memory order."""
         reason = "it needs contiguous weights"
         remedies = (TO_ADAMW, Remedy("~callbacks.channels_last", "remove ChannelsLast"))
         names = ("bitsandbytes/Optimizer8bit", "torch/LBFGS")
@@ -75,33 +76,33 @@ class ChannelsLast(Managed):
         self._weights, self._num_images = [], 0
         strategy: Any = trainer.strategy
         move = strategy.batch_to_device
-        # A hook of the module or the data module for this would hide the user's.
+        # Why not a batch hook of the module or data module: it would hide the user's.
         strategy.batch_to_device = lambda *args, **keywords: tree_map(self._convert, move(*args, **keywords))
         self.cleanup.callback(vars(strategy).pop, "batch_to_device", None)
         self.cleanup.callback(model_surgery.restore, pl_module)
         apply = functools.partial(self._apply, trainer)
         model_surgery.queue(trainer, pl_module, model_surgery.Stage.MEMORY_FORMAT, apply)
-        self.cleanup.callback(self._arrange, trainer, CONTIGUOUS)  # the optimizer too: it may outlive the run
+        self.cleanup.callback(self._arrange, trainer, CONTIGUOUS)  # the optimizer too may outlive the run
 
     def _apply(self, trainer: pl.Trainer, model: nn.Module) -> int:
         layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, CONVOLUTIONS)]
         self._takes = {(len(layer.kernel_size) + 2, layer.in_channels) for layer in layers}
-        # Not `layer.weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+        # Not `layer.weight`: a parametrized layer computes it, which changes the state of spectral_norm.
         weights = [p for layer in layers for p in layer.parameters(recurse=False)]
         new = [w for w in weights if _is_image(w) and not w.is_contiguous(memory_format=FORMATS[w.ndim])]
-        # A weight that shares its memory with another tensor would be separated from it.
+        # Skip weights that share memory with another tensor: conversion would separate them.
         tensors = (*model.parameters(), *model.buffers())
         memories = [tensor.untyped_storage() for tensor in tensors if _is_dense(tensor)]
         shared = Counter(map(id, memories))
         new = [w for w in new if shared[id(w.untyped_storage())] == 1]
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            return 0  # it sends weights as bytes, in the order of memory
+            return 0  # the strategy sends weights as bytes, in memory order
         self._weights += new
         self._arrange(trainer, FORMATS)
         return len(new)
 
     def _arrange(self, trainer: pl.Trainer, formats: dict[int, torch.memory_format]) -> None:
-        """Give the weights that were converted, their gradients and optimizer state a format."""
+        """Set the format of converted weights, their gradients and optimizer state."""
         for weight in self._weights:
             weight.data = _in_format(weight.data, formats)
             weight.grad = _in_format(weight.grad, formats)
@@ -121,11 +122,11 @@ class ChannelsLast(Managed):
             self.cleanup.callback(hook.remove)
 
     def _match_in_step(self, trainer: pl.Trainer, _: Any, args: Any, keywords: dict[str, Any]) -> Any:
-        """Arrange what was loaded or assigned: fused optimizers on a CPU read all in the order of memory."""
+        """Fix formats after loads and assignments: fused CPU optimizers read all tensors in memory order."""
         closure = keywords.get("closure") or (lambda: None)
 
         def computed() -> Any:
-            loss = closure()  # in which Lightning computes the gradients
+            loss = closure()  # Lightning computes the gradients in it
             self._arrange(trainer, FORMATS)
             return loss
 
@@ -146,7 +147,7 @@ class ChannelsLast(Managed):
             warnings.warn("ChannelsLast had no effect: nothing to convert", NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Report how many weights were converted, and how many images of batches."""
+        """Report the numbers of converted weights and images."""
         numbers = {"weights": len(self._weights), "images": self._num_images}
         did = f"converted weights: {len(self._weights)}, images in batches: {self._num_images}"
         return Outcome(did=did, effective=any(numbers.values()), numbers=numbers)
@@ -159,7 +160,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_image(value: Any) -> bool:
-    """Return whether a value is a dense tensor of floats with the axes of images; not a sharded one."""
+    """Return whether a value is a dense, unsharded float tensor with the axes of images."""
     return _is_dense(value) and value.is_floating_point() and value.ndim in FORMATS
 
 

@@ -1,32 +1,32 @@
 """Train with a contrastive loss over a large batch, in the memory of a micro-batch (gradient caching).
 
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
-`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`: it
+`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. It
 embeds the batch in micro-batches without keeping activations, and returns the embeddings of the full batch,
-gathered from all ranks. When the backward pass of the loss reaches the embeddings, each micro-batch is
-computed again and continues it with the gradient of its rows. Why one backward pass, and not one for each
-micro-batch with a surrogate loss: loss scaling, accumulation, reduction over ranks, backward hooks and
-parameters of the loss (a temperature) work as they do without this callback.
+gathered from all ranks. When the loss's backward pass reaches the embeddings, each micro-batch is computed
+again, and the pass continues through it with the gradient of its rows. Why one backward pass, not one per
+micro-batch with a surrogate loss: everything else works as without this callback. That includes loss scaling,
+accumulation, reduction over ranks, backward hooks and parameters of the loss (a temperature).
 
-A micro-batch is computed again with the random numbers, autocast, attributes and buffers of the first time,
-and what it writes or logs the second time is dropped. `embed` must not compare samples, which is checked on a
-few of them before the first split. It may be called several times in a step (for two views), and what it
-returns has one row per sample: embeddings, and labels if the loss needs them.
+A micro-batch is computed again with the random numbers, autocast, attributes and buffers of the first time.
+Anything that it writes or logs the second time is dropped. `embed` must not compare samples; a few samples
+are checked before the first split. `embed` may be called several times in a step (for two views). Its results
+have one row per sample: embeddings, and labels if the loss needs them.
 
-Each rank computes the loss over the embeddings of all ranks, and the gradient is the one of the mean of these
-losses. Ranks may have batches of different sizes, unless they shard parameters. In a step of several batches,
-each batch is compared with itself.
+Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of these losses.
+Ranks may have batches of different sizes, unless they shard parameters. In a step of several batches, samples
+are compared only within each batch.
 
-With `auto` the full batch is tried first; when memory runs out, everything that the step has changed is
-restored and the step is computed again in micro-batches of half the size. The size is saved in checkpoints.
+With `auto` the full batch is tried first. After an OOM, everything that the step has changed is restored, and
+the step runs again in micro-batches of half the size. The size is saved in checkpoints.
 
-Saves: activations: those of one micro-batch are in memory at a time. With the batch grow the embeddings, and
-    what the loss computes of them.
-Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of the buffers that
-    it changed, and its graph without tensors in host memory: 0.3 MB for 80 modules. Gradients of
-    micro-batches are summed in the dtype of the weights, under FSDP2 of the gathered ones, next to the
-    gradients of earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange
-    embeddings and their gradients, which `plan` does not count.
+Saves: activations: only one micro-batch's activations are in memory at a time. Embeddings, and the loss's own
+    tensors, still grow with the batch.
+Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of changed buffers,
+    and its graph without tensors, in host memory (0.3 MB for 80 modules). Micro-batches' gradients are summed
+    in the weights' dtype (under FSDP2, in the gathered weights' dtype). This sum exists next to the gradients
+    of earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange embeddings and
+    their gradients, which `plan` does not count.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,
@@ -70,12 +70,12 @@ WITHOUT = Remedy("~callbacks.contrastive", "remove Contrastive")
 ONE_LINE = "def training_step(self, batch, batch_idx): return self.similarity_loss(self.embed(batch))"
 OWNER = ("callbacks.contrastive", "Contrastive")
 PREDICTED_PARTS = 32
-"""Micro-batches of a batch that a prediction runs."""
+"""Maximum number of micro-batches per batch in a prediction."""
 Embed = Callable[[Any], Any]
 
 
 class _WholeBatches(MicroBatchSize):
-    """The size of the micro-batches of `embed`, for a loop that retries steps and runs batches whole."""
+    """The micro-batch size of `embed`, for a loop that retries steps but does not split batches itself."""
 
     @override
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
@@ -83,17 +83,17 @@ class _WholeBatches(MicroBatchSize):
 
     @override
     def num_samples(self, batch: Any) -> int | None:
-        return self.largest  # of what `embed` was given
+        return self.largest  # the largest argument of `embed`
 
 
 class Contrastive(Managed):
-    """Compute `embed` in micro-batches, for a loss over the embeddings of the whole batch.
+    """Compute `embed` in micro-batches, for a loss over the embeddings of the full batch.
 
     Args:
-        micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the full batch.
+        micro_batch_size: Samples of a micro-batch on one device; `auto` starts with the full batch.
         gather: Whether `embed` returns the embeddings of all ranks; false if the module gathers them itself.
-        splitter: Splits the argument of `embed` in place of the built-in rules: `splitter(batch, size)`.
-        keep: Names of tensors, or of anything else in the batch, that every micro-batch gets whole; names and
+        splitter: Splits the argument of `embed` instead of the built-in rules: `splitter(batch, size)`.
+        keep: Names of tensors or other values in the batch that every micro-batch gets in full; names and
             paths as in `MicroBatch`.
 
     Raises:
@@ -135,18 +135,18 @@ class Contrastive(Managed):
         self._num_left_out = 0
         self._num_calls = 0
         self._num_ranks = 1
-        self._last_split = -1  # index of the last batch that was split, which may be computed several times
+        self._last_split = -1  # index of the last split batch; retries compute a batch several times
         self._check = ""
-        """Why `embed` could not be checked to treat samples apart."""
+        """Reason that the check whether `embed` compares samples could not run."""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Leave out micro-batches in the middle of a batch, which need what the others need."""
+        """Skip micro-batches in the middle of a batch, which need as much memory as the others."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return what a prediction does not count."""
+        """Return the parts of a step that a prediction does not count."""
         text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: buffers that the others change"
         return [f"{text} are not counted"] if self._num_left_out else []
 
@@ -155,7 +155,7 @@ class Contrastive(Managed):
         return _WholeBatches(current, is_auto=is_auto, splitter=self.splitter, keep=keep)
 
     def facts(self) -> Facts:
-        """Return what else splits a batch, and what a second attempt at a batch would break."""
+        """Reject techniques that split batches too, or that a second attempt at a batch would break."""
         reasons = {
             "callbacks/micro_batch": "it splits training_step, whose loss compares samples",
             "run/manual_optimization": "the module runs its backward passes itself",
@@ -180,7 +180,7 @@ class Contrastive(Managed):
             allowed = "a module with the methods embed(batch) and similarity_loss(embeddings)"
             name = type(pl_module).__name__
             raise ConfigError(key="", value=name, allowed=allowed, remedies=[ONE_LINE])
-        self._size = self._new_size(self._size.current)  # auto: of an earlier fit
+        self._size = self._new_size(self._size.current)  # auto: the size of an earlier fit
         self._num_calls, self._last_split, self._check = 0, -1, ""
         self._num_ranks = trainer.world_size
         self.cleanup.enter_context(oldest_graphs_first())
@@ -201,7 +201,7 @@ class Contrastive(Managed):
             raise ConflictError(text)
 
     def _embed_all(self, module: pl.LightningModule, embed: Embed, batch: Any) -> Any:
-        """Return the embeddings of a batch, of all ranks."""
+        """Return the embeddings of a batch, gathered from all ranks."""
         size, self._num_calls = self._size, self._num_calls + 1
         parts = splitting.split(batch, size.current, size.splitter, size.keep, owner=OWNER)
         size.largest = sum(part.num_samples or 0 for part in parts)
@@ -223,7 +223,7 @@ class Contrastive(Managed):
         return tree_unflatten(rows, spec)
 
     def _counts(self, module: pl.LightningModule, rows: int) -> list[int]:
-        """Return the samples of each rank's batch."""
+        """Return the number of samples in each rank's batch."""
         if self._num_ranks == 1:
             return [rows]
         if not rows and self.gather:
@@ -245,7 +245,7 @@ class Contrastive(Managed):
     def _embed_parts(
         self, module: pl.LightningModule, embed: Embed, parts: Sequence[MicroBatchPart]
     ) -> list[Any]:
-        """Embed micro-batches, and log what a whole batch would have."""
+        """Embed micro-batches, and log the values that a full batch would have logged."""
         results: Any = module.trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         before = results.batch, results.batch_size
         early_stop = stops_early(module)
@@ -254,7 +254,7 @@ class Contrastive(Managed):
         run = [*parts[: len(parts) - self._num_left_out - 1], parts[-1]]
         for part in run:
             results.batch, results.batch_size = part.batch, part.num_samples
-            # Or autograd adds the gradients of all micro-batches to one cast weight, in 16 bits.
+            # Otherwise autograd would add all micro-batches' gradients to one cast weight, in 16 bits.
             torch.clear_autocast_cache()
             outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
             logged.append(logged_values(results))
@@ -264,11 +264,14 @@ class Contrastive(Managed):
         return outputs
 
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
-        """Reject an `embed` that compares samples: of any function of rows a mean is one over its parts."""
+        """Reject an `embed` that compares samples, by the mean of a function of rows.
+
+        If samples are independent, the mean over a batch equals the mean over its parts.
+        """
 
         def run(part: MicroBatchPart) -> Tensor:
             rows = [leaf for leaf in tree_leaves(embed(part.batch)) if leaf.is_floating_point()]
-            # The sine, since a mean of centered rows is 0 whatever they are centered by.
+            # Why the sine: the mean of centered rows is 0, so it could not detect centering.
             return torch.stack([row.reshape(len(row), -1).sin().sum(1).mean() for row in rows]).sum()
 
         size = MicroBatchSize(None, is_auto=False, splitter=self.splitter, keep=self._size.keep)
@@ -303,7 +306,7 @@ class Contrastive(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Return how batches were embedded."""
+        """Report how batches were embedded."""
         size, is_gathered = self._size, self.gather and self._num_ranks > 1
         if not self._num_calls:
             return Outcome(did="no training data yet", effective=False)
@@ -344,7 +347,7 @@ def _embed_again_in_backward(
             vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # reinstated by `again`
             return embed(batch)
 
-    # Without elements: it says of which device random numbers and autocast are restored.
+    # An empty tensor, from which `checkpoint` takes the device of random numbers and autocast.
     device = torch.empty(0, device=module.device)
     return checkpoint(run, batch, device, use_reentrant=False, early_stop=early_stop)
 
@@ -353,7 +356,7 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
     """Join the rows of micro-batches.
 
     Raises:
-        ConfigError: Something is no tensor with one row a sample.
+        ConfigError: An output is not a tensor with one row per sample.
     """
     flat = [tree_leaves(output) for output in outputs]
     for leaves, part in zip(flat, parts, strict=True):
@@ -369,9 +372,9 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers rows; a row's gradient is the sum over the ranks, each of which has a loss of all rows.
+    """Gathers rows; the gradient of a row is summed over ranks, because each rank's loss uses all rows.
 
-    The strategy then divides by the number of ranks: the gradient is that of the mean of the ranks' losses.
+    The strategy then divides by the number of ranks, which gives the gradient of the mean of all losses.
     """
 
     @staticmethod
@@ -380,7 +383,7 @@ class _Gather(torch.autograd.Function):
         ctx.first, ctx.num_rows = sum(counts[:rank]), len(rows)
         gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
         gathered[ctx.first : ctx.first + ctx.num_rows] = rows
-        # Not `all_gather`, which needs as many rows of each rank; there is no sum of booleans.
+        # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum, so reduce them as bytes.
         dist.all_reduce(gathered.view(torch.uint8) if gathered.dtype == torch.bool else gathered)
         return gathered
 

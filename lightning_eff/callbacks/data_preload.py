@@ -1,23 +1,22 @@
 """Have training batches ready: a measured number of workers, and batches on the GPU ahead of use.
 
-Workers make samples in processes of their own. They halve the wait for slow samples and multiply the time of
-tiny ones, so their number is measured on the loader's own samples before training; 0 is a possible result.
-Batches that workers made are copied to a GPU on a side stream while the previous step computes. The data and
-their order stay the same: samplers and random draws of the training are untouched, and a stateful loader's
-position is that of the last batch handed out.
+Workers make samples in separate processes. They halve the wait for slow samples and multiply the time of tiny
+ones. So their number is measured on the loader's own samples before training; 0 is a possible result. Batches
+from workers are copied to a GPU on a side stream while the previous step computes. The data and their order
+stay the same. Samplers and the training's random draws are untouched, and a stateful loader's position is the
+last batch handed out.
 
-Why no thread that fetches ahead: its samples would draw random numbers in between the training's, and
-workers do the same for any sample that is slow enough to matter.
+Why no thread that fetches ahead: its samples would draw random numbers between the training's draws. Workers
+give the same benefit for any sample that is slow enough to matter.
 
-Saves: waiting for data: the report shows the fraction of the time before and after.
-Costs: host memory for each worker and device memory for the batches that are ready; a few seconds of
-    measuring at the start, on some of the dataset's samples, but at most a twentieth of an epoch's loading
-    (`num_workers=2`, say, measures nothing).
-    Samples, and samplers that draw one by one, draw other random numbers where workers fetch ahead; streams
-    and stateful loaders keep the workers that they have.
-When not: samples are tiny: it measures that, and uses no workers.
-Conflicts: none. Hooks that move batches themselves (`transfer_batch_to_device`, `on_before_batch_transfer`)
-    are honoured: batches are then not moved ahead.
+Saves: waiting for data; the report shows its fraction of the time before and after.
+Costs: host memory for each worker and device memory for the batches that are ready. A few seconds to measure
+    some of the dataset's samples at the start, at most a twentieth of an epoch's loading time; a fixed
+    number such as `num_workers=2` is not measured. If workers fetch ahead, samples, and samplers that draw
+    one by one, draw other random numbers. Streams and stateful loaders keep their own workers.
+When not: samples are tiny; then it measures that and uses no workers.
+Conflicts: none. If hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), they are
+    called as usual, and batches are not moved ahead.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 
@@ -55,29 +54,29 @@ from lightning_eff.report.live_bytes import tensors_in
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Batches that are compared, and timed in this process; at most so many are timed with workers."""
+"""Batches to compare, and to time in this process; and the maximum number to time with workers."""
 MIN_WAIT = 0.1
-"""Fraction of a run's time that is a wait for data, from which it is suggested."""
+"""Minimum fraction of a run's time spent waiting for data for this technique to be suggested."""
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
 MAX_EPOCH_FRACTION, START_S = 0.05, 0.1
-"""Of the time in which this process loads an epoch, that trials with workers may take; and of a first one."""
+"""Limit of trials, as a fraction of the time to load an epoch here; and seconds for the first trial."""
 WORKER_TIMEOUT_S = 20.0
-"""Time after which a worker that returns no sample counts as hung."""
+"""Time after which a worker that returns no sample is considered hung."""
 
 
 class DataPreload(Managed):
     """Have training batches ready.
 
     Args:
-        num_workers: Processes that make samples; `auto` measures, and leaves a loader over a stream as it is.
+        num_workers: Processes that make samples; `auto` measures, but does not change a loader over a stream.
         prefetch_factor: Batches that each worker keeps ready.
-        persistent_workers: Keep the workers from epoch to epoch, also where the loader does not; changes of
-            the dataset in between do not reach them.
-        pin_memory: Page-locked host memory, from which copies to a GPU overlap with computing; None is true
-            on a GPU alone.
-        num_batches_ahead: Batches of workers that are on the GPU before they are asked for.
-        max_measure_s: Seconds that measuring may take, the start of workers not counted.
+        persistent_workers: Keep the workers between epochs even if the loader does not; they do not see later
+            changes of the dataset.
+        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation; None uses
+            it only on a GPU.
+        num_batches_ahead: Number of workers' batches to copy to the GPU ahead of use.
+        max_measure_s: Maximum seconds of measuring, without the start of workers.
 
     Raises:
         ConfigError: A number is outside its range.
@@ -113,20 +112,20 @@ class DataPreload(Managed):
 
     def _reset(self) -> None:
         self._prepared: list[tuple[PrefetchLoader, int, WorkerChoice]] = []
-        """Each loader with its number of workers, and how that was chosen."""
+        """Each loader, its number of workers, and the choice behind it."""
         self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Stay out: there is nothing to load, and workers would be started."""
+        """Take no part: a prediction loads nothing, and workers would be started."""
         del gpu
         return False
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it where a run waits for its data."""
+        """Suggest it for a run that waits for its data."""
         waited = run.measured["data_wait_share"] or 0.0
         why = f"the run waits for data {waited:.0%} of the time"
         return Suggestion(technique=DataPreload(), why=why) if waited > MIN_WAIT else None
@@ -158,7 +157,7 @@ class DataPreload(Managed):
         if num_workers is None:
             num_workers = getattr(loader, "num_workers", 0)
         else:
-            tuned = copy.copy(loader)  # over the same dataset and sampler; the user's own stays as it is
+            tuned = copy.copy(loader)  # shares dataset and sampler; the user's loader stays unchanged
             is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
             is_kept = (self.persistent_workers or loader.persistent_workers) and num_workers > 0
             values = {
@@ -170,8 +169,8 @@ class DataPreload(Managed):
                 "timeout": loader.timeout if num_workers else 0,
             }
             for name, value in values.items():
-                object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some once it is made
-        # What this process makes is not fetched ahead: its random draws would mix with the training's.
+                object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some of them
+        # Without workers nothing is fetched ahead: samples' random draws would mix with the training's.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
         prepared = kind(
@@ -191,7 +190,7 @@ class DataPreload(Managed):
             return WorkerChoice(None, {}, "a stateful loader's position depends on its workers")
         if isinstance(self.num_workers, int):
             return WorkerChoice(self.num_workers, {}, "set by num_workers")
-        key = (type(loader.dataset), loader.batch_size)  # alike loaders, and those of later epochs, once
+        key = (type(loader.dataset), loader.batch_size)  # measure similar loaders once, also in later epochs
         if key not in self._measured:
             most = num_cores(getattr(trainer, "num_devices", 1))
             measured = choose_num_workers(loader, max_workers=most, budget_s=self.max_measure_s)
@@ -202,17 +201,17 @@ class DataPreload(Managed):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for loader, *_ in self._prepared:
-            loader.close()  # the next iteration is the next epoch's
+            loader.close()  # the next iteration belongs to the next epoch
 
     def _finish(self) -> None:
-        """Keep the outcome, and drop the loaders with their data."""
+        """Store the outcome, and release the loaders and their data."""
         self._final = self.outcome()
         for loader, *_ in self._prepared:
             loader.end()
         self._prepared = []
 
     def outcome(self) -> Outcome:
-        """Return what was chosen, and its measurements."""
+        """Report the chosen numbers of workers, and their measurements."""
         if self._final is not None:
             return self._final
         if not self._prepared:
@@ -239,18 +238,18 @@ class DataPreload(Managed):
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """How many workers to use, and the measurements behind it."""
+    """A number of workers, and the measurements behind it."""
 
-    num_workers: int | None  # None leaves the loader as it is
+    num_workers: int | None  # None does not change the loader
     seconds_per_batch: dict[int, float]  # by number of workers; 0 is this process; empty if not measured
-    reason: str = ""  # why nothing was measured, or no more workers were tried
+    reason: str = ""  # why nothing was measured, or why no more workers were tried
 
 
 def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
-    """Try 0, 1, 2, 4 ... workers, until more do not help or trials would cost too much of an epoch.
+    """Try 0, 1, 2, 4, ... workers until more do not help, or trials would take too much of an epoch.
 
-    A trial makes batches from fixed indices of the dataset, so it advances no sampler. `budget_s` is for all
-    trials, the start of workers not counted.
+    A trial makes batches from fixed indices of the dataset, so no sampler advances. `budget_s` limits the
+    time of all trials, without the start of workers.
 
     Example:
         >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
@@ -266,15 +265,15 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     tried: dict[int, float] = {}
     samples: list[Any] = []
     best, trial_s, end = 0, 0.0, 0.0
-    # Lightning restores no state after an error, so none leaves the block.
+    # Lightning's isolate_rng restores no state after an error, so no error may leave the block.
     with isolate_rng(include_cuda=False):
         try:
             start = time.perf_counter()
             loader.dataset[0]
             sample_s = max(time.perf_counter() - start, 1e-9)
-            # Before a batch is timed, the first sample tells how long an epoch may take.
+            # The first sample's time estimates the time of an epoch, which limits the trials.
             budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
-            # Slow samples are timed in smaller batches.
+            # Use smaller batches for slow samples.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
             size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
             for count in (0, *(() if reason else counts)):
@@ -286,8 +285,8 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 now = time.perf_counter()
                 trial_s = now - start if count else START_S
                 samples = samples or found
-                # A file or another handle that processes share gives workers other samples; random ones
-                # differ in this process too.
+                # A shared file handle gives workers other samples. Random samples also differ within this
+                # process: they are fine.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
                 tried[count] = seconds * batch_size / size
@@ -306,9 +305,9 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
 
 
 def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
-    """Return the first batches of `size` samples, and the seconds of a batch after them."""
+    """Return the first batches of `size` samples, and the mean seconds of the batches after them."""
     num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    # Workers are timed with samples that this process has not read: those may be in the cache of files.
+    # Time workers on samples that this process has not read yet: read ones may be in the file cache.
     timed = range(2 * NUM_BATCHES, MAX_BATCHES) if count else range(NUM_BATCHES, 2 * NUM_BATCHES)
     indices = [
         [(number * size + k) % num_samples for k in range(size)] for number in (*range(NUM_BATCHES), *timed)
@@ -322,7 +321,7 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
     else:
         keywords["batch_sampler"] = indices
     batches = iter(DataLoader(loader.dataset, **keywords))
-    # One batch of each worker at least, so that all have started.
+    # At least one batch per worker, so that all have started.
     first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
     start = now = time.perf_counter()
     num_done = 0
@@ -335,7 +334,7 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Compare batches; what cannot be compared counts as different."""
+    """Compare batches; values that cannot be compared count as different."""
     pairs = tree_leaves(left), tree_leaves(right)
     return len(pairs[0]) == len(pairs[1]) and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a is b or a == b)
@@ -347,24 +346,24 @@ def _are_equal(left: Any, right: Any) -> bool:
 class FetchedBatch:
     """One batch, or the error that ended the pass."""
 
-    batch: Any = None  # on the device if it is moved ahead
-    state: Any = None  # of a stateful loader, after this batch
-    arrived: Any = None  # CUDA event of the end of the copy to the device; None if nothing was copied
-    error: Exception | None = None  # what the loader raised, `StopIteration` at its end
+    batch: Any = None  # on the device if batches are moved ahead
+    state: Any = None  # a stateful loader's state after this batch
+    arrived: Any = None  # CUDA event at the end of the copy to the device; None if nothing was copied
+    error: Exception | None = None  # the loader's error, `StopIteration` at its end
 
 
 class PrefetchLoader(dataloaders.LoaderWrapper):
-    """A loader with other workers for the training, whose batches are on the device ahead of use.
+    """Wraps a loader for training: another number of workers, and batches on the device ahead of use.
 
-    A second iteration during a pass (to look at some images) gets an iterator of the loader itself, and takes
-    nothing from the training.
+    A second iteration during a pass (to look at some images) gets an iterator of the loader itself, and does
+    not consume the training's batches.
 
     Args:
         loader: The wrapped loader.
-        tuned: The same loader with other workers, for the training; None for `loader` itself.
-        num_ahead: Batches that are fetched before they are asked for.
-        device: A CUDA device to copy batches to, on a side stream; None copies none.
-        limit: Returns how many batches the epoch takes: a stream may go on in the next one.
+        tuned: The same loader with other workers, for the training; None takes `loader` itself.
+        num_ahead: Number of batches to fetch ahead of use.
+        device: CUDA device to copy batches to, on a side stream; None copies nothing.
+        limit: Returns the number of batches in the epoch; a stream may continue in the next one.
     """
 
     OWN = (
@@ -387,30 +386,30 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         self.limit = limit
         self._tuned = loader if tuned is None else tuned
         self._current: Generator[Any] | None = None
-        """The pass of the training."""
+        """The current pass of the training."""
         self._source: Iterator[Any] | None = None
         """The iterator of `tuned` in this pass; None before its first batch is fetched."""
         self._taken_state: Any = None
-        """The loader's, after the last batch that was handed out."""
+        """The loader's state after the last batch handed out."""
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
             return iter(self.loader)
         self._source = self._taken_state = None
-        # The pass's iterator makes the same draws from the random state as the loader's. torch 2.13: a loader
-        # without workers draws a seed when its iterator is made, and the sampler's with the first batch; one
-        # with workers draws both at once; persistent workers draw none in later passes.
+        # The pass's iterator must draw the same random numbers as the loader's. torch 2.13: a loader without
+        # workers draws a seed when its iterator is created, and the sampler's seed with the first batch. With
+        # workers it draws both at once; persistent workers draw no seed in later passes.
         tuned, loader, seed = self._tuned, self.loader, 0
         is_at_once = tuned is loader or loader.num_workers > 0
-        # Persistent workers of ours draw no seed, and new ones of the loader would.
+        # Our persistent workers draw no seed, but new workers of the loader would.
         is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
         if not is_at_once or (is_kept and not loader.persistent_workers):
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # The sampler draws its order now too, with the first index.
+                # Take the first index now, with which the sampler draws its order.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
@@ -424,7 +423,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         num_fetched = 0
         stream = None if self.device is None else torch.cuda.Stream(self.device)
         while True:
-            # One batch is fetched in any case, others only ahead of use in this epoch.
+            # Always fetch one batch; fetch further ones only within this epoch.
             while not ready or (
                 len(ready) <= self.num_ahead and ready[-1].error is None and num_fetched < self.limit()
             ):
@@ -432,11 +431,11 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
                 num_fetched += 1
             if isinstance(ready[0].error, StopIteration):
                 return
-            # No variable here refers to the batch while it is trained on.
+            # No variable here may refer to the batch while it is trained on: that would keep its memory.
             yield self._take(ready.popleft())
 
     def _fetch(self, stream: Any) -> FetchedBatch:
-        """Fetch one batch, or the error to raise where it would have been handed out."""
+        """Fetch one batch, or the error to raise in its place."""
         try:
             if self._source is None:
                 self._source = iter(self._tuned)
@@ -450,33 +449,33 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         return FetchedBatch(batch, state, arrived)
 
     def _take(self, fetched: FetchedBatch) -> Any:
-        """Return a batch that may be used from now on."""
+        """Return a batch that the current stream may use."""
         if fetched.error is not None:
             raise fetched.error
         if fetched.arrived is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(fetched.arrived)
-            # The side stream allocated the tensors, this one uses them last.
+            # The side stream allocated the tensors, but the current stream uses them last.
             for tensor in tensors_in(fetched.batch):
                 tensor.record_stream(current)
         self._taken_state = fetched.state
         return fetched.batch
 
     def close(self) -> None:
-        """End the pass, drop what is ready, and end workers that are not persistent."""
+        """End the pass, drop fetched batches, and end workers that are not persistent."""
         if self._current is None:
             return
         self._current.close()
         self._current = None
         source, self._source = self._source, None
         if self._tuned is not self.loader and not self._tuned.persistent_workers:
-            # Now, and not when the last traceback that refers to them is gone.
+            # End workers now, since a traceback may keep the iterator alive.
             end_workers = getattr(source, "_shutdown_workers", None)
             if end_workers is not None:
                 end_workers()
 
     def end(self) -> None:
-        """Close for good, persistent workers too; later iterations are the loader's own."""
+        """Close permanently, with persistent workers; later iterations use the loader itself."""
         self.close()
         self._is_over = True
         if self._tuned is not self.loader:
@@ -487,7 +486,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
     @property
     def _iterator(self) -> Any:
-        """Close the pass and return the inner iterator: Lightning 2.6 shuts down its workers through this."""
+        """Close the pass and return the inner iterator, whose workers Lightning 2.6 then shuts down."""
         self.close()
         return self._tuned._iterator  # noqa: SLF001
 
@@ -499,10 +498,10 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
 
 class StatefulPrefetchLoader(PrefetchLoader):
-    """The same for a loader with a state: the one after the last batch that was handed out, not fetched."""
+    """A `PrefetchLoader` for a stateful loader; its state follows the last batch handed out, not fetched."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last batch that was handed out."""
+        """Return the loader's state after the last batch handed out."""
         return self.loader.state_dict() if self._taken_state is None else self._taken_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,15 +1,15 @@
 """Return unused memory of PyTorch's caching allocator to the driver, between optimizer steps.
 
-The allocator keeps freed memory in blocks of the sizes that were requested. When sizes change (ragged
-batches, validation, another process on the GPU) these blocks no longer fit, and a run fails with memory to
-spare. Emptying the cache every n optimizer steps returns them. It is emptied between two steps, when
-activations are freed. On the CPU it is glibc's heap.
+The allocator keeps freed memory in blocks of the requested sizes. When sizes change (ragged batches,
+validation, another process on the GPU), these blocks no longer fit. Then a run can hit an OOM with memory to
+spare. Emptying the cache every n optimizer steps returns the blocks to the driver. It happens between two
+steps, when activations are freed. On the CPU, the cache is glibc's heap.
 
-Saves: memory that the allocator caches and does not use, when sizes change or others need the GPU.
-Costs: the next step must request memory from the driver again, up to about 10 % of the time when done every
-    step; milliseconds are logged.
+Saves: memory that the allocator caches but does not use, when sizes change or other processes need the GPU.
+Costs: the next step requests memory from the driver again: up to about 10 % of the time if done every step.
+    Milliseconds are logged.
 When not: sizes never change.
-Conflicts: none. With CUDA, `PYTORCH_ALLOC_CONF=expandable_segments:True` prevents most of what this repairs.
+Conflicts: none. On CUDA, `PYTORCH_ALLOC_CONF=expandable_segments:True` prevents most of this fragmentation.
 Source: `torch_empty_cache_steps` of Hugging Face's Trainer;
     https://docs.pytorch.org/docs/stable/notes/cuda.html
 """
@@ -35,7 +35,7 @@ from lightning_eff.core.text import human_bytes
 
 @dataclass(frozen=True)
 class Released:
-    """The result of emptying the cache once: bytes returned, and the seconds that it took."""
+    """Bytes returned by emptying the cache once, and the seconds that it took."""
 
     returned_bytes: int
     elapsed_s: float
@@ -67,10 +67,10 @@ class EmptyCache(Managed):
     """Empty the allocator's cache between optimizer steps.
 
     Args:
-        every_n_steps: Optimizer steps between two emptyings.
+        every_n_steps: Number of optimizer steps after which the cache is emptied each time.
 
     Raises:
-        ConfigError: `every_n_steps` is no whole number of at least 1.
+        ConfigError: `every_n_steps` is not a whole number of at least 1.
 
     Warns:
         NoEffectWarning: The device has no cache to empty, or a full fit never emptied it.
@@ -119,7 +119,7 @@ class EmptyCache(Managed):
             "eff/empty_cache_returned_bytes": float(released.returned_bytes),
             "eff/empty_cache_ms": released.elapsed_s * 1e3,
         }
-        # Not `pl_module.log_dict`: from then on Lightning would collect them again after each batch.
+        # Why not `pl_module.log_dict`: Lightning would then collect the values again after each batch.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
@@ -129,7 +129,7 @@ class EmptyCache(Managed):
             warnings.warn(f"EmptyCache had no effect: {self.outcome().did}", NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Return how often the cache was emptied, how many bytes that returned, and how long it took."""
+        """Report how often the cache was emptied, the bytes returned, and the time taken."""
         times, steps = len(self._released), self._last_step
         returned_bytes = sum(released.returned_bytes for released in self._released)
         elapsed_s = sum(released.elapsed_s for released in self._released)

@@ -1,19 +1,19 @@
 """Resume a run as if it had not been stopped: the same order of samples, the same random numbers.
 
-Lightning saves weights, optimizers and counters, but no random state and not what a loader has handed out:
-a resumed run sees other samples, some of them twice, and other dropout. This callback saves both, for every
-rank, with each checkpoint, and restores both before the first batch. Batches that were trained on are skipped
-by their indices; with workers they are loaded again and dropped, since samples may draw random numbers there.
-A hash of the first indices of an epoch proves their order. Which parameters are frozen, and which modules
-evaluate, comes back too: callbacks change it in one epoch only, and the weights do not show it.
+Lightning saves weights, optimizers and counters, but neither random states nor a loader's position. So a
+resumed run sees other samples, some of them twice, and other dropout. This callback saves both for every rank
+with each checkpoint, and restores both before the first batch. Batches that were already trained on are
+skipped by their indices. With workers they are loaded again and dropped, since samples may draw random
+numbers there. A hash of an epoch's first indices verifies their order. Frozen parameters and modules in
+evaluation mode are restored too: callbacks may set them in a single epoch, and the weights do not show it.
 
-Validation during training leaves the random states as it found them: a resumed run does not repeat the
+Validation during training does not change the random states, because a resumed run does not repeat the
 validation after which it was saved.
 
-Saves: the run: what is resumed is the run that was not stopped, bit for bit.
-Costs: about 16 kB in a checkpoint for each rank, and the time to load the skipped batches of workers. At an
-    epoch's end the sampler draws that epoch's first indices again.
-When not: loaders that are made anew each epoch: it says so.
+Saves: an interrupted run: once resumed, it matches the uninterrupted run bit for bit.
+Costs: about 16 kB per rank in a checkpoint, and the time to load skipped batches in workers. After an epoch's
+    end, the sampler draws that epoch's first indices again.
+When not: loaders that are created again for each epoch; a message says so.
 Conflicts: none.
 Source: the order of draws in torch's `DataLoader`;
     https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html
@@ -46,24 +46,24 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome, name_of
 
 POSITIONS, FLAGS = "positions", "flags"
-"""Keys in the stamp of a checkpoint: the positions of all ranks, and which parameters and modules are off."""
+"""Keys in a checkpoint's stamp: positions of all ranks; frozen parameters and modules in evaluation mode."""
 
 
 class ExactResume(Managed):
     """Save and restore the order of samples and all random states.
 
     Args:
-        workers: `replay` loads the batches of workers again that were trained on, and drops them: exact,
-            also with random augmentation. `fast` skips them: other augmentations until the epoch's end.
-        changed_data: `refuse` or `continue` in the middle of an epoch whose dataset has another length now,
-            or batches another size.
+        workers: `replay` loads workers' batches that were already trained on again, and drops them: exact
+            even with random augmentation. `fast` skips them: augmentations differ until the epoch's end.
+        changed_data: `refuse` or `continue` if, in the middle of an epoch, the dataset's length or the batch
+            size has changed.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], logger=False, accelerator="cpu")
     """
 
     try_as = ()
-    """Every recipe has it."""
+    """Empty, because every recipe already has it."""
 
     @check_arguments
     def __init__(
@@ -81,9 +81,9 @@ class ExactResume(Managed):
         self._previous: Any = self
         self._last: RankPosition | None = None
         self._saved_flags: dict[str, list[str]] = {}
-        """Of the checkpoint, until the first epoch begins."""
+        """Flags from the checkpoint, until the first epoch begins."""
         self._training_flags: dict[str, list[str]] = {}
-        """Before the validation that runs now."""
+        """Flags before the running validation."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -99,7 +99,7 @@ class ExactResume(Managed):
         )
         loop: Any = trainer.fit_loop
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
-        run.epoch = lambda: loop.epoch_progress.current.processed  # what Lightning gives to samplers
+        run.epoch = lambda: loop.epoch_progress.current.processed  # the epoch that samplers get
         self._resumed_step, self._not_saved, self._previous = None, "", self
         self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
@@ -122,7 +122,7 @@ class ExactResume(Managed):
         return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
-        """Let a method of the validation during training leave the random states as it finds them."""
+        """Wrap a method of the validation during training, so that it does not change random states."""
         method = getattr(validation, name)
 
         def isolated() -> Any:
@@ -148,7 +148,7 @@ class ExactResume(Managed):
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
-        """Do not let Lightning warn that the loader is not resumable: it asks for a state of its own."""
+        """Suppress Lightning's warning that the loader is not resumable: it does not know this callback."""
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
         added = warnings.filters[0]
         filters = cast(list[Any], warnings.filters)
@@ -177,7 +177,7 @@ class ExactResume(Managed):
         super().teardown(trainer, pl_module, stage)
 
     def _keep(self, trainer: pl.Trainer) -> None:
-        """Keep the position for a checkpoint that is saved when the run has ended, or was stopped."""
+        """Keep the position for a checkpoint that is saved after the run has ended or was stopped."""
         if self._run.loaders:
             self._last = self._position(trainer)
 
@@ -204,8 +204,8 @@ class ExactResume(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run, loop, self._has_begun = self._run, cast(Any, trainer.fit_loop), True
-        # Lightning makes loaders before it reads the checkpoint if the number of steps is asked for, and
-        # gives a loader with a state of its own none at an epoch's end.
+        # If the number of steps is requested, Lightning makes loaders before it reads the checkpoint. At an
+        # epoch's end it restores no state of stateful loaders.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
         if run.pending is not None and states:
             loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
@@ -215,7 +215,7 @@ class ExactResume(Managed):
         if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
-            save_nothing_on_exception(trainer)  # as nothing was trained
+            save_nothing_on_exception(trainer)  # nothing was trained yet
             remedy = Remedy(
                 "callbacks.exact_resume.changed_data=continue", 'ExactResume(changed_data="continue")'
             )
@@ -225,7 +225,7 @@ class ExactResume(Managed):
         if is_reloaded and run.pending is not None and run.pending.is_over:
             run.inexact.append("loaders that are made anew for an epoch draw another order")
         if run.num_remaining:
-            # Lightning counts the batches of the epoch that were trained on; so many as are not left.
+            # Lightning's counter must equal the epoch's batches minus the remaining ones.
             current = loop.epoch_loop.batch_progress.current
             shift = int(loop.max_batches) - max(run.num_remaining) - current.ready
             for name in ("ready", "started", "processed", "completed"):
@@ -234,10 +234,10 @@ class ExactResume(Managed):
             run.report = lambda: rank_zero_info(self.outcome().did)
 
     def _finish_late(self, loop: Any, model: torch.nn.Module) -> None:
-        """Restore flags after the hooks of a run's start, and begin a next epoch's pass after the epoch's.
+        """Restore flags after the run's start hooks, and begin a new epoch's pass after its start hooks.
 
-        Lightning 2.6 begins the first pass of a run earlier: workers would ask a sampler for indices before
-        `set_epoch`, and get epoch 0's order.
+        Lightning 2.6 begins a run's first pass earlier: workers would request indices before `set_epoch`, and
+        get the order of epoch 0.
         """
         run, advance = self._run, loop.on_advance_start
 
@@ -252,7 +252,7 @@ class ExactResume(Managed):
                     loader.repeat_epoch(saved)
             run.restore(run.pending.now)
             advance()
-            run.pending = replace(run.pending, now=run.capture())  # the epoch's hooks may have drawn
+            run.pending = replace(run.pending, now=run.capture())  # hooks may have drawn random numbers
             run.is_before_epoch = False
             iter(loop._data_fetcher)  # noqa: SLF001
 
@@ -260,7 +260,7 @@ class ExactResume(Managed):
         self.cleanup.callback(lambda: vars(loop).pop("on_advance_start", None))
 
     def _restore_flags(self, model: torch.nn.Module) -> None:
-        """Freeze parameters, and set modules to evaluation, as they were at the save."""
+        """Freeze parameters, and set modules to evaluation mode, as at the save."""
         for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
             off = {*self._saved_flags.get(flag, ())}
             changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
@@ -270,7 +270,7 @@ class ExactResume(Managed):
         self._saved_flags = {}
 
     def outcome(self) -> Outcome:
-        """Return whether the run was resumed, and what of it is not as saved."""
+        """Report whether the run was resumed, and any differences from the saved run."""
         times = "once" if self._num_saves == 1 else f"{self._num_saves} times"
         texts = [f"order and random states saved {times}"] if self._num_saves else []
         if self._run.refusal:
@@ -287,10 +287,10 @@ class ExactResume(Managed):
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
-    """Return a loader with `state_dict` and `load_state_dict`, for loops of one's own, as under Fabric.
+    """Return a loader with `state_dict` and `load_state_dict`, for Fabric, or your own training loop.
 
-    With several ranks all of them ask for the state, which has a position for each rank; Fabric's
-    `setup_dataloaders` comes first.
+    The state has a position for each rank, so all ranks must call `state_dict`. Call Fabric's
+    `setup_dataloaders` first.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -306,19 +306,19 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
 
 
 def _begin_next_epoch(loop: Any) -> None:
-    """Let a run that was saved after an epoch's last batch count the next epoch as Lightning 2.6 does not."""
+    """Begin the next epoch of a run saved after an epoch's last batch, which Lightning 2.6 fails to count."""
     inner = loop.epoch_loop
     progress = inner.batch_progress
     if not (loop.restarted_mid_epoch and inner.restarted_on_train_batch_end and progress.is_last_batch):
         return
-    loop.reset_restart_stage()  # else the epoch is not counted, nor `on_train_epoch_start` called
-    if loop.max_batches == float("inf"):  # else its batches are counted on from the last epoch's
+    loop.reset_restart_stage()  # otherwise Lightning skips counting the epoch and `on_train_epoch_start`
+    if loop.max_batches == float("inf"):  # otherwise Lightning continues the last epoch's batch count
         progress.current.reset()
         progress.current.completed = -1  # Lightning is about to count the last batch as completed
 
 
 def flags_of(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return the names of parameters that are frozen, and of modules that do not train."""
+    """Return the names of frozen parameters, and of modules in evaluation mode."""
     named = {"requires_grad": model.named_parameters(), "training": model.named_modules()}
     return {
         flag: [name for name, owner in pairs if not getattr(owner, flag)] for flag, pairs in named.items()

@@ -1,25 +1,29 @@
 """Recompute activations in the backward pass instead of keeping them (also: activation checkpointing).
 
-The forward pass of a block keeps its inputs alone; when the backward pass needs the activations inside, the
-block runs once more. Policies: `full` recomputes every repeated block, `every_n` one block in n, `selective`
-all operations but matrix products, convolutions and attention, whose outputs are kept unless they are
-written to in place (as recurrent layers do), `offload` is `full` with the inputs in host memory, and `budget`
-lets the compiler choose which fraction of the activations is kept. `fit` chooses one of these or `keep` for
-each block, so that the predicted peak of a step stays below `memory`, with the fewest FLOPs, and `offload`
-only where nothing else fits. A block is computed again with the random numbers, autocast, attributes,
-parameters, buffers and containers of its call, so the result is the same to the bit. The page lists what
-stops the run, and what is not detected (globals, for example).
+The forward pass of a block keeps only its inputs; when the backward pass needs the activations inside, the
+block runs again. Policies:
 
-Saves: activations: a recomputed block keeps its inputs only.
-Costs: one more forward of the recomputed blocks, by operations a third of a step for `full`; its pointwise
-    part for `selective`; `offload` adds two copies of each block's inputs over the bus, and pinned host
-    memory of up to twice the inputs of a step. Hooks that a block has run again with it. `fit` predicts a
-    few steps before the first one, each in a fraction of a second to some seconds.
+- `full` recomputes every repeated block, and `every_n` one block in n.
+- `selective` recomputes all operations except matrix products, convolutions and attention. Their outputs are
+  kept unless they are modified in place (as in recurrent layers).
+- `offload` is `full` with the inputs in host memory.
+- `budget` lets the compiler choose which activations to keep, up to a fraction of all.
+- `fit` chooses `keep`, `selective`, `full` or `offload` for each block, so that the predicted peak of a step
+  stays below `memory` with the fewest FLOPs. It uses `offload` only if nothing else fits.
+
+A block is computed again with the random numbers, autocast, attributes, parameters, buffers and containers of
+its call, so the result is bit-identical. The page lists changes that stop the run, and changes that are not
+detected (globals, for example).
+
+Saves: activations: a recomputed block keeps only its inputs.
+Costs: one more forward of the recomputed blocks: a third of a step's operations for `full`, only pointwise
+    operations for `selective`. `offload` adds two copies of each block's inputs over the bus, and pinned host
+    memory of up to twice the inputs of a step. A block's hooks run again with it. `fit` predicts a few steps
+    before the first one; each takes a fraction of a second to several seconds.
 When not: the batch fits, or the peak is the optimizer step.
-Conflicts: a model or strategy that recomputes on its own; `budget` needs `callbacks/torch_compile`, and
-    `selective` cannot be used with compiled blocks. `fit` needs a model that is on each device in full,
-    uncompiled, and a step that runs on fake tensors. A block that writes to its inputs in place needs
-    `offload`. Where the peak is the optimizer step, recomputing saves nothing.
+Conflicts: a model or strategy that already recomputes. `budget` needs `callbacks/torch_compile`;
+    `selective` cannot be used with compiled blocks. `fit` needs the full, uncompiled model on each device,
+    and a step that runs on fake tensors. A block that modifies its inputs in place needs `offload`.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint
 """
 
@@ -69,21 +73,20 @@ class GradientCheckpointing(Managed):
         memory_budget: For `budget`: fraction of the activations that may be kept, 0 to 1.
         blocks: Class names or patterns of module names (`net.layers.*`), classes, or a predicate of name and
             module; None finds the repeated blocks.
-        memory: For `fit`: peak of a step on each device, a size with its unit (`20GiB`), or a fraction of the
-            device's memory.
+        memory: For `fit`: maximum peak of a step on each device, as a size with its unit (`20GiB`) or as a
+            fraction of the device's memory.
 
     Raises:
-        ConfigError: A value is outside its range, `memory` has another policy than `fit`, or `blocks` matches
-            nothing. For `fit`, before the first step: no choice keeps `memory`, or the step cannot be
-            predicted.
-        ConflictError: The model or the strategy recomputes on its own, `budget` has no compiler that keeps
-            one, or `selective` has a compiler.
-        EnvironmentLacksError: Before torch 2.13: `selective` in blocks that write to a kept output in place,
-            as recurrent layers do.
+        ConfigError: A value is outside its range, `memory` is set without `fit`, or `blocks` matches nothing.
+            For `fit`, before the first step: no choice fits in `memory`, or the step cannot be predicted.
+        ConflictError: The model or the strategy already recomputes, `budget` has no compiler that supports
+            it, or `selective` is used with compiled blocks.
+        EnvironmentLacksError: Before torch 2.13: `selective` in blocks that modify a kept output in place, as
+            recurrent layers do.
         RecomputationError: A block depends on something that changed before its backward pass.
 
     Warns:
-        NoEffectWarning: The model has no repeated blocks, or none of them was recomputed in a fit.
+        NoEffectWarning: The model has no repeated blocks, or a fit recomputed no block.
 
     Example:
         >>> callback = GradientCheckpointing(policy="every_n", every_n_blocks=3)
@@ -129,7 +132,7 @@ class GradientCheckpointing(Managed):
         self._is_budget_set = False
 
     def facts(self) -> Facts:
-        """Return what must not recompute as well, and which policies need or exclude a compiler."""
+        """Reject strategies that recompute too; state which policies need or exclude a compiler."""
         full, selective, budget = (
             Remedy(
                 f"callbacks.gradient_checkpointing.policy={policy}",
@@ -166,7 +169,7 @@ class GradientCheckpointing(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for a model of repeated blocks that nothing writes to the inputs of."""
+        """Suggest it for a model with repeated blocks whose inputs are not modified in place."""
         blocks = run.recorder.called_blocks if run.recorder is not None else ()
         if run.recorder is None or run.recorder.writes_inputs or not blocks:
             return None
@@ -210,13 +213,13 @@ class GradientCheckpointing(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # On the object, and only for one batch: such a hook takes time, and may read gradients for all that
-        # `OptimizerChoice` knows, which looks for them before.
+        # Set the hook on the instance, and only for one batch. A hook of the class would cost time in every
+        # batch, and `OptimizerChoice`, which has already looked for hooks, would assume it reads gradients.
         if self._fit is not None:
             vars(self)["on_train_batch_start"] = self._choose
 
     def _choose(self, _trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
-        """Choose what is recomputed, before the first step."""
+        """Choose each block's policy before the first step."""
         vars(self)["on_train_batch_start"] = None
         if self._fit is not None and self._num_blocks:
             self._fit.choose(pl_module, batch)
@@ -230,11 +233,11 @@ class GradientCheckpointing(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def assumptions(self) -> list[str]:
-        """Return for a prediction what `fit` chose."""
+        """Return the choice of `fit`, for a prediction."""
         return [f"policy=fit: {self.outcome().did}"] if self._fit is not None else []
 
     def outcome(self) -> Outcome:
-        """Return which blocks are recomputed, and how often they were."""
+        """Report which blocks were recomputed, and how often."""
         if self.policy == "budget":
             did = f"the compiler keeps {self.memory_budget:.0%} of the activations of each graph"
             return Outcome(did=did, effective=self._is_budget_set)

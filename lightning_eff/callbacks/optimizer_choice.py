@@ -1,17 +1,17 @@
 """Use the configured optimizer instead of the module's own, without weight decay on norms and biases.
 
-In a plain Trainer the module's groups stay; a schedule of its own must be given again or dropped with
-`scheduler="none"`, since it is bound to the optimizer that is replaced. A recipe's `optimizer` and
-`scheduler` groups use this callback too. It also does what some optimizers need besides `step`: those that
-train at other weights than they evaluate at (schedule-free ones) are switched around validation, checkpoints
-and the end of the run. Gradients are freed at the end of a step instead of after the next forward pass, which
-lowers the peak by one buffer of the parameters' size; not if other code could read them in between.
+In a plain Trainer the module's parameter groups stay. The module's schedule must be passed again or dropped
+with `scheduler="none"`, since it is bound to the replaced optimizer. A recipe's `optimizer` and `scheduler`
+groups also use this callback. Some optimizers need more than `step`: schedule-free ones evaluate at other
+weights than they train at. They are switched around validation, checkpoints and the end of the run. Gradients
+are freed at the end of a step instead of after the next forward pass, unless other code could read them in
+between. That lowers the peak by one buffer of the parameters' size.
 
-Saves: memory or time, by the optimizer that is chosen; one buffer of the parameters' size at the peak.
-Costs: none; the optimizer's own.
-When not: the module's own optimizers are to be kept: `optimizer=module`.
-Conflicts: modules with manual optimization, refused: they step the optimizers that they made themselves.
-    What an optimizer cannot be combined with is stated with it.
+Saves: memory or time, depending on the optimizer; one buffer of the parameters' size at the peak.
+Costs: none, apart from the optimizer's costs.
+When not: you want to keep the module's own optimizers: `optimizer=module`.
+Conflicts: modules with manual optimization, rejected because they step the optimizers that they made. Each
+    optimizer states its own conflicts.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
 """
 
@@ -51,23 +51,23 @@ GRADIENT_HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
 )
-"""Hooks that Lightning 2.6 calls between a step and the moment at which it frees the gradients."""
+"""Hooks that Lightning 2.6 calls between a step and the point at which it frees the gradients."""
 
 
 class OptimizerChoice(Managed):
     """Train with this optimizer instead of the module's own.
 
-    The module must have a `configure_optimizers`: Lightning looks for one before it calls any callback.
+    The module must have a `configure_optimizers`, because Lightning checks for it before it calls callbacks.
 
     Args:
         optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
-        scheduler: Called with the optimizer, stepped after each of its steps; None is a constant rate, and
-            "none" drops the module's own schedule for one.
+        scheduler: Called with the optimizer, and stepped after each of its steps. None keeps the learning
+            rate constant; "none" does so even if the module has a schedule, which it drops.
 
     Raises:
-        ConfigError: No optimizer is given, the module optimizes manually, or has a schedule of its own and
-            none is given.
-        ConflictError: The optimizer cannot work with something else in the run.
+        ConfigError: No optimizer is given, the module uses manual optimization, or it has a schedule and
+            `scheduler` is None.
+        ConflictError: The optimizer cannot be combined with something else in the run.
 
     Example:
         >>> import functools, torch
@@ -98,17 +98,17 @@ class OptimizerChoice(Managed):
         self._last_step = 0
         self._first_rates: list[float] = []
         self._has_modes = False
-        """Whether the optimizer evaluates at other weights than it trains at."""
+        """Whether the optimizer uses different weights for evaluation and training."""
         self._has_freed_gradients = False
 
     def facts(self) -> Facts:
-        """Return whether there is a schedule, and whether one kernel steps all parameters."""
+        """State whether there is a schedule, and whether one kernel steps all parameters."""
         provides = (SCHEDULE,) if callable(self.scheduler) else ()
         fused = ("optimizer/fused",) if factory_keywords(self.optimizer).get("fused") else ()
         return Facts(provides=(*provides, *fused))
 
     def components(self) -> Sequence[object]:
-        """Return the optimizer's classes, which have rules of their own."""
+        """Return the optimizer's classes, which have their own rules."""
         return optimizer_classes(self.optimizer)
 
     def replace(self, module: pl.LightningModule, *, keep_own: bool = True) -> None:
@@ -116,7 +116,7 @@ class OptimizerChoice(Managed):
 
         Args:
             module: The module to train.
-            keep_own: Keep the groups of its own optimizer.
+            keep_own: Keep the parameter groups of the module's optimizer.
         """
         if self._is_attached:
             return
@@ -146,7 +146,7 @@ class OptimizerChoice(Managed):
             return
         super().setup(trainer, pl_module, stage)
         self.replace(pl_module)
-        # Lightning 2.6 maps locations with a function otherwise, which fails on quantized optimizer state.
+        # By default, Lightning 2.6 maps locations with a function, which fails on quantized optimizer state.
         reader: Any = trainer.strategy.checkpoint_io
         if "map_location" in inspect.signature(reader.load_checkpoint).parameters:
             load = functools.partial(reader.load_checkpoint, map_location="cpu")
@@ -155,22 +155,22 @@ class OptimizerChoice(Managed):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Before the rules: an optimizer that they refuse has hooks on the parameters, and is closed too.
+        # Before the rules are checked: an optimizer that they reject has hooks to remove from parameters.
         optimizer: Any = trainer.optimizers[0]
         self._built = optimizer
         self._has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-        self.cleanup.callback(self._set_mode, train=False)  # where an exception ends the training
+        self.cleanup.callback(self._set_mode, train=False)  # also after an exception
         if hasattr(optimizer, "close"):
             self.cleanup.callback(optimizer.close)
         self._has_freed_gradients = False
-        # A user's hook that may read gradients between two steps.
+        # Name of a user's hook that may read gradients between two steps.
         self._gradient_reader = ""
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         for owner, base in [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
             is_trusted = type(owner).__module__.partition(".")[0] in (PACKAGE, "lightning")
             for hook in GRADIENT_HOOKS:
                 is_own = getattr(type(owner), hook, None) is not getattr(base, hook, None)
-                # On the instance None stands for a hook that is not defined (core/managed.py).
+                # None on the instance means that the hook is not defined (core/managed.py).
                 if vars(owner).get(hook) is not None or (is_own and not is_trusted):
                     self._gradient_reader = self._gradient_reader or f"{type(owner).__name__}.{hook}"
         super().on_fit_start(trainer, pl_module)
@@ -178,7 +178,7 @@ class OptimizerChoice(Managed):
             return
         save = trainer.save_checkpoint
 
-        # Saves the weights that are evaluated, also where no callback is called: in `save_weights_only`.
+        # Save the evaluation weights, also with `save_weights_only`, which calls no callback.
         def save_evaluated(*arguments: Any, **keywords: Any) -> None:
             is_training = any(group.get("train_mode", False) for group in optimizer.param_groups)
             optimizer.eval()
@@ -207,7 +207,7 @@ class OptimizerChoice(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._gradient_reader or trainer.global_step == self._last_step or self._built is None:
-            return  # an unchanged global_step: the gradients are still accumulated
+            return  # global_step is unchanged: gradients are still accumulating
         self._last_step = trainer.global_step
         self._built.zero_grad()
         self._has_freed_gradients = True
@@ -227,9 +227,9 @@ class OptimizerChoice(Managed):
         self._set_mode(train=False)
 
     def _set_mode(self, *, train: bool, paused: bool = False) -> None:
-        """Switch an optimizer that averages to the weights of training or evaluation, and pause its hooks.
+        """Switch an averaging optimizer to its training or evaluation weights, and pause its hooks.
 
-        A paused optimizer leaves the gradients of a validation's own backward passes alone.
+        A paused optimizer ignores gradients of backward passes during validation.
         """
         optimizer: Any = self._built
         if self._has_modes:
@@ -238,7 +238,7 @@ class OptimizerChoice(Managed):
             optimizer.pause(paused=paused)
 
     def outcome(self) -> Outcome:
-        """Return which optimizer runs, over how many tensors, and how many bytes its state takes."""
+        """Report the optimizer, its number of tensors, and the bytes of its state."""
         if self._built is None:
             return Outcome(did="not built yet", effective=False)
         groups = getattr(self._built, "whole_groups", self._built.param_groups)  # DeepSpeed shards its own

@@ -1,22 +1,22 @@
 """Train small adapters in a frozen model: LoRA and PEFT's other methods, by PEFT's names.
 
 Each targeted layer gets an adapter in place, and all other parameters are frozen. Every method here starts as
-the identity, so the first step sees the unchanged model. Trained parameters, and with them gradients,
-optimizer state and what data parallelism sends, shrink to about 1 % of the model. `all-linear` targets every
-linear layer, the head included unless it is a Hugging Face model's output embedding. Convolutions are adapted
-by name; those that PEFT would adapt wrongly are rejected. Checkpoints hold what is trained, and a fingerprint
-of the base, by which another base is rejected.
+the identity, so the first step sees the unchanged model. Trained parameters shrink to about 1 % of the model,
+and with them gradients, optimizer state and data-parallel traffic. `all-linear` targets every linear layer.
+That includes the head, unless it is a Hugging Face model's output embedding. Convolutions are adapted by
+name; convolutions that PEFT would adapt incorrectly are rejected. Checkpoints contain the trained parameters
+and a fingerprint of the base, so that loading onto another base is rejected.
 
-Why only methods that change layers: those of virtual tokens need PEFT's wrapper around one Hugging Face
-model, and AdaLoRA a loop that allocates ranks between gradients and step.
+Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
+model, and AdaLoRA needs a loop that allocates ranks between gradients and step.
 
-Saves: gradients and optimizer state of all parameters but the adapters'.
-Costs: the adapters' own matrix products in both passes; activations are the same. Keys of adapted layers
-    contain `base_layer`. `modules_to_save` keeps a second copy of those modules. The first save or load
-    reads the frozen base once, for its SHA-256.
-When not: the whole model is to be trained; activations are what does not fit.
-Conflicts: optimizers that project gradients themselves, weight averaging, callbacks that freeze and
-    unfreeze; a `-true` precision of the Trainer's casts adapters too.
+Saves: gradients and optimizer state of all parameters except the adapters.
+Costs: the adapters' matrix products in both passes; activations stay the same. Keys of adapted layers contain
+    `base_layer`. `modules_to_save` keeps a second copy of its modules. The first save or load reads the
+    frozen base once, for its SHA-256.
+When not: you want to train the full model; activations are what does not fit.
+Conflicts: optimizers that project gradients, weight averaging, callbacks that freeze and unfreeze. The
+    Trainer's `-true` precisions cast adapters too.
 Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/2106.09685
 """
 
@@ -64,9 +64,9 @@ from lightning_eff.core.technique import (
 from lightning_eff.core.text import human_bytes
 
 MAX_NAMES = 12
-"""Names of layers in a remedy."""
+"""Maximum number of layer names in a remedy."""
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-"""Strategies that write checkpoints themselves, base included; ours with `whole_checkpoints` do not."""
+"""Strategies that write checkpoints themselves, with the base; ours with `whole_checkpoints` do not."""
 CONFLICTS = (
     Rule(
         name="lightning/BaseFinetuning",
@@ -94,10 +94,10 @@ def adapt(
     options: Mapping[str, Any] | None = None,
     autocast_adapter_dtype: bool = True,
 ) -> dict[str, nn.Module]:
-    """Put adapters into a model and freeze the rest; for Fabric, or a loop of your own.
+    """Put adapters into a model and freeze the rest; for Fabric, or your own training loop.
 
-    The model is any module, before its optimizer is built; one with these adapters is left as it is. Other
-    arguments and errors are those of `PeftAdapter`.
+    The model is any module, before its optimizer is built; a model that already has these adapters stays
+    unchanged. Other arguments and errors: see `PeftAdapter`.
 
     Returns:
         The new adapted layers, by name.
@@ -117,26 +117,26 @@ class PeftAdapter(Managed):
     """Train adapters in place of the model's own parameters.
 
     Args:
-        method: PEFT's name of it: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
-        target_modules: As in PEFT: `all-linear`, a list of names of layers or ends of names, or a regular
+        method: PEFT's name of the method: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
+        target_modules: As in PEFT: `all-linear`, a list of layer names or name endings, or a regular
             expression for full names; None only with the option `target_parameters`.
-        modules_to_save: Names, or ends of names, of modules that are trained in full, for example a new head.
+        modules_to_save: Names, or name endings, of modules to train in full, for example a new head.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
-        unused: Patterns of names of trainable parameters that need no gradient in the first step.
-        save_base: Save full checkpoints; False saves what is trained and a fingerprint of the rest.
-        base_checkpoint: Checkpoint, or `.safetensors`, of the model without adapters, to start from; for a
-            folder of runs the newest.
+        unused: Patterns of trainable parameters' names that need no gradient in the first step.
+        save_base: Save full checkpoints; False saves trained parameters and a fingerprint of the rest.
+        base_checkpoint: Checkpoint, or `.safetensors`, of the model without adapters, to start from. In a
+            folder of runs, the newest one is used.
 
     Raises:
-        CheckpointError: A checkpoint is of another adapter or base, or the adapter cannot be saved.
-        ConfigError: Unknown method, option or layer, or the method does not fit the model.
+        CheckpointError: A checkpoint belongs to another adapter or base, or the adapter cannot be saved.
+        ConfigError: The method, an option or a layer is unknown, or the method does not fit the model.
         ConflictError: Something in the run cannot be combined with adapters.
-        GradientError: After the first step a trainable parameter has no gradient, or no optimizer has it.
+        GradientError: After the first step, a trainable parameter has no gradient or belongs to no optimizer.
 
     Warns:
-        LittleReachedWarning: `all-linear` reaches little of the model, as in a CNN, whose only linear layer
-            may be its head.
+        LittleReachedWarning: `all-linear` reaches a small part of the model, as in a CNN, whose only linear
+            layer may be its head.
 
     Example:
         >>> callback = PeftAdapter(target_modules=["q_proj", "v_proj"], options={"r": 16, "use_rslora": True})
@@ -179,23 +179,23 @@ class PeftAdapter(Managed):
         self._num_trained = self._num_parameters = self._trained_bytes = 0
         self._trainer: pl.Trainer | None = None
         self._hooks: AdapterCheckpointHooks | None = None
-        self._config()  # for its errors
+        self._config()  # raise its errors now
 
     def _config(self) -> Any:
         return make_config(self.method, self.options or {}, self.target_modules, self.modules_to_save)
 
     def facts(self) -> Facts:
-        """Return that parameters are added, and what unfreezes or saves the base."""
+        """State that parameters are added; reject techniques that unfreeze or save the base."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
 
     def join_prediction(self, gpu: object) -> bool:
-        """Leave out the base's values, since fake tensors have none."""
+        """Skip loading the base, since fake tensors have no values."""
         del gpu
         self.base_checkpoint = None
         return True
 
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
-        """Return the modules that will be trained in full, or are inside one; adapters freeze the others."""
+        """Return the modules that will be trained in full, or are inside such a module; others are frozen."""
         if adapted_layers(model):
             return model_surgery.trained_modules(model, names)
         return {name for name in names if is_in_module(name, self._saved())}
@@ -209,21 +209,21 @@ class PeftAdapter(Managed):
             model_surgery.queue(trainer, pl_module, when, change)
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.ModelChange]]:
-        """Return the changes of the model between `configure_model` and the restore of a checkpoint.
+        """Return the changes to the model between `configure_model` and the restore of a checkpoint.
 
-        Without `base` the base's values are not loaded: a model of fake tensors needs none.
+        `base=False` does not load the base's values, which fake tensors do not need.
         """
         loads = [(Stage.LOAD, self._load_base)] if base and self.base_checkpoint is not None else []
         return [*loads, (Stage.ADAPT, self._apply)]
 
     def _load_base(self, model: nn.Module) -> int:
         if adapted_layers(model):
-            return 0  # the base was loaded before
+            return 0  # the base is already loaded
         key = f"{name_of(self).replace('/', '.')}.base_checkpoint"
         return stored_weights.load_base(model, Path(self.base_checkpoint or ""), key=key)
 
     def _apply(self, model: nn.Module) -> int:
-        # Embeddings are left out: `all-linear` leaves them on purpose, and a vocabulary would outweigh all.
+        # Skip embeddings: `all-linear` omits them on purpose, and a vocabulary would outweigh everything.
         sizes = {
             f"{name}.{key}": num_weights(parameter)
             for name, module in model.named_modules()
@@ -264,7 +264,7 @@ class PeftAdapter(Managed):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        # a strategy that flattens parameters optimizes none of the module's own
+        # A strategy that flattens parameters optimizes none of the module's: then the check does not apply.
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
             raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")
@@ -272,7 +272,7 @@ class PeftAdapter(Managed):
         self.cleanup.callback(self._first.remove_hooks)
 
     def outcome(self) -> Outcome:
-        """Return the number of adapted layers, and the fraction of the parameters that is trained."""
+        """Report the number of adapted layers, and the fraction of trained parameters."""
         trained, total = self._num_trained, self._num_parameters
         num_layers = len(self._adapted)
         did = f"{self.method} in {num_layers} layer{'' if num_layers == 1 else 's'}"
@@ -285,10 +285,10 @@ class PeftAdapter(Managed):
 
 
 def _warn_if_little(model: nn.Module, sizes: Mapping[str, int], layers: Sequence[str]) -> None:
-    """Warn if less than a quarter of the weights are in layers that are trained, and name those to adapt.
+    """Warn if less than a quarter of the weights are in trained layers, and name layers to adapt.
 
-    Transformers are far from that: of a block only the weights inside `nn.MultiheadAttention` are missed.
-    `sizes` are those of the matrices before they were adapted.
+    Transformers are far above that: only weights inside `nn.MultiheadAttention` are missed. `sizes` has the
+    sizes of the matrices before adaptation.
     """
     is_trained = {name: name.startswith(tuple(f"{layer}." for layer in layers)) for name in sizes}
     fraction = sum(size for name, size in sizes.items() if is_trained[name]) / max(1, sum(sizes.values()))
@@ -296,7 +296,7 @@ def _warn_if_little(model: nn.Module, sizes: Mapping[str, int], layers: Sequence
         return
     owners = [name.rpartition(".")[0] for name in sizes]
     convolutions = [name for name in owners if isinstance(model.get_submodule(name), CONVOLUTIONS)]
-    # From the last word on: `conv1` of `layer1.0.conv1`, `down.0` of `layer1.0.down.0`.
+    # Names starting at their last word: `conv1` of `layer1.0.conv1`, `down.0` of `layer1.0.down.0`.
     last_words = (re.search(r"[^.]*[^.\d][^.]*(\.\d+)*$|[\d.]+$", name) for name in (*convolutions, *layers))
     ends = list(dict.fromkeys(found[0] for found in last_words if found))
     names = ends if convolutions and len(ends) <= MAX_NAMES else ["NAME_OF_A_LAYER_TO_ADAPT"]

@@ -1,22 +1,22 @@
-"""Leave out optimizer steps whose loss or gradient is not finite, or whose gradient norm is an outlier.
+"""Skip optimizer steps whose loss or gradient is not finite, or whose gradient norm is an outlier.
 
-One corrupt sample can give a loss of NaN, or a gradient many times as large as usual, and the update that
-follows may spoil the run. This callback computes the norm of the gradient before clipping, and leaves out the
-update if the norm is NaN or infinite. With `max_deviations`, it also leaves out an update whose norm is an
-outlier: so many robust standard deviations above the median of the last norms. Such a deviation is 1.4826
-times the median absolute deviation, and at least 1 % of the median.
+One corrupt sample can give a NaN loss, or a gradient many times as large as usual, and the following update
+may ruin the run. This callback computes the gradient norm before clipping, and skips the update if the norm
+is NaN or infinite. With `max_deviations`, it also skips an update whose norm is an outlier. An outlier lies
+more than that many robust standard deviations above the median of the last norms. One such deviation is
+1.4826 times the median absolute deviation, and at least 1 % of the median.
 
-A step that is left out changes nothing: weights and optimizer state stay, and buffers, random states and
-logged values are restored. Neither `global_step` nor the learning-rate schedule advances. The run continues
-as if its loader did not have these batches, bit for bit; the log and the report have their numbers. All ranks
-decide alike, since they have the same gradient: a loss of NaN on one rank makes it NaN on all. The steps that
-a float16 loss scaler skips are not counted here.
+A skipped step changes nothing: weights and optimizer state stay, and buffers, random states and logged values
+are restored. Neither `global_step` nor the learning-rate schedule advances. The run continues as if its
+loader did not have these batches, bit for bit; the log and the report list their numbers. All ranks decide
+alike, because they have the same gradient: a NaN loss on one rank makes it NaN on all. Steps that a float16
+loss scaler skips are not counted here.
 
-After `max_in_a_row` such steps in a row the run stops with an error. It saves a checkpoint first, whose
-weights are those before these steps.
+After `max_in_a_row` consecutive skipped steps, the run stops with an error. It first saves a checkpoint with
+the weights before these steps.
 
-Saves: a run that one bad batch would spoil.
-Costs: one pass over the gradients per step, and one wait for the device to read their norm; a copy of the
+Saves: a run that one bad batch would ruin.
+Costs: one pass over the gradients and one wait for the device per step, to read the norm; a copy of the
     buffers.
 When not: bad batches are frequent: repair the data.
 Conflicts: manual optimization, DeepSpeed and Lightning's FSDPStrategy, optimizers that free gradients in the
@@ -55,26 +55,26 @@ from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.snapshot import StepSnapshot
 
 MIN_NORMS = 16
-"""Norms that are known before one of them can be an outlier."""
+"""Minimum number of norms before one can be an outlier."""
 MIN_DEVIATION = 0.01
-"""Of the median; equal norms would have no deviation."""
+"""Minimum deviation as a fraction of the median, since equal norms would have none."""
 MAX_SHOWN = 5
 _OFF = Remedy("~callbacks.skip_bad_steps", "remove SkipBadSteps")
 
 
 class SkipBadSteps(Managed):
-    """Leave out the steps that would spoil a run.
+    """Skip steps that would ruin a run.
 
     Args:
-        max_deviations: Leave out a step whose gradient norm exceeds the median by more robust standard
-            deviations; None leaves out only what is not finite.
-        last_n_steps: Steps whose norms are compared.
-        max_in_a_row: Steps left out in a row that stop the run; None never stops it.
+        max_deviations: Skip a step whose gradient norm exceeds the median by more than this many robust
+            standard deviations; None skips only norms that are not finite.
+        last_n_steps: Number of last steps whose norms are compared.
+        max_in_a_row: Number of consecutive skipped steps that stops the run; None never stops it.
 
     Raises:
         ConfigError: An argument is outside its range, or the optimizer frees gradients in the backward pass
             or evaluates the closure again.
-        GradientError: `max_in_a_row` steps were left out in a row.
+        GradientError: `max_in_a_row` consecutive steps were skipped.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[SkipBadSteps(max_deviations=10)], logger=False, accelerator="cpu")
@@ -99,7 +99,7 @@ class SkipBadSteps(Managed):
         self._num_steps = self._num_in_row = 0
 
     def facts(self) -> Facts:
-        """Reject whatever keeps gradients elsewhere, or steps by itself."""
+        """Reject techniques that keep gradients elsewhere, or step by themselves."""
         reasons = {
             "run/manual_optimization": "the module decides itself when it steps",
             "strategy/deepspeed_zero": "DeepSpeed's engine steps, with gradients that no callback reads",
@@ -126,25 +126,25 @@ class SkipBadSteps(Managed):
         (optimizer,) = trainer.optimizers
         if isinstance(optimizer, FreesGradients):
             raise _optimizer_error(optimizer, "one that keeps gradients until it steps")
-        # Lightning's collection of what `self.log` was called with in this epoch.
+        # Lightning's collection of values that `self.log` received in this epoch.
         logged: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         self._snapshot = StepSnapshot(pl_module, trainer.strategy.root_device, logged)
         self._is_bad = False
-        # A loss scaler skips a step whose gradient is not finite itself, and lowers its scale.
+        # A loss scaler itself skips steps without a finite gradient, and lowers its scale.
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._loop.before_window.append(lambda: self._begin(trainer))
         self._loop.is_left_out = lambda: self._is_bad
         self._gate(optimizer, trainer)
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        """Keep the state before the batches of a step."""
+        """Save the state before the batches of a step."""
         self._is_bad = False
         self._first_batch = trainer.fit_loop.epoch_loop.batch_idx
         self._snapshot.keep()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        # 1 for a finite loss, else NaN: the ranks learn of it from the gradient, without another collective.
+        # 1 for a finite loss, otherwise NaN: it reaches other ranks in the gradient, without a collective.
         factor = 1 + 0 * loss.detach()
         loss.register_hook(lambda gradient: gradient * factor)
 
@@ -161,7 +161,7 @@ class SkipBadSteps(Managed):
         self._is_bad = self._norm > self._limit() if is_finite else not self._has_scaler
 
     def _limit(self) -> float:
-        """Return the largest norm that is no outlier."""
+        """Return the largest norm that is not an outlier."""
         if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
             return math.inf
         median = statistics.median(self._norms)
@@ -171,11 +171,11 @@ class SkipBadSteps(Managed):
     def _gate(self, optimizer: Optimizer, trainer: pl.Trainer) -> None:
         """Replace the optimizer's `step` for this fit by one that checks the gradient first.
 
-        Why not set gradients to None instead: some optimizers (schedule-free) update their state even so.
+        Why not set gradients to None instead: some optimizers (schedule-free) still update their state.
         """
         step: Callable[..., Any] = optimizer.step
 
-        @functools.wraps(step)  # also the mark of a learning-rate scheduler
+        @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
         def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
             loss = None
             if closure is not None:
@@ -205,7 +205,7 @@ class SkipBadSteps(Managed):
         optimizer.step = gated
 
     def _leave_out(self, trainer: pl.Trainer) -> None:
-        """Restore the state before the batches of this step, and report them."""
+        """Restore the state before the batches of this step, and log the batches."""
         self._snapshot.restore()
         self._num_in_row += 1
         last = trainer.fit_loop.epoch_loop.batch_idx
@@ -243,7 +243,7 @@ class SkipBadSteps(Managed):
         self._norms.extend(float(norm) for norm in state_dict["norms"])
 
     def outcome(self) -> Outcome:
-        """Report which batches were left out."""
+        """Report which batches were skipped."""
         count, steps = len(self._left_out), self._num_steps
         did = f"left out {count} of {steps} step{'s' * (steps != 1)}"
         shown = [_batches(row) for row in self._left_out[:MAX_SHOWN]]

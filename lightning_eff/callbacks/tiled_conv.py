@@ -1,30 +1,34 @@
-"""Compute chains of convolutions in spatial tiles, so that what is between the layers exists for one tile.
+"""Compute chains of convolutions in spatial tiles, so that activations between layers exist for one tile.
 
-For large images and volumes, the activations at full resolution are most of what a step holds. Here the
-children of each `nn.Sequential` that are local (a pixel of the output depends on a window of the input:
-convolutions, pooling, pointwise activations, dropout, normalization over channels or in evaluation mode) are
-computed in tiles with a halo, by one autograd function: the forward pass keeps the first one's input alone,
-and the backward pass computes one tile at a time again. Parameters, names and checkpoints stay the same,
-hooks of the container run once, and each weight gets one gradient.
+For large images and volumes, activations at full resolution are most of a step's memory. A layer is local if
+a pixel of its output depends on a window of its input. Such layers are convolutions, pooling, pointwise
+activations, dropout, and normalization over channels or in evaluation mode. Here, consecutive local children
+of an `nn.Sequential` form a segment, which one autograd function computes in tiles with a halo. The forward
+pass keeps only the segment's input, and the backward pass computes one tile at a time again. Parameters,
+names and checkpoints stay the same, hooks of the container run once, and each weight gets one gradient.
 
-Every other child ends a segment and is computed for the whole image: statistics of all pixels (batch
-normalization in training, instance and group normalization), transposed convolutions and upsampling, padding
-with anything but zeros, pooling with `ceil_mode`, a class that is not torch's own, hooks on a layer, and
-sharded weights. Layers that a forward of your own calls one after another are left alone: whether something
-else reads what is between them is not known before it does. Put them into an `nn.Sequential`.
+Every other child ends a segment and is computed for the full image:
 
-A segment is tiled where its input has `min_pixels` or more, one tile is not enough for the budget, at most a
-quarter is computed twice for the halo, and the tiles hold less than the layers would keep: both by
-arithmetic, before anything runs. Samples have no halo, so a batch is divided first. A chain whose halo would
-be larger is cut into shorter ones. Evaluation is tiled alike: it takes less memory there too, and dropout
-draws the same in a forward pass without gradients as in one with them.
+- statistics over all pixels: batch normalization in training, instance and group normalization;
+- transposed convolutions and upsampling;
+- padding with anything but zeros, and pooling with `ceil_mode`;
+- a class that is not torch's own, hooks on a layer, and sharded weights.
+
+Layers that your own forward calls one after another are not tiled, because other code may read the
+activations between them. Put them into an `nn.Sequential`.
+
+A segment is tiled if its input has at least `min_pixels` and one tile exceeds the budget. In addition, at
+most a quarter may be computed twice for the halo, and the tiles must hold less than the layers would keep.
+Arithmetic decides both before anything runs. Samples have no halo, so a batch is divided first. A chain with
+a larger halo is cut into shorter ones. Evaluation is tiled too. It saves memory there as well, and dropout
+draws the same numbers in a forward pass with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
-Costs: one more forward of the segments, by operations at most a third of theirs, and the halo. Nothing more
-    in blocks that `callbacks/gradient_checkpointing` recomputes and that end with the segment; where a block
-    saves something after it (a norm, a second segment), the segment is computed three times. Dropout draws
-    for each tile: statistically equal, not to the bit. No second derivatives.
-When not: images are small: it says so; norms over all pixels, which end a chain.
+Costs: one more forward of the segments, at most a third of their operations, and the halo. Nothing more in
+    blocks that `callbacks/gradient_checkpointing` recomputes and that end with the segment. If a block saves
+    something after the segment (a norm, a second segment), the segment is computed three times. Dropout draws
+    per tile: statistically equal, not bit for bit. No second derivatives.
+When not: images are small (a message says so); norms over all pixels, which end a chain.
 Conflicts: `callbacks/torch_compile`, which unrolls tiles; `callbacks/gradient_checkpointing` with
     `selective`, which would keep the convolutions of all tiles.
 Source: StreamingCNN, https://arxiv.org/abs/1911.04432; torch.utils.checkpoint
@@ -62,7 +66,7 @@ from lightning_eff.kernels.matmul import in_forward_mode, is_traced
 
 NOT_FOUND = "no nn.Sequential with convolutions or pooling found"
 MAX_ENDS = 3
-"""Reasons that a report has in its line."""
+"""Maximum number of reasons in a report's line."""
 
 
 @check_arguments
@@ -73,19 +77,20 @@ def tile_convs(
     tile_budget_mib: Positive | None = None,
     min_pixels: Count = 65536,
 ) -> dict[str, TiledContainer]:
-    """Compute chains of convolutions of a model in tiles from now on; for Fabric, or your own training loop.
+    """Compute chains of convolutions of a model in tiles; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; containers whose forward is replaced are left as they are.
+        model: Any module; containers whose forward is already replaced do not change.
         modules: As in `TiledConv`.
         tile_budget_mib: As in `TiledConv`.
         min_pixels: As in `TiledConv`.
 
     Returns:
-        What replaces the forward of each container, by name; its `restore` undoes it.
+        The replacement of each container's forward, by name; its `restore` undoes it.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or what is no container.
+        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is no
+            container.
 
     Warns:
         NoEffectWarning: No container with convolutions was found.
@@ -117,7 +122,7 @@ def _tile(
 
 
 def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module]:
-    """Return the selected containers and those inside them; by default all."""
+    """Return the selected containers and all containers inside them; by default all."""
     selected = {"": model}
     if modules is not None:
         try:
@@ -140,15 +145,16 @@ class TiledConv(Tiling):
     """Compute the chains of convolutions in `nn.Sequential` containers in spatial tiles.
 
     Args:
-        modules: Class names or patterns of names of containers (`net.levels.*`), classes, or a predicate of
-            name and module; None takes every `nn.Sequential`.
-        tile_budget_mib: MiB that the layers' outputs and two gradients may take on one tile; None for the
+        modules: Class names or name patterns of containers (`net.levels.*`), classes, or a predicate of name
+            and module; None takes every `nn.Sequential`.
+        tile_budget_mib: MiB that the layers' outputs and two gradients may take for one tile; None takes the
             larger of 64 and a quarter of the segment's input.
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or what is no container.
-        ConflictError: The blocks are compiled, or another technique keeps what is tiled.
+        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is no
+            container.
+        ConflictError: The blocks are compiled, or another technique keeps the tiled activations.
 
     Warns:
         NoEffectWarning: No container with convolutions was found, or nothing was computed in tiles.
@@ -179,7 +185,7 @@ class TiledConv(Tiling):
         self.min_pixels = min_pixels
 
     def facts(self) -> Facts:
-        """State that compiled blocks are not tiled, and that products of tiles are not kept."""
+        """Reject compiled blocks, and techniques that keep the products of tiles."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
@@ -197,7 +203,7 @@ class TiledConv(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report the segments, their tiles and halo, the bytes not held, and what ended segments."""
+        """Report the segments, their tiles and halo, the bytes not held, and why segments ended."""
         segments = {
             f"{name}.{part}" if name else part: segment
             for name, each in self._tiled.items()
@@ -234,19 +240,19 @@ class TiledConv(Tiling):
 
 MAX_AXES = 3
 Child = tuple[str, nn.Module, tuple[LocalLayer, ...] | str]
-"""Name, module, and its layers or why it has none."""
+"""Name, module, and its local layers or the reason that it has none."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Children that were computed in tiles, for the report.
+    """Figures of children that were computed in tiles, for the report.
 
     Args:
         num_layers: Layers of the children.
         num_tiles: Tiles of an input.
         shape: Shape of that input.
         halo: Fraction of the layers' outputs that was computed more than once.
-        not_held_bytes: What the layers would keep between them for the backward pass.
+        not_held_bytes: Bytes between the layers that would have been kept for the backward pass.
     """
 
     num_layers: int
@@ -257,11 +263,11 @@ class Segment:
 
 
 class TiledContainer:
-    """Replaces the forward of an `nn.Sequential`: it is assigned to the attribute `forward`.
+    """Replaces the forward of an `nn.Sequential`; it is assigned to the attribute `forward`.
 
-    Segments are found at each call, by the layers' flags (batch normalization is local in evaluation mode)
-    and the input's size; how they are cut is cached by both. Of the segments that begin at a child, the one
-    is taken whose tiles save most: a chain whose halo would leave few tiles is cut into shorter ones.
+    Each call determines the segments by the layers' flags (batch normalization is local in evaluation mode)
+    and the input's size; the cut is cached by both. Among the segments that start at a child, the one whose
+    tiles save most is chosen: a chain whose halo would leave few tiles is cut into shorter ones.
 
     Args:
         module: The container.
@@ -272,21 +278,21 @@ class TiledContainer:
     def __init__(self, module: nn.Module, *, budget_bytes: int | None, min_pixels: int) -> None:
         self.module, self.budget_bytes, self.min_pixels = module, budget_bytes, min_pixels
         self.segments: dict[str, Segment] = {}
-        """Of the call that held back most, by the names of the first and the last child."""
+        """Segments of the call that saved most, by the names of the first and the last child."""
         self.ends: dict[str, str] = {}
-        """Why children ended a segment, by name."""
+        """Reasons that children ended a segment, by name."""
         self.max_pixels = 0
         self._cuts: dict[Any, tuple[int, tuple[int, ...]]] = {}
-        """Number of children and pieces of a segment; one child and no pieces where nothing is tiled."""
+        """Number of children of a segment, and its pieces per axis; (1, ()) if nothing is tiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the children, in tiles where that holds less."""
+        """Compute the children, in tiles if that holds less."""
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        # Tiles are of one size, and have no forward derivative.
+        # Tiles need concrete sizes, so no tracing, and have no forward-mode derivative.
         if not isinstance(x, Tensor) or is_traced() or in_forward_mode():
             return type(self.module).forward(self.module, *args, **kwargs)
         named = list(children_of(self.module).items())
-        while named and not self._may_tile(x):  # it may be upsampled
+        while named and not self._may_tile(x):  # a later child may upsample it
             x = named.pop(0)[1](x)
         children = [(name, child, read_module(child, x.dim() - 2, TiledContainer)) for name, child in named]
         self.ends |= {name: found for name, _, found in children if isinstance(found, str)}
@@ -312,7 +318,7 @@ class TiledContainer:
         self.module.forward = self
 
     def restore(self) -> None:
-        """Give the container its own forward back; a second call does nothing."""
+        """Restore the container's own forward; a second call does nothing."""
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
@@ -326,7 +332,7 @@ class TiledContainer:
         return num_pixels >= self.min_pixels
 
     def _segment(self, children: Sequence[Child], x: Tensor) -> tuple[int, Grid | None]:
-        """Return how many children to compute now, and their tiles; None for one child without tiles."""
+        """Return the number of children to compute next, and their tiles; None if untiled (one child)."""
         run: list[tuple[LocalLayer, ...]] = []
         for _, _, found in children:
             if isinstance(found, str):
@@ -345,13 +351,13 @@ class TiledContainer:
         return num_children, Grid.of(layers, x, pieces) if pieces else None
 
     def _best_cut(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Return the number of children, and the pieces, of the segment that holds least in tiles."""
+        """Return the number of children, and the pieces, of the segment that saves most when tiled."""
         best, most_saved = (1, ()), 0
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:
                 grid = choose_grid(layers, x, self.budget_bytes)
-            except ValueError:  # x does not fit the layers, whose own message is better
+            except ValueError:  # x does not fit the layers: their own error is clearer
                 return 1, ()
             saved = grid.saved_elements(is_input_trained=x.requires_grad)
             if grid.num_tiles > 1 and saved > most_saved:

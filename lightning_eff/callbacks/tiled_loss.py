@@ -1,21 +1,22 @@
 """Compute the loss of a language model in tiles, without its logits [tokens, vocabulary].
 
-The logits, their gradient and the log-softmax between them are often the largest tensors of a step. The
-output projection then returns logits that are not computed (`_lazy_logits.py`); the cross-entropy that reads
-them is computed some rows at a time (kernels/cross_entropy.py), and where something else reads them they are
-computed as usual. So an unchanged `training_step` profits, whichever functions lead from it to the loss. A
-mean loss that is returned gives its number of targets to GradientAccumulation and MicroBatch as its weight.
+The logits, their gradient and the log-softmax between them are often the largest tensors of a step. With this
+callback, the output projection returns logits that are not computed yet (`_lazy_logits.py`). The
+cross-entropy that reads them is computed a few rows at a time (kernels/cross_entropy.py). If anything else
+reads them, they are computed as usual. So an unmodified `training_step` benefits, whichever functions lead
+from it to the loss. If it returns a mean loss, the loss's number of targets becomes its weight in
+GradientAccumulation and MicroBatch.
 
 Saves: the logits of a language model, their gradient and the log-softmax: three times tokens x
     vocabulary.
-Costs: in float16, and within recomputed blocks, a fourth GEMM of the projection. A metric of whole logits
-    has them computed in addition to the loss. A gradient of 16 bits is rounded once per tile, of which there
-    are at most 16.
-When not: the vocabulary is small; metrics of whole logits, which are computed in addition to the loss.
-Conflicts: a projection that is quantized; strategies that wait for the gradient of a model's logits. Where
-    the projection has hooks, or an adapter with dropout, its logits are computed at once. Logits that are
-    read after their weights or inputs have changed are rejected, except for logits that are held when an
-    optimizer steps. A model that is compiled as a whole has a graph break at its projection.
+Costs: in float16, and inside recomputed blocks, a fourth GEMM of the projection. If a metric reads full
+    logits, they are computed in addition to the loss. A 16-bit gradient is rounded once per tile, at most 16
+    times.
+When not: the vocabulary is small; metrics read full logits, which are computed in addition to the loss.
+Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
+    projection has hooks, or an adapter with dropout, its logits are computed at once. Reading logits after
+    their weights or inputs have changed is rejected, except logits still held when an optimizer steps. A
+    fully compiled model has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -44,29 +45,30 @@ from lightning_eff.report.advice import Observed, Suggestion
 
 GEMMS = ("mm", "addmm", "bmm", "linear")
 TILED = ("_log_softmax", "_to_copy", "clone", "mul", "div")
-"""Operations of the forward pass that are computed in tiles, by the names that torch dispatches."""
+"""Operations of the forward pass that run in tiles, by the names that torch dispatches."""
 NOT_FOUND = "no output projection with more outputs than inputs"
 NAME_IT = "; name it with head="
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
-"""What a `training_step` can do itself."""
+"""Equivalent change of a `training_step`."""
 
 
 @check_arguments
 def tile_loss(
     model: nn.Module, *, head: str | None = None, tile_budget_mib: Positive | None = None
 ) -> dict[str, LateProjection]:
-    """Have a model's loss computed in tiles from now on; for Fabric, or your own training loop.
+    """Compute a model's loss in tiles; for Fabric, or your own training loop.
 
     Args:
         model: Any module.
-        head: Name of its output projection; None to find it.
+        head: Name of its output projection; None finds it.
         tile_budget_mib: As in `kernels.cross_entropy.linear_cross_entropy`.
 
     Returns:
-        The projection by name, whose `restore()` undoes it; empty where the model has none, or it is done.
+        The projection by name; its `restore()` undoes the change. Empty if the model has no projection, or
+        already computes its loss in tiles.
 
     Raises:
-        ConfigError: A value is outside its range, or the projection is not found or no linear layer.
+        ConfigError: A value is outside its range, or the projection is not found or not a linear layer.
 
     Warns:
         NoEffectWarning: The model has no output projection.
@@ -97,16 +99,16 @@ class TiledLoss(Tiling):
 
     Args:
         head: Name of the output projection (`model.lm_head`); None finds it.
-        tile_budget_mib: MiB that a tile's float32 logits may take; None for the larger of the hidden states
-            and, on a CPU, 16, but at most an eighth of all rows and at least 128 of them; on a GPU a 64th of
-            its memory, but at most 2,048 rows.
+        tile_budget_mib: MiB that a tile's float32 logits may take. None takes the larger of the hidden states
+            and a device default. On a CPU that is 16, with at least 128 rows and at most an eighth of all. On
+            a GPU it is a 64th of its memory, with at most 2,048 rows.
 
     Raises:
-        ConfigError: A value is outside its range, or the projection is not found or no linear layer.
+        ConfigError: A value is outside its range, or the projection is not found or not a linear layer.
 
     Warns:
         NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
-        ConflictWarning: Backward passes of a step had unequal numbers of targets, and none as its weight.
+        ConflictWarning: Backward passes of a step had unequal numbers of targets, but no weights.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TiledLoss()], logger=False, accelerator="cpu")
@@ -126,13 +128,13 @@ class TiledLoss(Tiling):
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._unweighted: list[Tensor] = []
-        """Targets per sample of those backward passes of a step that got no weight."""
+        """Targets per sample, for each backward pass of a step that has no weight."""
         self._has_warned = False
         self._counted: dict[LateProjection, tuple[int, Counter[str]]] = {}
-        """Losses and readers up to the last step."""
+        """Numbers of losses and readers up to the last step."""
 
     def facts(self) -> Facts:
-        """State that it changes the model, and which strategies would miss the backward pass of its loss."""
+        """State that it changes the model; reject strategies that would miss its loss's backward pass."""
         unseen = tuple(
             Rule(
                 name=name,
@@ -145,7 +147,7 @@ class TiledLoss(Tiling):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it where the outputs of a linear layer go into a log-softmax."""
+        """Suggest it if a linear layer's outputs go into a log-softmax."""
         try:
             name, head = find_head(run.module, None) or ("", None)
         except ConfigError:  # several layers may be meant
@@ -155,14 +157,14 @@ class TiledLoss(Tiling):
         of_head = [i for i, each in outside.items() if each.path == name and each.operation in GEMMS]
         of_loss = [i for i, each in outside.items() if each.operation == "_log_softmax"]
         size, log_softmax = (max((run.sizes[i] for i in each), default=0) for each in (of_head, of_loss))
-        # Else it is another log-softmax; in another dtype it has half or double the size of the logits.
+        # The log-softmax is the head's if its size matches the logits, or half or double in another dtype.
         if not isinstance(head, nn.Linear) or not size or not size // 2 <= log_softmax <= 2 * size:
             return None
-        # The logits, their gradient and the log-softmax, each in any dtype.
+        # Sizes of the logits, their gradient and the log-softmax, each in any dtype.
         sizes = {factor * each // 2 for each in (size, log_softmax) for factor in (1, 2, 4)}
         whole = {i: each for i, each in outside.items() if run.sizes[i] in sizes}
         if not {each.operation for each in whole.values() if each.phase == "forward"} <= {*GEMMS, *TILED}:
-            return None  # something else reads the logits, so they would be computed all the same
+            return None  # something else reads the logits, so they would be computed anyway
         num_rows = log_softmax // (4 * head.out_features)
         rows = torch.empty(1, 1, device=head.weight.device).expand(num_rows, head.in_features)
         fraction = tile_rows_of(rows, head.out_features, None) / max(1, num_rows)
@@ -174,12 +176,12 @@ class TiledLoss(Tiling):
 
     @override
     def tile(self, model: nn.Module) -> dict[str, LateProjection]:
-        """Let the output projection compute its logits when they are read."""
+        """Make the output projection compute its logits only when they are read."""
         return _tile(model, self.head, self.tile_budget_mib)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the number of targets to exact accumulation."""
+        """Pass the number of targets to exact accumulation."""
         self._unweighted, self._has_warned = [], False
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         if isinstance(step, lightning_loop.ExactStep):
@@ -189,11 +191,11 @@ class TiledLoss(Tiling):
                 self._counted[projection] = projection.num_losses, projection.readers.copy()
 
     def _weigh(self, output: Any, num_samples: int | None) -> Any:
-        """Add the weight to a step's output, where that is the mean loss itself and has none."""
+        """Add the weight to a step's output if it is the mean loss itself and has no weight."""
         rest: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
         means: list[tuple[object, Tensor]] = []
         for projection in self._tiled.values():
-            if num_samples == 0:  # of a check, which the report does not count
+            if num_samples == 0:  # a check, which the report does not count
                 projection.num_losses, projection.readers = self._counted[projection]
             self._counted[projection] = projection.num_losses, projection.readers.copy()
             means += projection.means
@@ -213,7 +215,7 @@ class TiledLoss(Tiling):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Compute logits that were returned or kept; an optimizer's own hook comes before its closure."""
+        """Compute logits that are still held; in time for a closure, unlike an optimizer's own hook."""
         for projection in self._tiled.values():
             projection.compute_held()
         passes, self._unweighted = self._unweighted, []
@@ -229,7 +231,7 @@ class TiledLoss(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report the tiles, the bytes that were not held, and what needed whole logits."""
+        """Report the tiles, the bytes that were not held, and the readers of full logits."""
         for name, each in self._tiled.items():
             by = ", ".join(f"{reader} ({count})" for reader, count in each.readers.most_common(3))
             numbers = {
@@ -250,17 +252,18 @@ class TiledLoss(Tiling):
 
 
 def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | None:
-    """Return the output projection of a model and its name; None where it has none.
+    """Return the name of a model's output projection, and the projection; None if there is none.
 
-    That of Hugging Face's models is what they name as such. Else it is the linear layer outside of the
-    repeated blocks that shares its weight with an embedding, or has the most outputs, more than inputs.
+    Hugging Face's models name it themselves. Otherwise, it is a linear layer outside of the repeated blocks:
+    the layer that shares its weight with an embedding, or else the layer with the most outputs, if they
+    outnumber its inputs.
 
     Args:
         model: The model.
-        head: Its name; None to find it.
+        head: Name of the projection; None finds it.
 
     Raises:
-        ConfigError: No module has that name, or several may be meant.
+        ConfigError: No module has that name, or several layers qualify.
     """
     named = {name: module for name, module in model.named_modules() if name}
     if head is not None:
@@ -281,7 +284,7 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
             for name, module in named.items()
             if isinstance(layer := _plain(module), nn.Linear) and not name.startswith(inner)
         }
-        # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+        # Not `weight`: a parametrized layer computes it, which changes the state of spectral_norm.
         tables = [module for module in named.values() if isinstance(module, nn.Embedding)]
         shared = {id(p) for table in tables for p in table.parameters(recurse=False)}
         names = [
@@ -304,12 +307,12 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
 
 
 def _plain(module: nn.Module) -> Any:
-    """Return the layer that a module computes, without its adapter."""
+    """Return the layer inside a module, without its adapter."""
     trained = _trained_copy(module)
     return getattr(trained, "base_layer", trained)
 
 
 def _trained_copy(module: Any) -> nn.Module:
-    """Return the copy that PEFT trains of a module in `modules_to_save`; else the module."""
+    """Return PEFT's trained copy of a module in `modules_to_save`; any other module itself."""
     copies: Any = getattr(module, "modules_to_save", None)
     return next(iter(copies.values())) if isinstance(copies, nn.ModuleDict) and len(copies) == 1 else module

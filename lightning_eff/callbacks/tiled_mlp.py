@@ -1,27 +1,28 @@
-"""Compute the MLPs of a model in tiles of their tokens, so that wide activations exist for one tile at once.
+"""Compute the MLPs of a model in tiles of tokens, so that wide activations exist for one tile at a time.
 
-For long sequences, the wide activations of an MLP (two products, an activation, their product, a gradient)
-are the largest part of a block's backward pass. Here the forward of each MLP runs over tiles of its tokens,
-each under torch's non-reentrant checkpoint: it keeps its input alone, and its backward pass computes one tile
-at a time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
-gets one gradient. MLPs are the token-wise children of repeated blocks: that a token's output depends on that
-token alone is tested, not read from names. Attention, routed experts, batch statistics and what has side
-effects are left alone.
+For long sequences, an MLP's wide activations are the largest part of a block's backward pass: two products,
+an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens, each
+under torch's non-reentrant checkpoint. It keeps only its input, and its backward pass computes one tile at a
+time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets
+one gradient. MLPs are the token-wise children of repeated blocks. A test, not a name, decides whether a
+token's output depends on that token alone. Attention, routed experts, batch statistics and modules with side
+effects are not tiled.
 
-An MLP is tiled where its input has `min_tokens` or more, and `tokens x widest x 5 x itemsize` bytes exceed
-the budget; the number of tiles is the quotient. Its own part of the backward pass then always falls. Whether
-the step's peak lies there, and not in the loss, only a whole step shows: `lightning-eff plan` predicts it.
-The default budget is the larger of 64 MiB and the input's own size, below which the rest of a block holds
-more than a tile. It also keeps tiles few (at most 20 where the MLP is four times as wide as its input): the
-gradients of a weight are added in the dtype of that weight.
+An MLP is tiled if its input has at least `min_tokens`, and `tokens x widest x 5 x itemsize` bytes exceed the
+budget; the number of tiles is their quotient. That always lowers the MLP's part of the backward pass. Whether
+the step's peak is there, and not in the loss, depends on the full step: `lightning-eff plan` predicts it. The
+default budget is the larger of 64 MiB and the input's size; below it, the rest of a block holds more than a
+tile. It also keeps the number of tiles low (at most 20 if the MLP is four times as wide as its input). Few
+tiles matter because gradients of a weight are added in that weight's dtype.
 
 Saves: the wide activations of MLPs on long sequences.
-Costs: one more forward of the MLPs, by operations at most a third of theirs. Nothing in blocks that
-    `callbacks/gradient_checkpointing` recomputes, where the recomputation ends before the MLP; but where a
-    block saves something after its MLP (dropout, a norm of its output), the MLP is computed three times.
-    Dropout inside an MLP draws for each tile: statistically equal, not to the bit.
-When not: sequences are short: it says so; the peak is the loss or the optimizer step; an MLP is no module,
-    as in `nn.TransformerEncoderLayer`, or two, as in BERT: a model of these alone gets a `NoEffectWarning`.
+Costs: one more forward of the MLPs, at most a third of their operations. Nothing in blocks that
+    `callbacks/gradient_checkpointing` recomputes, if the recomputation ends before the MLP. If a block saves
+    something after its MLP (dropout, a norm of its output), the MLP is computed three times. Dropout inside
+    an MLP draws per tile: statistically equal, not bit for bit.
+When not: sequences are short (a message says so); the peak is the loss or the optimizer step; an MLP is not a
+    module, as in `nn.TransformerEncoderLayer`, or two modules, as in BERT. A model with only such MLPs gets a
+    `NoEffectWarning`.
 Conflicts: `callbacks/torch_compile`; `callbacks/gradient_checkpointing` with `selective`, which keeps the
     products of all tiles; `callbacks/triton_gemm` with `fuse_mlps`, which replaces the same forward.
 Source: Arctic long sequence training, https://arxiv.org/abs/2506.13996; torch.utils.checkpoint
@@ -55,10 +56,10 @@ from lightning_eff.report.advice import Observed, Suggestion
 
 NOT_FOUND = "no token-wise MLP found in repeated blocks"
 MIN_MATRICES = 2
-"""Of an MLP; a single linear layer holds nothing between its input and its output."""
+"""Minimum number of an MLP's matrices; one linear layer holds nothing between its input and output."""
 NUM_WIDE = 5
-"""Tensors of tokens x widest in the backward pass of a gated MLP: two products, an activation, their product,
-and a gradient."""
+"""Number of [tokens, widest] tensors in a gated MLP's backward pass: two products, an activation, their
+product, and a gradient."""
 MIN_BUDGET_BYTES = 64 << 20
 
 
@@ -70,19 +71,20 @@ def tile_mlps(
     tile_budget_mib: Positive | None = None,
     min_tokens: Count = 16384,
 ) -> dict[str, TiledForward]:
-    """Compute the MLPs of a model in tiles from now on; for Fabric, or your own training loop.
+    """Compute the MLPs of a model in tiles; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; MLPs that are tiled already, or whose forward is replaced, are left as they are.
+        model: Any module; MLPs that are already tiled, or whose forward is replaced, do not change.
         modules: As in `TiledMLP`.
         tile_budget_mib: As in `TiledMLP`.
         min_tokens: As in `TiledMLP`.
 
     Returns:
-        What replaces the forward of each, by name; its `restore` undoes it.
+        The replacement of each MLP's forward, by name; its `restore` undoes it.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or what is not token-wise.
+        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is not
+            token-wise.
 
     Warns:
         NoEffectWarning: No MLP was found.
@@ -102,7 +104,7 @@ def tile_mlps(
 def _tile(
     model: nn.Module, modules: BlockSelector, tile_budget_mib: float | None, min_tokens: int
 ) -> tuple[dict[str, TiledForward], dict[str, str]]:
-    """Tile MLPs; return what replaces their forwards, and why other children of blocks are not tiled."""
+    """Tile MLPs; return the replaced forwards, and why other children of blocks are not tiled."""
     budget_bytes = None if tile_budget_mib is None else max(1, int(tile_budget_mib * 2**20))
     tiled: dict[str, TiledForward] = {}
     refused: dict[str, str] = {}
@@ -144,16 +146,18 @@ class TiledMLP(Tiling):
     Args:
         modules: Class names or patterns of module names (`net.layers.*.mlp`), classes, or a predicate of name
             and module; None finds the MLPs of repeated blocks.
-        tile_budget_mib: MiB that the wide activations of one tile may take; None for the larger of 64 and the
-            MLP's input.
+        tile_budget_mib: MiB that the wide activations of one tile may take; None takes the larger of 64 and
+            the MLP's input.
         min_tokens: Inputs with fewer tokens (samples x length) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or what is not token-wise.
-        ConflictError: The blocks are compiled, or another technique replaces or keeps what is tiled.
+        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is not
+            token-wise.
+        ConflictError: The blocks are compiled, or another technique replaces the same forward or keeps tiled
+            activations.
 
     Warns:
-        NoEffectWarning: No MLP was found, or each was computed as one tile.
+        NoEffectWarning: No MLP was found, or each MLP was computed as one tile.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -183,7 +187,7 @@ class TiledMLP(Tiling):
         self._refused: dict[str, str] = {}
 
     def facts(self) -> Facts:
-        """State that compiled blocks are not tiled."""
+        """Reject techniques that cannot be combined with tiles, such as compiled blocks."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
@@ -196,13 +200,13 @@ class TiledMLP(Tiling):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for MLPs of repeated blocks on sequences that are long enough."""
+        """Suggest it for MLPs of repeated blocks on long sequences."""
         callback = TiledMLP()
         if run.recorder is None or run.num_tokens < callback.min_tokens:
             return None
         found = {name: check_token_wise(each) for name, each in _candidates(run.module, None).items()}
         widest = {name: each.widest for name, each in found.items() if not each.refusal}
-        # In float32: in 16 bits there are half as many tiles.
+        # Assume float32; in 16 bits there are half as many tiles.
         wide_bytes = run.num_tokens * max(widest.values(), default=0) * NUM_WIDE * 4
         num_tiles = max(1, -(-wide_bytes // MIN_BUDGET_BYTES))
         inside = [index for index, owner in enumerate(run.owners(widest)) if owner]
@@ -245,31 +249,30 @@ class TiledMLP(Tiling):
 
 
 def _left_out(refused: Mapping[str, str]) -> str:
-    """Return which children of blocks are not tiled, and why."""
+    """Describe which children of blocks are not tiled, and why."""
     kinds = {name.rpartition(".")[2]: reason for name, reason in refused.items()}
     return "".join(f"; {kind} is left out: {reason}" for kind, reason in kinds.items())
 
 
 class TiledForward:
-    """Replaces the forward of a token-wise module: it is assigned to the attribute `forward`.
+    """Replaces the forward of a token-wise module; it is assigned to the attribute `forward`.
 
-        y = cat(f(x[0:n]), f(x[n:2n]), ...)        x [*batch, T, C] as [T, C], n tokens a tile
+        y = cat(f(x[0:n]), f(x[n:2n]), ...)        x [*batch, T, C] as [T, C], n tokens per tile
 
-    The forward pass keeps x alone; the backward pass computes one tile at a time again. Autograd adds the
-    tiles' gradients of a weight before its hooks run, so DDP, FSDP2, ZeRO and an optimizer in the backward
-    pass see one.
+    The forward pass keeps only x; the backward pass computes one tile at a time again. Autograd adds the
+    tiles' gradients of a weight before the weight's hooks run. So DDP, FSDP2, ZeRO and an optimizer in the
+    backward pass get one gradient.
 
-    Within a block that is recomputed itself, a tile would be computed three times: by the block's forward, by
-    its recomputation, and by the tile's own. So the inputs of all tiles are saved before the first tile is
-    computed: a recomputation of the block ends when it has computed the last tensor that it saved, which is
-    then the MLP's input, and no tile runs in it. What a block saves after its MLP (the mask of a dropout, the
-    input of a norm) still makes it run the tiles.
+    If the block itself is recomputed, a tile would be computed three times: in the block's forward, in the
+    block's recomputation, and in its own. So the inputs of all tiles are saved before the first tile runs. A
+    block's recomputation ends at the last tensor that the block saved, here the MLP's input, so no tile runs
+    in it. If a block saves something after its MLP (a dropout mask, the input of a norm), the tiles do run.
 
     Args:
         module: The module.
-        token_wise: The verdict on the module; inputs of other ranks are computed in one piece.
-        budget_bytes: Bytes that the wide activations of one tile may take; None for the larger of 64 MiB and
-            the input's own.
+        token_wise: The verdict on the module; inputs with unlisted ranks are computed in one piece.
+        budget_bytes: Bytes that the wide activations of one tile may take; None takes the larger of 64 MiB
+            and the input's size.
         min_tokens: Inputs with fewer tokens are not tiled.
     """
 
@@ -290,7 +293,7 @@ class TiledForward:
         self.not_held_bytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module; in one piece where it is called with more than one tensor."""
+        """Compute the module; in one piece if it is called with more than one tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return self._compute(*args, **kwargs)
@@ -298,7 +301,7 @@ class TiledForward:
         return self._compute(x) if num_tiles == 1 else self._tiled(x, num_tiles)
 
     def num_tiles(self, x: Tensor) -> int:
-        """Return the number of tiles for an input, and note it for the report."""
+        """Return the number of tiles for an input, and store it for the report."""
         num_tokens = math.prod(x.shape[:-1])
         device = x.device.type
         is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
@@ -312,15 +315,15 @@ class TiledForward:
         return num_tiles
 
     def attach(self) -> None:
-        """Replace the module's forward, and let its weights be gathered once for all tiles.
+        """Replace the module's forward, and gather its weights once for all tiles.
 
-        Stage 3 of ZeRO would gather them in every tile otherwise, and ranks may have other numbers of tiles.
+        Otherwise ZeRO stage 3 would gather them in every tile, but ranks may differ in the number of tiles.
         """
         self.module.forward = self
         self._gathered = GatheredAtOnce(self.module)
 
     def restore(self) -> None:
-        """Give the module its own forward back; a second call does nothing."""
+        """Restore the module's own forward; a second call does nothing."""
         if vars(self.module).get("forward") is self:
             del self.module.forward
             if self._gathered is not None:
@@ -336,16 +339,16 @@ class TiledForward:
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
             state = CallState(self.module)
-            # What the tiles save is no block's to recompute.
+            # Hide the tiles' saved tensors from an outer checkpoint, which would recompute them.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 outputs = [self._checkpointed(*each, state) for each in zip(tiles, saved, strict=True)]
             state.end_forward()
         return join(outputs, x)
 
     def _checkpointed(self, tile: Tensor, saved: Tensor, state: CallState) -> Tensor:
-        first = [tile]  # taken by the first run, so that the checkpoint does not hold it
+        first = [tile]  # the first run pops it, so that the checkpoint does not hold it
         run = functools.partial(self._run, first, state)
-        # `saved` has no elements: it says of which device random numbers and autocast are restored.
+        # `saved` has no elements; `checkpoint` takes the device of random numbers and autocast from it.
         early: Any = {"early_stop": self._stops_early}
         return checkpoint(run, saved, use_reentrant=False, **early)  # pyright: ignore[reportReturnType]
 
@@ -359,7 +362,7 @@ class TiledForward:
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor for whoever has the result, which has no elements."""
+    """Saves a tensor in the graph of its result, a tensor without elements."""
 
     @staticmethod
     @override
@@ -374,6 +377,6 @@ class _Save(torch.autograd.Function):
 
 
 def _save(x: Tensor) -> Tensor:
-    needs_grad = torch.empty(0, requires_grad=True)  # for a node also where x needs no gradient
+    needs_grad = torch.empty(0, requires_grad=True)  # creates a node even if x needs no gradient
     apply: Callable[..., Tensor] = _Save.apply  # pyright: ignore[reportAssignmentType]
     return apply(x, needs_grad)

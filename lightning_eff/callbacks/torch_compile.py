@@ -1,17 +1,17 @@
 """Compile a model's repeated blocks, its loss, or its forward, in place.
 
 The forward of a block is compiled on the instance, so names and checkpoint keys stay. All blocks of a class
-share their graphs, so the compile time does not grow with the depth. When shapes change, the compiler makes
-one more graph, for any shape. The report has graphs, recompilations, graph breaks with their reasons, and
-seconds. Past the compiler's limit of recompilations a run stops instead of continuing uncompiled.
+share their graphs, so the compile time does not grow with depth. When shapes change, the compiler makes one
+more graph, for any shape. The report lists graphs, recompilations, graph breaks with their reasons, and
+seconds. Beyond the compiler's limit of recompilations, a run stops instead of continuing uncompiled.
 
 Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the full
 LightningModule: its steps log, and DDP calls them through its forward.
 
 Saves: time: pointwise operations are fused into a few kernels.
-Costs: seconds to minutes in the first steps, again for another shape and for validation; less where an
+Costs: seconds to minutes in the first steps, and again for another shape and for validation; less if an
     earlier run has left its graphs in the cache.
-When not: short runs, which compiling outlasts; models with many graph breaks (the report counts them).
+When not: runs shorter than the compile time; models with many graph breaks (the report counts them).
 Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
     Recomputed blocks must be compiled themselves (`target=blocks`), not inside a larger part.
 Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;
@@ -60,9 +60,9 @@ from lightning_eff.report.step_time import POINTWISE
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 RECOMPILATIONS_PER_PART = 8
-"""torch's own limit, here for each part instead of for each code object."""
+"""torch's own limit, here per part instead of per code object."""
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")
-"""Backends that choose what a graph keeps for its backward pass."""
+"""Backends that choose which activations a graph keeps for its backward pass."""
 GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs, which cannot hold memory that a recomputation allocates."""
 
@@ -70,16 +70,16 @@ GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 def compile_in_place(
     model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: BlockSelector = None, **options: Any
 ) -> dict[str, Callable[[], None]]:
-    """Compile parts of a model from now on; for Fabric, or your own training loop.
+    """Compile parts of a model; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; what is compiled already is left as it is.
+        model: Any module; parts that are already compiled do not change.
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or several.
-        blocks: Which blocks; None finds the repeated ones.
-        options: `torch.compile`'s own.
+        blocks: Blocks to compile; None finds the repeated ones.
+        options: Options of `torch.compile`.
 
     Returns:
-        By name of the part, a function that undoes the compilation.
+        By part name, a function that undoes the compilation.
 
     Raises:
         ConfigError: The model has no part of that name.
@@ -109,7 +109,7 @@ def compile_in_place(
 
 
 def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, Any]:
-    """Return the modules or methods that a target stands for, by name."""
+    """Return the modules or methods that a target selects, by name."""
     if target == "blocks":
         return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
@@ -119,7 +119,7 @@ def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, 
         if not hasattr(part, name):
             children = [child for child, _ in part.named_children()] if isinstance(part, nn.Module) else []
             methods = {method for method in dir(type(part)) if not method.startswith("_")}
-            own = methods - set(dir(pl.LightningModule))  # not what PyTorch and Lightning give every module
+            own = methods - set(dir(pl.LightningModule))  # without methods that every module has
             similar = suggest_name(name, {"blocks", "forward", *children, *own})
             raise ConfigError(key="target", value=target, allowed=f"blocks, forward, or a part; {similar}")
         part = getattr(part, name)
@@ -133,18 +133,18 @@ class TorchCompile(Managed):
 
     Args:
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list.
-        blocks: Which blocks, by class names or patterns of module names; None finds the repeated ones.
-        backend: `inductor`, or another that torch lists; `aot_eager` and `eager` need no compiler.
+        blocks: Blocks to compile, by class names or patterns of module names; None finds the repeated ones.
+        backend: `inductor`, or another backend that torch lists; `aot_eager` and `eager` need no compiler.
         mode: `default`, `reduce-overhead`, `max-autotune`, `max-autotune-no-cudagraphs`; None is `default`.
-        dynamic: True makes graphs for any shape at once, False one for each shape; None makes one for any
-            shape when shapes change.
+        dynamic: True makes graphs for any shape at once, False makes one graph per shape. None makes a graph
+            for any shape once shapes change.
         fullgraph: Raise at a graph break instead of reporting it.
-        cache_dir: Folder in which inductor keeps what it compiles for the next run; None, or a folder that
-            `TORCHINDUCTOR_CACHE_DIR` names, is torch's own.
+        cache_dir: Folder in which inductor keeps compiled code for the next run. None takes torch's folder;
+            `TORCHINDUCTOR_CACHE_DIR` takes precedence.
 
     Raises:
-        ConfigError: The backend or the mode is unknown, the model has no such part, or `cache_dir` cannot
-            be written to or has a space.
+        ConfigError: The backend or the mode is unknown, the model has no such part, or `cache_dir` cannot be
+            written to or has a space.
         ConflictError: A part would be compiled around blocks that are recomputed.
         EnvironmentLacksError: `inductor` finds no compiler.
 
@@ -165,7 +165,7 @@ class TorchCompile(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it where operations that the compiler fuses take the time of a model with blocks."""
+        """Suggest it for a model with repeated blocks whose time is spent on operations that can be fused."""
         share = run.time_share(POINTWISE)
         if share < MIN_TIME or not model_surgery.repeated_blocks(run.module):
             return None
@@ -203,12 +203,12 @@ class TorchCompile(Managed):
         self.fullgraph = fullgraph
         self.cache_dir = cache_dir
         self._cache: tuple[Path, int] | None = None
-        """Where graphs are kept, and its bytes at the end."""
+        """Folder of compiled graphs, and its size in bytes at the end of the run."""
         self._num_parts = 0
         self._compilations = Compilations()
 
     def facts(self) -> Facts:
-        """Return what compiling needs, and which recomputation it cannot contain."""
+        """State the requirements of compiling, and reject recomputation inside compiled parts."""
         needs: list[Rule] = []
         if self.backend == "inductor":
             install = "apt-get install g++ (or your system's C++ compiler)"
@@ -237,7 +237,7 @@ class TorchCompile(Managed):
         self.cleanup.callback(model_surgery.restore, pl_module)
         model_surgery.queue(trainer, pl_module, Stage.COMPILE, self._apply)
         if stage == "fit":
-            # Graphs of an earlier run match this run's code, and were compiled under other settings.
+            # Graphs of an earlier run match this run's code, but were compiled under other settings.
             torch.compiler.reset()
             self._compilations = Compilations()
         self._num_parts, self._cache = 0, None
@@ -259,8 +259,8 @@ class TorchCompile(Managed):
         for undo in compiled.values():
             self.cleanup.callback(undo)
         self._num_parts += len(compiled)
-        # torch 2.13 counts recompilations by code object, which all blocks of a class share; past the limit
-        # it would continue uncompiled.
+        # torch 2.13 counts recompilations per code object, which all blocks of a class share. Beyond the
+        # limit it would continue uncompiled.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
         most = max(256, limit)
         limits = torch_private("torch._dynamo:config", "callbacks/torch_compile").patch(
@@ -289,13 +289,13 @@ class TorchCompile(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         failed = torch_private("torch._dynamo.exc:BackendCompilerFailed", "callbacks/torch_compile")
-        if self._cache is not None and isinstance(exception, failed):  # inductor's is one
+        if self._cache is not None and isinstance(exception, failed):  # includes inductor's errors
             text = f"graphs and kernels are kept in {self._cache[0]}; if a file there is damaged"
             exception.add_note(f"{text}\n  try: rm -r {self._cache[0]}")
         super().on_exception(trainer, pl_module, exception)
 
     def outcome(self) -> Outcome:
-        """Return what was compiled, into how many graphs, and how long it took."""
+        """Report the compiled parts, the number of graphs, and the compile time."""
         counts = self._compilations
         num_breaks = sum(counts.graph_breaks.values())
         nouns = {"part": self._num_parts, "graph": counts.graphs, "recompilation": counts.recompilations}
@@ -318,19 +318,19 @@ class TorchCompile(Managed):
 
 @dataclass
 class Compilations:
-    """What was counted within `counting`."""
+    """Counts of compilations inside `counting`."""
 
     graphs: int = 0
-    recompilations: int = 0  # of code that had been compiled before, for other shapes or settings
+    recompilations: int = 0  # recompiled code, for other shapes or settings
     graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
-    cached: int = 0  # graphs, forward and backward as one, that were found in the cache
+    cached: int = 0  # graphs found in the cache; forward and backward count as one
     not_cached: int = 0
-    elapsed_s: float = 0.0  # wall time of tracing and compiling, backward graphs included
+    elapsed_s: float = 0.0  # wall time of tracing and compiling, with backward graphs
     _began_s: float = 0.0
 
     @contextmanager
     def counting(self) -> Generator[None]:
-        """Count what is compiled inside."""
+        """Count compilations inside the context."""
         counters = self._counters = torch_private("torch._dynamo.utils:counters", "callbacks/torch_compile")
         callbacks = torch_private("torch._dynamo.callback:callback_handler", "callbacks/torch_compile")
         found = Counter(counters["aot_autograd"])
@@ -369,12 +369,12 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 def default_cache_dir() -> str:
-    """Return the folder that torch uses by itself."""
+    """Return torch's default folder."""
     return torch_private("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "cache_dir")()
 
 
 def forget_cache() -> None:
-    """Let this process forget what it knows of files in a folder that it used before."""
+    """Clear this process's in-memory state about files in an earlier cache folder."""
     torch_private("torch._inductor.utils:clear_caches", "cache_dir")()
 
 
@@ -382,19 +382,19 @@ def forget_cache() -> None:
 def cache_in(folder: Path | None) -> Generator[Path]:
     """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
 
-    Inductor and Triton name them by a hash of what they were made from, so another model, torch or GPU finds
-    nothing that does not fit. They write by rename and lock what they build: ranks and runs may share a
-    folder. Torch's own lies in the system's temporary folder, which containers and clusters empty.
-    Folders that the environment names stay: a cluster's administrator knows where there is space.
+    Inductor and Triton name files by a hash of their sources. So another model, torch version or GPU never
+    gets a file that does not fit. They write by rename and lock what they build, so ranks and runs may share
+    a folder. Torch's default is in the system's temporary folder, which containers and clusters empty.
+    Folders set in the environment take precedence: a cluster's administrator knows where there is space.
 
     Args:
-        folder: Made where it is missing; None leaves torch's own.
+        folder: Folder to use, created if it is missing; None keeps torch's default.
 
     Raises:
-        ConfigError: The folder cannot be made or written to.
+        ConfigError: The folder cannot be created or written to.
 
     Warns:
-        NoEffectWarning: The folder's path has a space, and torch's own is used.
+        NoEffectWarning: The folder's path has a space, so torch's default is used.
     """
     before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
     named = before[INDUCTOR]
@@ -402,7 +402,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
     own = Path(named or default_cache_dir())
     path = own if folder is None or is_named else folder.expanduser().absolute()
     if path != own and len(str(path).split()) > 1:
-        # torch 2.13's inductor splits the command that calls the C++ compiler there.
+        # torch 2.13's inductor splits the C++ compiler's command at spaces.
         text = f"cache_dir={path} has a space, with which inductor cannot compile: {own} is used"
         warnings.warn(text, NoEffectWarning, stacklevel=2)
         path = own
@@ -431,7 +431,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder; a file that another run removes meanwhile counts nothing."""
+    """Return the bytes of all files in a folder; files that another run removes meanwhile count 0."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -443,7 +443,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _largest_part(model: nn.Module) -> str:
-    """Return `forward` if the model's class has its own, else the name of the largest child, if any."""
+    """Return `forward` if the model's class defines it, or else the largest child's name, if any."""
     defines = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
     if defines is not nn.Module and not defines.__module__.startswith("lightning."):
         return "forward"

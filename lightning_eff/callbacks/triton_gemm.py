@@ -1,21 +1,21 @@
-"""Compute linear layers by our tiled GEMM, and add weight gradients in place while a step is accumulated.
+"""Compute linear layers with our tiled GEMM, and accumulate weight gradients in place.
 
-Every `nn.Linear` that is large enough and is trained gets another class: parameters, names and checkpoints
-stay the same. On a CUDA GPU the first call of a shape measures torch's library and the most promising configs
-of our kernels, which compute where they are more than 3 % faster; the next start knows (kernels/dispatch.py).
-Where GradientAccumulation or MicroBatch runs several backward passes per step, the GEMM adds the gradient of
-a weight to `weight.grad` directly, whoever computes it, and no second gradient of its size is allocated.
-Layers that gain nothing are converted back after the first batch.
+Every `nn.Linear` that is large enough and trained gets another class; parameters, names and checkpoints stay
+the same. On a CUDA GPU, the first call of a shape measures torch's library and the most promising configs of
+our kernels. Our kernels are used if they are more than 3 % faster; later runs read the result
+(kernels/dispatch.py). If GradientAccumulation or MicroBatch runs several backward passes per step, the GEMM
+adds a weight's gradient directly to `weight.grad`, with either library. So no second gradient of that size is
+allocated. Layers that gain nothing are converted back after the first batch.
 
-Saves: a copy of each large weight gradient when a step has several backward passes; with `fuse_mlps` half
-    of an MLP's wide activations.
-Costs: on a GPU in the first step of the first run some 0.1 s per shape (predicted), 256 MiB and memory for
-    two more of its results, and seconds to compile each new kernel. Some microseconds of Python per layer
-    where our kernels compute, or gradients are added in place. With `fuse_mlps`, activations a second time
-    in the backward pass.
-When not: one backward pass a step and no CUDA GPU; compiled blocks.
+Saves: a copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`, half of
+    an MLP's wide activations.
+Costs: the first step of the first run on a GPU measures. It takes about 0.1 s per shape (predicted), 256 MiB,
+    memory for two more results, and seconds to compile each new kernel. A few microseconds of Python per
+    layer that uses our kernels or accumulates in place. With `fuse_mlps`, activations are computed a second
+    time in the backward pass.
+When not: one backward pass per step and no CUDA GPU; compiled blocks.
 Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
-    `nn.Linear`, and layers that are frozen when the run begins, are left as they are.
+    `nn.Linear`, and layers that are frozen when the run begins, are not converted.
 Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
 """
 
@@ -52,13 +52,13 @@ def swap(
     blocks: BlockSelector = None,
     accumulation: Accumulation | None = None,
 ) -> dict[str, TritonLinear]:
-    """Convert linear layers of a model to `kernels.linear.TritonLinear`; for Fabric, or a loop of your own.
+    """Convert linear layers to `kernels.linear.TritonLinear`; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; layers that are converted already stay as they are.
+        model: Any module; layers that are already converted do not change.
         min_features: Layers with fewer input or output features stay `nn.Linear`.
-        blocks: Blocks of the model whose layers are converted; None for all.
-        accumulation: Allows weight gradients to be added in place while it is open.
+        blocks: Blocks of the model whose layers are converted; None converts all.
+        accumulation: While it is open, weight gradients may be added in place.
 
     Returns:
         The converted layers by name; `unswap` undoes it.
@@ -67,7 +67,7 @@ def swap(
         ConfigError: A value is outside its range, or `blocks` matches nothing.
 
     Warns:
-        NoEffectWarning: The model has no such layer.
+        NoEffectWarning: The model has no layer to convert.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
@@ -94,7 +94,7 @@ def unswap(layer: TritonLinear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing."""
     for name in ("backend", "accumulation"):
         layer.__dict__.pop(name, None)
-    if type(layer) is TritonLinear:  # a class derived from it since stays: torch's parametrizations make one
+    if type(layer) is TritonLinear:  # leave later subclasses alone, such as torch's parametrizations
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -102,11 +102,11 @@ class TritonGemm(Managed):
     """Convert linear layers to `kernels.linear.TritonLinear` while a model is trained.
 
     Args:
-        min_features: Layers with fewer input or output features stay as they are.
-        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; None for the full model.
-        accumulate: Add weight gradients in place where a step has several backward passes.
-        fuse_mlps: Compute MLPs of GPT- and Llama-like blocks each as one function, which keeps half as much
-            for the backward pass and computes the activation there again.
+        min_features: Layers with fewer input or output features are not converted.
+        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; None takes the full model.
+        accumulate: Add weight gradients in place if a step has several backward passes.
+        fuse_mlps: Compute each MLP of GPT- and Llama-like blocks as one function. It keeps half as much for
+            the backward pass, and computes the activation there again.
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` matches nothing.
@@ -141,13 +141,13 @@ class TritonGemm(Managed):
         self._accumulation = Accumulation()
         self._swapped: dict[str, TritonLinear] = {}
         self._fused: dict[str, FusedMLP] = {}
-        self._choices: Choices | None = None  # of this GPU; None where our kernels cannot run
-        self._num_left = 0  # layers that were converted back, since they gain nothing
+        self._choices: Choices | None = None  # measurements on this GPU; None if our kernels cannot run
+        self._num_left = 0  # layers that gain nothing and were converted back
         self._is_settled = False
         self._step: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """State that the compiler computes compiled layers, and that one callback replaces an MLP."""
+        """Warn about compiled layers, which the compiler computes; let only one callback replace an MLP."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the layers of what it compiles",
@@ -173,7 +173,7 @@ class TritonGemm(Managed):
             dispatch.forget()
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(self._restore)
-            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
+            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so it runs first
 
     def _restore(self) -> None:
         for layer in self._swapped.values():
@@ -200,7 +200,7 @@ class TritonGemm(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add weight gradients in place, and learn what was measured on this GPU before."""
+        """Enable in-place accumulation, and load earlier measurements of this GPU."""
         device = trainer.strategy.root_device
         can_choose = dispatch.may_use_triton("auto", device, torch.float32)
         self._choices = dispatch.choices_of(device) if can_choose else None
@@ -213,7 +213,7 @@ class TritonGemm(Managed):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Let layers prepare to add only where the step may have several backward passes."""
+        """Tell layers whether the step may have several backward passes, so that they prepare to add."""
         forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
 
@@ -221,13 +221,13 @@ class TritonGemm(Managed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the first batch, convert those layers back that gain nothing."""
+        """After the first batch, convert layers back that gain nothing."""
         if self._is_settled:
             return
         self._is_settled = True
         self._follow_rank_0(trainer)
         ours = self._choices.ours() if self._choices is not None else []
-        for layer in self._swapped.values() if self._step is None else ():  # nothing is added
+        for layer in self._swapped.values() if self._step is None else ():  # only without accumulation
             is_ours = any({layer.out_features, layer.in_features} <= sizes for sizes in ours)
             if layer.backend == "auto" and not is_ours:
                 unswap(layer)
@@ -238,14 +238,14 @@ class TritonGemm(Managed):
         self._follow_rank_0(trainer)
 
     def _follow_rank_0(self, trainer: pl.Trainer) -> None:
-        """Choose as rank 0 does, which alone measures: what others do not know is the library's."""
+        """Adopt the choices of rank 0, which alone measures; shapes without a choice use the library."""
         if self._choices is not None and trainer.world_size > 1:
             self._choices.adopt(trainer.strategy.broadcast(self._choices.text()))
 
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """Allow gradients to be added in one backward pass.
 
-        Not in the pass in which DDP's hooks reduce them, nor under a strategy that shards or scales them.
+        Not allowed in the pass in which DDP reduces gradients, nor if a strategy shards or scales them.
         """
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
@@ -256,7 +256,7 @@ class TritonGemm(Managed):
         return self._accumulation if may_add else nullcontext()
 
     def outcome(self) -> Outcome:
-        """Report how many layers were converted, who computes each shape, and what was added."""
+        """Report the number of converted layers, the backend per shape, and the gradients added in place."""
         rows = self._choices.rows() if self._choices is not None else []
         added, num_layers = self._accumulation.num_added, len(self._swapped)
         ratios = [row["ratio"] for row in rows if row["by"] != LIBRARY]

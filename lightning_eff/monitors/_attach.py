@@ -1,7 +1,7 @@
-"""Add the efficiency report to a script without changes to it: `LIGHTNING_EFF_REPORT=1 python train.py`.
+"""Add the efficiency report to an unmodified script: `LIGHTNING_EFF_REPORT=1 python train.py`.
 
 Whenever a Trainer is constructed, Lightning calls the entry point `lightning.pytorch.callbacks_factory` of
-every installed package. This one returns nothing, and imports nothing, unless the variable is set.
+every installed package. This package's entry point imports and returns nothing unless the variable is set.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ VARIABLE = "LIGHTNING_EFF_REPORT"
 
 
 def is_asked_for() -> bool:
-    """Return whether the environment variable is set, and to something other than off."""
+    """Return whether the environment variable is set to a value other than off."""
     return os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def refuse_legacy() -> list[Any]:
-    """Raise for a Trainer of the legacy package `pytorch_lightning`, which has an entry point of its own.
+    """Reject a Trainer of the legacy package `pytorch_lightning`, which calls a separate entry point.
 
     Raises:
         ConflictError: The environment variable is set.
@@ -31,7 +31,7 @@ def refuse_legacy() -> list[Any]:
 
 
 def callbacks() -> list[Any]:
-    """Return the report, if the environment variable is set."""
+    """Return the report callback if the environment variable is set."""
     if is_asked_for():
         from lightning_eff.monitors.efficiency_report import EfficiencyReport
 

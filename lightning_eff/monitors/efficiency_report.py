@@ -1,22 +1,22 @@
-"""One table per run: the techniques configured, what each did, and the time, FLOPs and memory of the run.
+"""One table per run: its techniques, the effect of each, and the run's time, FLOPs and memory.
 
-Printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next to the run's
-other files. A run that fails writes them too, with the reason, and again when its last checkpoint is saved.
-All training batches after the first ones are measured, validation excluded. Peak memory is the allocator's
-where it keeps one; on the CPU it is the live bytes of the first batches, counted storage by storage. A
-compiled model is timed and not counted: its operations are not dispatched one by one. Parts of a step,
-modules and kinds of operations are timed in eleven later batches (report/step_time.py). In a notebook the
-monitor itself shows the page. Out of memory on CUDA leaves `memory_snapshot.pickle`, every block of the
-allocator; `record_memory_history` adds who allocated it, which slows down every allocation of the run.
+The table is printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next
+to the run's other files. A failed run writes them too, with the reason, and again after its last checkpoint
+is saved. All training batches after the first ones are measured; validation is excluded. Peak memory is the
+allocator's peak. On a CPU, which has none, it is the live bytes of the first batches, counted storage by
+storage. A compiled model is timed but not counted, because it does not dispatch its operations one by one.
+Parts of a step, modules and kinds of operations are timed in eleven later batches (report/step_time.py). In a
+notebook the monitor displays the page itself. An OOM error on CUDA leaves `memory_snapshot.pickle` with every
+block of the allocator. `record_memory_history` adds the stack of each allocation, and slows all of them down.
 
-The Trainer's loggers get, every `log_every_n_steps` optimizer steps: `eff/learning_rate`, `eff/gradient_norm`
-(of the whole gradient, before clipping), `eff/samples_per_second`, `eff/tokens_per_second`, `eff/data_wait`
-(fraction of the time) and `eff/memory_mib` (peak of the first rank).
+The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
+`eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
+`eff/tokens_per_second`, `eff/data_wait` (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
 Saves: nothing: it measures.
-Costs: a few Python calls a batch; the first batches, which are counted, and three more, whose modules and
-    operations are timed, run slower and are not in the throughput; with a logger, one pass over the
-    gradients in each step that is logged.
+Costs: a few Python calls per batch. The first batches, which are counted, and three later ones, whose modules
+    and operations are timed, run slower; the throughput excludes them. With a logger, one pass over the
+    gradients in each logged step.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
@@ -61,18 +61,18 @@ from lightning_eff.report.meter import Meter
 
 
 class EfficiencyReport(pl.Callback):
-    """Report what the techniques of a run did and what the run cost; of several, the first one reports.
+    """Report the effect of a run's techniques and the cost of the run; with several, only the first reports.
 
     Args:
         dirpath: Folder for the ledger and the page; None takes the Trainer's log folder.
-        num_warmup_batches: Batches at the start that are not timed, after the few that are counted.
+        num_warmup_batches: Batches that are not timed, after the first few that are counted.
         count_first_batches: Count floating-point operations, and on the CPU live bytes, in the first batches.
-            Compiled modules are never counted; switch it off for a function compiled with `fullgraph=True`.
-        baseline: Folder of another run, or its `efficiency.json`: the page compares this run to it.
+            Compiled modules are never counted; disable it for a function compiled with `fullgraph=True`.
+        baseline: Folder of another run, or its `efficiency.json`; the page compares this run to it.
         record_memory_history: Record the stack of each allocation on CUDA for `memory_snapshot.pickle`.
 
     Raises:
-        ConfigError: `num_warmup_batches` is negative, or `baseline` is no report.
+        ConfigError: `num_warmup_batches` is negative, or `baseline` is not a report.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[EfficiencyReport()], logger=False, accelerator="cpu")
@@ -94,26 +94,26 @@ class EfficiencyReport(pl.Callback):
         self.baseline = baseline
         self.record_memory_history = record_memory_history
         self.recipe = ""
-        """Name of the recipe that is run, for the title."""
+        """Name of the run's recipe, for the title."""
         self.meter: Meter | None = None
-        """While `fit` is measured."""
+        """The running measurement; None outside of `fit`."""
         self.report: dict[str, Any] = {}
-        """What was written, after `fit`."""
+        """Content of `efficiency.json`, after `fit`."""
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
         self._baseline = files.read_baseline(baseline) if baseline else None
         self._logged: LoggedFigures | None = None
         self._first_step, self._last_step, self._began_s = 0, 0, 0.0
         self._losses, self._validation = Losses(), Validation()
         self._random_states: list[random_states.RandomStates] = []
-        """At the start of the first two batches."""
+        """Random states at the start of the first two batches."""
         self._folder = Path()
         self._sample: Any = None
-        """A few samples of the first batch, to find out whether it could be split."""
+        """A few samples of the first batch, to test whether a batch can be split."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Record the techniques' arguments before any `auto` is replaced by a value."""
-        vars(self).pop("on_train_batch_start", None)  # of an earlier fit
+        vars(self).pop("on_train_batch_start", None)  # set by an earlier fit
         set_up_monitor(self, trainer)
         if stage == "fit":
             self.report = {}
@@ -136,13 +136,13 @@ class EfficiencyReport(pl.Callback):
         self._first_step = self._last_step = trainer.global_step
         self._losses, self._validation = Losses(), Validation()
         self._random_states.clear()
-        # On all ranks: Lightning broadcasts log_dir. Without a logger no folder was made for this run, and
-        # an earlier report in the Trainer's folder is left as it is.
+        # All ranks read log_dir, because Lightning broadcasts it. Without a logger this run has no folder of
+        # its own, so do not overwrite an earlier report in the Trainer's folder.
         folder = self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         if not self.dirpath and not trainer.loggers and (folder / files.PAGE_FILE).exists():
             self._folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
         if self.dirpath and trainer.is_global_zero:
-            try:  # before the run, which would end without its report
+            try:  # fail before the run, not at its end without a report
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 allowed = f"a folder that can be made: {error.strerror}"
@@ -237,8 +237,8 @@ class EfficiencyReport(pl.Callback):
                 self._write(trainer)
                 self._print()
 
-        # Callbacks after this one save checkpoints now, in the background too; the strategy's teardown waits
-        # for these saves and follows all callbacks' hooks.
+        # Later callbacks may save checkpoints now, even in the background. The strategy's teardown waits for
+        # these saves, and runs after all callbacks' hooks.
         strategy.teardown = teardown_then_update
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
@@ -268,7 +268,7 @@ class EfficiencyReport(pl.Callback):
             "series": series,
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
-            # An error of the device would be raised again by asking it for the time.
+            # After a device error, reading times from the device would raise it again.
             "time": {} if has_failed or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -298,7 +298,7 @@ class EfficiencyReport(pl.Callback):
         rank_zero_only(REPORTS.info)("\n%s\n report: %s", printable(text), printable(page))
 
     def _write(self, trainer: pl.Trainer) -> None:
-        """Update the ledger, one row a technique, and write both files."""
+        """Update the ledger, one row per technique, and write both files."""
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
             outcome = technique.outcome()
@@ -313,7 +313,7 @@ class EfficiencyReport(pl.Callback):
             files.write_report(self._folder, self.report)
 
     def _repr_html_(self) -> str | None:
-        """Return the page after `fit`, for a notebook."""
+        """Return the page for a notebook; None before the end of `fit`."""
         return display.notebook_frame(self.report) if self.report else None
 
     def outcome_of(self, name: str) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class EfficiencyReport(pl.Callback):
 
 
 def _few_samples(batch: Any) -> Any:
-    """Return a copy of a batch's first samples, as a batch; None if it cannot be split."""
+    """Return a copy of a batch's first samples, as a batch; None if the batch cannot be split."""
     try:
         few = splitting.split(batch, MAX_SAMPLES)[0]
     except (ConfigError, splitting.AmbiguousBatchError):

@@ -1,16 +1,16 @@
 """Stop a run that learns nothing: parameters without a finite gradient, or a loss that stays NaN or infinite.
 
-With a layer that is not called, an adapter after a detached input, or a loss of NaN, training continues and
-learns nothing. Gradients are checked once, after the first step that had a backward pass. A step that a loss
+If a layer is never called, an adapter follows a detached input, or the loss is NaN, training continues but
+learns nothing. Gradients are checked once, after the first step with a backward pass. A step that a loss
 scaler skips does not count.
 
-Losses are looked at every `max_nonfinite_steps` steps, 128 at most: reading one waits for the device. In
-manual optimization the loss is what `training_step` returns. The error names the newest checkpoint of the run
-whose weights are finite.
+Losses are checked only every `max_nonfinite_steps` steps (at most 128), because reading a loss waits for the
+device. In manual optimization, the loss is the return value of `training_step`. The error names the run's
+newest checkpoint with finite weights.
 
-Saves: a run that would train nothing.
-Costs: one pass over the gradients in the first step; one operation on a number a batch.
-When not: layers are skipped on purpose: name them in `unused`.
+Saves: the time of a run that would learn nothing.
+Costs: one pass over the gradients in the first step; one scalar operation per batch.
+When not: layers are skipped on purpose and cannot be named in `unused`.
 Conflicts: models that skip layers on purpose must name them in `unused`.
 Source: none
 """
@@ -39,7 +39,7 @@ from lightning_eff.core.managed import set_up_monitor
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
 
 MAX_UNREAD = 128
-"""Steps after which their losses are read at the latest."""
+"""Maximum number of steps until their losses are read."""
 
 
 class GradientCheck(pl.Callback):
@@ -47,11 +47,12 @@ class GradientCheck(pl.Callback):
 
     Args:
         unused: Patterns of parameter names (`decoder.*`) that need no gradient; None for none.
-        max_nonfinite_steps: Steps in a row with a loss of NaN or infinity that stop the run; None: never.
+        max_nonfinite_steps: Number of consecutive steps with a NaN or infinite loss after which the run
+            stops; None never stops it.
 
     Raises:
-        GradientError: After the first step of an optimizer, after so many steps in a row, or at the end of a
-            run that had no backward pass.
+        GradientError: After an optimizer's first step, after `max_nonfinite_steps` consecutive steps, or at
+            the end of a run without a backward pass.
 
     Example:
         >>> check = GradientCheck(unused=["teacher.*"])
@@ -77,14 +78,14 @@ class GradientCheck(pl.Callback):
         self._first.watch(pl_module, trainer.optimizers)
         self._num_in_row = 0
         self._has_stepped = False
-        self._losses: list[float | Tensor] = [0.0]  # sums over steps, until the number can reach its limit
+        self._losses: list[float | Tensor] = [0.0]  # unread, one sum per step
         self._num_unread = min(MAX_UNREAD, self.max_nonfinite_steps or 0)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._has_stepped = True  # or a loss scaler skips the step
+        self._has_stepped = True  # False if a loss scaler skipped the step
 
     @override
     def on_train_batch_end(
@@ -95,7 +96,8 @@ class GradientCheck(pl.Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             total = loss.detach().sum() if loss.dim() else loss
-            # Reading would wait for another device. Of a tensor on a CPU the report would count the bytes.
+            # Reading from another device would wait for it. A CPU tensor kept here would add to the report's
+            # count of live bytes.
             self._losses[-1] += total.item() if total.is_cpu else total.detach().float()
         if not self._has_stepped:
             return
@@ -105,7 +107,7 @@ class GradientCheck(pl.Callback):
             return
         for step_loss in self._losses:
             self._num_in_row = 0 if math.isfinite(float(step_loss)) else self._num_in_row + 1
-        # All ranks take part, at the same steps.
+        # A collective: all ranks reach it at the same steps.
         largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
         num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
         self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
@@ -133,7 +135,7 @@ class GradientCheck(pl.Callback):
 
 
 def _newest_finite(trainer: pl.Trainer) -> Path | None:
-    """Return the newest of the run's checkpoints whose weights are finite."""
+    """Return the run's newest checkpoint with finite weights; None if there is none."""
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     paths = {path for saver in savers for path in Path(saver.dirpath or "").glob("*.ckpt") if path.exists()}
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):

@@ -1,14 +1,14 @@
 """Show a run's progress: a bar on a terminal, a new line every few seconds in a log file or CI.
 
-Both have the optimizer step, the time left, what the module logs for a progress bar, and the samples per
-second since the last time. The bar also has memory, now and at most: what the device's allocator has
-reserved and has had allocated, on a CPU the pages of the process; and the fraction of the time since then
-that was a wait for data, as far as `EfficiencyReport` measures it.
+Both show the optimizer step, the time left, the module's progress bar metrics, and the samples per second
+since the last update. The bar also shows memory: the bytes that the device's allocator has reserved, and its
+peak of allocated bytes; on a CPU, the resident memory of the process. With `EfficiencyReport` it also shows
+the fraction of time since the last update that was a wait for data.
 
-Saves: nothing: it shows.
-Costs: one read of the clock a batch between two lines.
-When not: another progress bar is wanted.
-Conflicts: another progress bar, refused by Lightning.
+Saves: nothing: it shows progress.
+Costs: one read of the clock per batch between two lines.
+When not: you prefer another progress bar.
+Conflicts: another progress bar, rejected by Lightning.
 Source: none
 """
 
@@ -37,7 +37,7 @@ class Progress(ProgressBar):
     """Show the progress of `fit` on the standard error output.
 
     Args:
-        every_n_seconds: Seconds between two lines; a terminal's bar moves ten times as often.
+        every_n_seconds: Seconds between two lines; the bar on a terminal is updated ten times as often.
 
     Raises:
         ConfigError: `every_n_seconds` is not positive.
@@ -68,7 +68,7 @@ class Progress(ProgressBar):
 
     @override
     def disable(self) -> None:
-        self._is_enabled = False  # Lightning calls this on every rank but the first
+        self._is_enabled = False  # Lightning calls this on all ranks except the first
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -102,7 +102,7 @@ class Progress(ProgressBar):
         self._close()
 
     def _close(self) -> None:
-        """Leave the bar as it is, and give the terminal its cursor back."""
+        """Stop updating the bar, and restore the terminal's cursor."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -137,7 +137,7 @@ class Progress(ProgressBar):
         return f"memory {human_bytes(now_bytes)}, peak {human_bytes(most_bytes)}"
 
     def _data_wait(self, trainer: pl.Trainer) -> list[str]:
-        """Return the fraction of the time since the last call, of the batches that a report has timed."""
+        """Return the data wait since the last call, as a fraction of the time of the report's batches."""
         callbacks = rules.callbacks_of(trainer)
         meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
         if not meters:
@@ -150,15 +150,15 @@ class Progress(ProgressBar):
 
 
 def _bar() -> Bar | None:
-    """Return a bar that moves when it is updated, without a thread; None if the terminal cannot show it."""
-    from rich.console import Console  # here: a log file needs none of it
+    """Return a bar without a thread, which moves only when updated; None if the terminal cannot show it."""
+    from rich.console import Console  # imported here because a log file does not need it
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
 
     console = Console(stderr=True)
     if console.is_dumb_terminal:
         return None
-    text = TextColumn("{task.description}", markup=False, table_column=Column())  # which wraps
+    text = TextColumn("{task.description}", markup=False, table_column=Column())  # wraps
     bar = Progress(BarColumn(bar_width=20), text, console=console, auto_refresh=False)
     bar.add_task("", total=None)
     bar.start()
@@ -166,10 +166,10 @@ def _bar() -> Bar | None:
 
 
 def _total_steps(trainer: pl.Trainer) -> float:
-    """Return the optimizer steps of the whole run, as far as is known; infinity without a limit."""
+    """Return the estimated optimizer steps of the full run; infinity without a limit."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.estimated_stepping_batches
-    # Lightning 2.6 takes a batch for one step; in manual optimization it is as many as the module makes.
+    # Lightning 2.6 assumes one step per batch; in manual optimization a module may take any number.
     per_batch = trainer.global_step / max(1, trainer.fit_loop.total_batch_idx + 1)
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
     of_epochs = trainer.num_training_batches * epochs * per_batch if epochs != -1 else float("inf")

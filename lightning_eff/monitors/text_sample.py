@@ -1,12 +1,12 @@
-"""Show after a language model's fit its losses, the unigram entropy, and a sample of generated text.
+"""After a language model's fit, show its losses, the unigram entropy, and a sample of generated text.
 
 Works with any module that has `generate(tokens, *, max_new_tokens, do_sample, temperature)` and any data
-module that has a `tokenizer`; a `unigram_entropy` of the data module is shown too. The module's mode and the
-global random state are restored. `lightning-eff generate` draws from a checkpoint.
+module that has a `tokenizer`. The data module's `unigram_entropy`, if it has one, is shown too. The module's
+mode and the global random state are restored. `lightning-eff generate` samples from a checkpoint.
 
-Saves: nothing: it shows.
-Costs: one forward pass a token, once.
-When not: the model writes no text.
+Saves: nothing: it shows a sample.
+Costs: one forward pass per token, once.
+When not: the model does not generate text.
 Conflicts: none.
 Source: none; the unigram entropy is Shannon's, with counts from the training text
 """
@@ -33,12 +33,12 @@ class TextSample(pl.Callback):
 
     Args:
         prompt: Text that the sample continues.
-        num_tokens: Tokens to draw.
-        seed: Seed of the sample's own generator.
+        num_tokens: Number of tokens to generate.
+        seed: Seed for the sample.
 
     Raises:
-        ConfigError: `num_tokens` is not positive, or at the start of `fit` the module or its data lack one
-            of these attributes.
+        ConfigError: `num_tokens` is not positive, or the module has no `generate` or its data no `tokenizer`
+            at the start of `fit`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
@@ -52,7 +52,7 @@ class TextSample(pl.Callback):
         self.num_tokens = num_tokens
         self.seed = seed
         self.text = ""
-        """Prompt and sample, after `fit`."""
+        """The prompt and its continuation, after `fit`."""
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -62,7 +62,7 @@ class TextSample(pl.Callback):
         """Reject a module that generates no text, or data that are set up without a tokenizer.
 
         Raises:
-            ConfigError: It is one of these.
+            ConfigError: The module or the data do not fit.
         """
         remedies = [Remedy("~monitors.text_sample", "remove TextSample")]
         user = "monitors.text_sample"
@@ -70,7 +70,7 @@ class TextSample(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw on every rank, because each may hold a shard of the weights; rank 0 prints."""
+        """Generate on every rank, because each may hold a shard of the weights; rank 0 prints."""
         data: Any = getattr(trainer, "datamodule", None)
         prompt = encode_prompt(data, self.prompt)
         options = {"max_new_tokens": self.num_tokens, "do_sample": True, "temperature": TEMPERATURE}
@@ -97,10 +97,10 @@ class TextSample(pl.Callback):
 def check_language_model(
     model: Any, data: Any, *, user: str, remedies: Sequence[Remedy] = (), is_set_up: bool = True
 ) -> None:
-    """Check that a model generates text and its data module, if it `is_set_up`, has a tokenizer.
+    """Check that a model generates text and its data module has a tokenizer, if it `is_set_up`.
 
     Raises:
-        ConfigError: One of them does not; `user` is what needs them.
+        ConfigError: One of them does not fit; the message names `user`, the feature that needs them.
     """
     if callable(getattr(model, "generate", None)) and (not is_set_up or hasattr(data, "tokenizer")):
         return
@@ -110,11 +110,11 @@ def check_language_model(
 
 
 def encode_prompt(data: Any, prompt: str) -> list[int]:
-    """Return the tokens of the beginning of a text, as the data module encodes its texts."""
+    """Return the tokens of a prompt, encoded like the data module's texts."""
     if hasattr(data, "training_tokenizer"):
         return data.training_tokenizer.encode_prompt(prompt)
     encoded = data.tokenizer.encode(prompt)
-    return list(getattr(encoded, "ids", encoded))  # of the library tokenizers, or of transformers
+    return list(getattr(encoded, "ids", encoded))  # an Encoding of tokenizers, or a list of transformers
 
 
 def continue_prompt(

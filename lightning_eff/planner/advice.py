@@ -1,10 +1,10 @@
 """Advise which techniques lower a step's peak, by how much and at how many FLOPs.
 
-Each technique is switched on and the step is predicted again: no table knows where a model's peak is.
-Candidates are the overrides that techniques state (`core.technique.Try`); those that conflict with what is on
-are listed with the reason. For a batch that does not fit, smaller micro-batches come first, which leave the
-training unchanged, then the candidates that save most, each predicted in addition to those before it, since
-the peak moves.
+`plan --advice`, `tune` and `out_of_memory.py` call `advise`. It switches each technique on and predicts the
+step again, because no static table can tell where a model's peak is. Candidates are the overrides that
+techniques state (`core.technique.Try`); a candidate that conflicts with the recipe is listed with the reason.
+If a batch does not fit, smaller micro-batches come first, since they leave the training unchanged. Then come
+the candidates that save most. Each is predicted on top of the previous ones, because the peak moves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.run import build_trainer
 
 Options = tuple[str, ...]
-"""A technique as it is typed: overrides of a recipe."""
+"""Overrides of a recipe that switch a technique on, as a user types them."""
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 """Compose the recipe with further overrides."""
 TRIED_MICRO_BATCHES = 8
-"""Parts of a batch to try as micro-batches; a prediction's time grows with their number."""
+"""Maximum number of micro-batches per batch to try; a prediction's time grows with it."""
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 MIN_HALVING = 0.03
@@ -41,24 +41,24 @@ PART = "{part}"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A technique that may lower the memory of a step, as advice tries it: `technique.Try` as overrides."""
+    """A technique that may lower the memory of a step: a `technique.Try` with its overrides."""
 
     words: Options
     needs: frozenset[str] = frozenset()
-    """Facts without which it saves nothing."""
+    """Facts of the run that it requires; without them it saves nothing."""
     note: str = ""
-    """What it changes about the training."""
+    """Its effect on the training."""
     is_chosen: bool = True
-    """Whether it may be chosen to make a recipe fit; otherwise its saving is shown alone."""
+    """Whether it may be chosen to make a recipe fit; otherwise its saving is only shown."""
 
     @property
     def divides(self) -> bool:
-        """Whether it computes any batch in parts of some samples."""
+        """Whether it splits batches into parts of a given number of samples."""
         return PART in self.words[-1] and not self.needs
 
 
 def candidates() -> list[Candidate]:
-    """Return each way to lower a step's memory that a technique states."""
+    """Return every candidate that a technique states."""
     return [
         Candidate(
             (catalog.use_of(way.option), *way.overrides),
@@ -77,13 +77,13 @@ class Saving:
 
     words: Options
     saved_bytes: int | None = None
-    """At the peak; None if the step cannot be predicted with it."""
+    """Bytes saved at the peak; None if the step cannot be predicted with the candidate."""
     peak_bytes: int | None = None
     """The new peak."""
     flops_ratio: float | None = None
-    """FLOPs of a batch with it over those without; None if none were counted."""
+    """FLOPs of a batch with the candidate, divided by the FLOPs without it; None if none were counted."""
     why: str = ""
-    """Why it cannot be on, or the phase of the new peak."""
+    """Why the candidate cannot be switched on, or the phase of the new peak."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,13 @@ class Advice:
     """Result of the search.
 
     Args:
-        alone: Every candidate alone, the one that saves most first.
-        chosen: What to add, in order, if the batch does not fit.
-        overrides: The same as overrides; empty if the batch fits, or still does not with all that was chosen.
-        peak_bytes: With what was chosen.
+        alone: Savings of every candidate by itself, the largest first.
+        chosen: Candidates to add, in order, if the batch does not fit.
+        overrides: Overrides of the chosen candidates. Empty if the batch fits without them, or does not fit
+            even with all of them.
+        peak_bytes: Peak with the chosen candidates.
         fits: Whether the unchanged step fits.
-        unfinished: Whether time ran out.
+        unfinished: Whether the time limit ended the search.
         reason: Why there is no advice.
     """
 
@@ -111,7 +112,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class AdvisedRecipe:
-    """A composed recipe with a batch of its data; each set of overrides is predicted once."""
+    """A composed recipe with a batch of its data; predicts each set of overrides once."""
 
     compose: Compose
     values: Mapping[str, Any]
@@ -122,7 +123,7 @@ class AdvisedRecipe:
 
     @classmethod
     def of(cls, compose: Compose, values: Mapping[str, Any], memory: DeviceMemory) -> AdvisedRecipe:
-        """Load a batch of a composed recipe; raise what the data raise."""
+        """Load a batch of a composed recipe; errors of the data are raised."""
         with redirect_stdout(sys.stderr):
             return cls(compose, values, memory, ExampleBatch.of(values))
 
@@ -135,7 +136,7 @@ class AdvisedRecipe:
         return self._known[options]
 
     def saving(self, before: Options, candidate: Candidate) -> Saving:
-        """Predict the step with a candidate in addition to the options before it."""
+        """Predict the step with a candidate on top of the options `before`."""
         words, now = candidate.words, self.forecast(before)
         try:
             then = self.forecast((*before, *words))
@@ -151,11 +152,11 @@ class AdvisedRecipe:
         return Saving(words, saved, then.num_bytes, then.prediction.flops / flops if flops else None, why)
 
     def is_on(self, word: str) -> bool:
-        """Return whether an override adds a callback that the recipe has."""
+        """Return whether an override adds a callback that the recipe already has."""
         return word.removeprefix("+callbacks=") in (self.values.get("callbacks") or {})
 
     def micro_batches(self) -> Iterator[Candidate]:
-        """Yield halves of the present micro-batch; none for `auto`, which has tried them."""
+        """Yield ever smaller halves of the current micro-batch; none for `auto`, which has tried them."""
         samples = self.example.batch_size or samples_and_tokens(self.example.batch)[0]
         for candidate in candidates():
             if not candidate.divides:
@@ -170,12 +171,12 @@ class AdvisedRecipe:
                 yield replace(candidate, words=(*added, last.replace(PART, str(size >> power))))
 
     def alone(self, before: Options, until: float, *, shows_all: bool = True) -> list[Saving]:
-        """Return the savings of candidates in addition to some options, the largest first.
+        """Return the savings of each candidate on top of the options `before`, the largest first.
 
         Args:
-            before: Overrides that are on already; what excludes one of them is left out.
+            before: Overrides that are already on; candidates that exclude one of them are skipped.
             until: Time of the monotonic clock after which no prediction starts.
-            shows_all: Whether to try what may not be chosen, too.
+            shows_all: Whether to include candidates that may not be chosen.
         """
         part = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         peak = self.forecast(before).peak
@@ -193,7 +194,7 @@ class AdvisedRecipe:
 
 
 def mutually_exclusive(first: str, second: str) -> bool:
-    """Return whether two overrides choose two options of one technique or group.
+    """Return whether two overrides set the same technique or group, so that only one can apply.
 
     Example:
         >>> mutually_exclusive("precision=bf16_mixed", "precision=bf16_true")
@@ -201,7 +202,7 @@ def mutually_exclusive(first: str, second: str) -> bool:
         >>> mutually_exclusive("+callbacks=micro_batch", "+callbacks=gradient_checkpointing")
         False
     """
-    # A callback that a recipe adds is compared as a whole, a group by its name.
+    # An added callback (`+callbacks=x`) is compared in full, a group only by its name.
     names = [word if word.startswith("+") else word.split("=")[0] for word in (first, second)]
     return names[0] == names[1]
 
@@ -213,11 +214,11 @@ def advise(
     budget_s: float = 60.0,
     shows_alone: bool = True,
 ) -> Advice:
-    """Find what to add to a training until its step fits; on request, predict each candidate alone too.
+    """Choose techniques to add until the step fits; optionally predict each candidate alone as well.
 
     Args:
-        recipe: The training.
-        usable_bytes: Bytes that the step may need; None takes what the device has free.
+        recipe: The recipe to advise on.
+        usable_bytes: Bytes that the step may use; None takes the device's free bytes.
         budget_s: Seconds after which no further prediction starts.
         shows_alone: Whether to predict each candidate alone.
     """
@@ -236,7 +237,7 @@ def advise(
 
 
 def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: float) -> list[Saving]:
-    """Return savings, each in addition to those before it; with the last one the step fits, if any does."""
+    """Return savings, each on top of the previous ones; the step fits with the last one if it can fit."""
     peak_bytes = recipe.forecast(()).num_bytes or 0
     for candidate in recipe.micro_batches():
         if time.monotonic() >= until:

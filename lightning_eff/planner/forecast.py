@@ -1,14 +1,14 @@
-"""Predict what a composed recipe needs: on a CPU, on a GPU that need not be present, on each of many devices.
+"""Predict the memory of a composed recipe: on a CPU, on an absent GPU, on each of many devices.
 
-Techniques, model and optimizer run for two steps on fake tensors (prediction/predict.py), with one batch of
-the recipe's data. Data that are not prepared yet are not prepared for this: a data module may have a method
-`example_batch()` that returns a synthetic batch of the right shape.
+`advice.py`, `longest.py` and the verb `plan` call `forecast`. Techniques, model and optimizer run for two
+steps on fake tensors (prediction/predict.py), with one batch of the recipe's data. A forecast never prepares
+data: a data module may have a method `example_batch()` that returns a synthetic batch of the right shape.
 
-For a CUDA device these assumptions are added to the step's tensors. Each tensor is rounded up to 512 bytes.
-cuBLAS keeps a workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set
-(torch's defaults, not measured here). The driver's context, which torch does not count as allocated, is
-subtracted from the free memory. For a host, whose memory a cgroup or a ulimit may reduce
-(core/host_memory.py), the bytes that this process has allocated already are subtracted.
+For a CUDA device, a forecast adds these assumptions. Each tensor is rounded up to 512 bytes. cuBLAS keeps a
+workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set (torch's defaults,
+not measured here). The driver's context, which torch does not count as allocated, is subtracted from the free
+memory. On a host, a cgroup or a ulimit may reduce the memory (core/host_memory.py); the bytes that this
+process has already allocated are subtracted.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class DeviceMemory:
     is_cuda: bool = False
     """Whether CUDA's allocator manages it."""
     capability: int = 0
-    """Compute capability times ten by which attention is chosen; 0 for a CPU."""
+    """Compute capability times ten, which decides the attention kernel; 0 for a CPU."""
     workspace_bytes: int = 0
-    """Of cuBLAS."""
+    """Size of cuBLAS's workspace."""
     taken_bytes: int = 0
-    """What this process has allocated, apart from a step's tensors."""
+    """Bytes that this process has allocated, apart from a step's tensors."""
     about: tuple[str, ...] = ()
     """Assumptions about the device."""
 
@@ -82,8 +82,8 @@ class DeviceMemory:
         """Return the memory of a device.
 
         Args:
-            device: Any of the table, or of this machine.
-            memory_bytes: Its memory; None takes what the table or this machine says.
+            device: A device of the table, or of this machine.
+            memory_bytes: Its memory; None takes the value of the table or of this machine.
             limit: Limit of host memory before the run; None reads the current one.
 
         Example:
@@ -96,7 +96,7 @@ class DeviceMemory:
             limit = limit or host_memory.host_memory_limit()
             name = f"{device.name} ({limit.name})" if limit.name else device.name
             return cls(name, memory_bytes or limit.num_bytes, taken_bytes=limit.taken_bytes)
-        # A GPU that is not NVIDIA's, or of which only the memory is known, has no compute capability.
+        # Capability 0: another vendor's GPU, or one known only by its memory.
         is_small = device.capability not in (0, HOPPER)
         return cls(
             device.name,
@@ -115,22 +115,24 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """A batch to predict with, of a data module or synthetic."""
+    """A batch to predict with: from a data module, or synthetic."""
 
     data: pl.LightningDataModule
     batch: Any
     num_batches: int | None
     """Batches per epoch; None if unknown."""
     batch_size: int | None
-    """Of the loader; None if it has none."""
+    """The loader's batch size; None if it has none."""
     about: str = ""
     """A note on the batch."""
 
     def with_length(self, num_tokens: int) -> ExampleBatch:
-        """Return it with rows of another length: axes as long as the first integer matrix, repeated or cut.
+        """Return the batch with rows of `num_tokens`, repeated or cut.
+
+        Rows are all axes as long as the second axis of the first integer matrix.
 
         Raises:
-            ValueError: It has no rows of tokens.
+            ValueError: The batch has no rows of tokens.
         """
         leaves, spec = tree_flatten(self.batch)
         is_matrix = (isinstance(x, Tensor) and x.ndim > 1 and not x.is_floating_point() for x in leaves)
@@ -172,12 +174,12 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """A predicted step on a device, and on many."""
+    """A predicted step on one device, and its sharding over many."""
 
     prediction: Prediction
     memory: DeviceMemory
     sharding: ShardingTable = field(default_factory=ShardingTable)
-    """Empty without a strategy that shards."""
+    """Empty unless the strategy shards."""
 
     @property
     def peak(self) -> Peak | None:
@@ -191,17 +193,17 @@ class MemoryForecast:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that it needs in host memory besides."""
+        """Bytes that the step needs in host memory, in addition to `num_bytes`."""
         return self.prediction.host_bytes if self.memory.is_cuda else 0
 
     @property
     def fits(self) -> bool:
-        """Whether the step is predicted, and fits."""
+        """Whether a peak was predicted and fits."""
         return self.num_bytes is not None and self.num_bytes <= self.memory.free_bytes
 
     @property
     def scores_not_held_bytes(self) -> int:
-        """Scores of attention that fused kernels do not make."""
+        """Bytes of attention scores that fused kernels avoid."""
         return sum(row.score_bytes for row in self.prediction.attention if not row.remedy)
 
     @property
@@ -222,14 +224,14 @@ def forecast(
     *,
     trainer: pl.Trainer | None = None,
 ) -> MemoryForecast:
-    """Predict the peak of a composed run; an error is returned in the prediction.
+    """Predict the peak of a composed run; an error is returned in the prediction, not raised.
 
     Args:
-        values: From `config.compose_recipe`.
-        memory: Of the device, which need not be present.
+        values: Recipe, from `config.compose_recipe`.
+        memory: Memory of the device, which need not be present.
         example: Batch to predict with; None takes one from the data.
-        trainer: The run's own: what `train` checks before data are prepared is checked first, and what its
-            strategy keeps on each of 1 to 1,024 devices is computed. None leaves out both.
+        trainer: The run's Trainer. With it, `train`'s checks before data preparation run first. The
+            strategy's memory on each of 1 to 1,024 devices is computed too. None skips both.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -245,7 +247,7 @@ def forecast(
 
 
 def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
-    """Raise what `run.check_parts` does for a model without memory, and what the data's constructor does."""
+    """Raise the errors of `run.check_parts`, for a fake model, and of the data's constructor."""
     data = make("data", values["data"])
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
@@ -256,7 +258,7 @@ def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
 
 
 def _for_one_rank(callbacks: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return callbacks whose steps have the samples of one rank, so that one device accumulates as many."""
+    """Divide the samples of a step by the number of ranks, so that one device accumulates one rank's part."""
     accumulation = dict(callbacks.get("gradient_accumulation") or {})
     size, schedule = accumulation.get("global_batch_size"), accumulation.get("schedule")
     if size is not None:

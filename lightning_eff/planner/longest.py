@@ -1,9 +1,9 @@
-"""Search the longest sequence of a recipe that fits a device: a bisection of `data.context_length`.
+"""Find the longest sequence of a recipe that fits a device: search over `data.context_length`.
 
-Each length is a forecast with a batch whose rows are repeated to it. A length that cannot be predicted, for
-example of a model with fewer positions, counts as one that does not fit. Memory is nearly linear in the
-length, so that the first lengths are where a line through two known ones meets the limit: a handful of
-predictions in place of ten, most of which would be of long sequences.
+`plan` calls it. Each length is one forecast with a batch whose rows are repeated to that length. A length
+that cannot be predicted, for example beyond the model's positions, counts as too long. Memory is nearly
+linear in the length, so the first guesses come from a line through two known lengths. That takes a handful of
+predictions; plain bisection takes ten, most of them of long sequences.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from lightning_eff.planner.forecast import MemoryForecast, forecast
 from lightning_eff.prediction.predict import Prediction, reason_of
 
 GRANULE = 1024
-"""Tokens to which a length is rounded down."""
+"""Lengths are multiples of this number of tokens."""
 MAX_TOKENS = 1 << 20
 """Longest length that is tried."""
 NUM_GUESSES = 6
-"""Predictions after which lengths are halved only, however memory grows."""
+"""Number of predictions after which the search falls back to bisection."""
 
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """The longest length that fits, 0 if none does, and what it needs; or why there is none to search."""
+    """The longest length that fits (0 if none does) with its forecast, or the reason for no search."""
 
     device: str
     num_tokens: int = 0
     too_long: int | None = None
-    """The next length, which does not fit; None if longer ones were not tried."""
+    """The shortest length known not to fit; None if no longer length was tried."""
     peak_bytes: int | None = None
     host_bytes: int = 0
     reason: str = ""
 
 
 def longest_sequence(recipe: AdvisedRecipe, *, granule: int = GRANULE) -> LongestSequence:
-    """Bisect the length of a recipe's sequences, up to `MAX_TOKENS`.
+    """Search the length of a recipe's sequences, up to `MAX_TOKENS`.
 
     Args:
-        recipe: The training.
-        granule: Tokens to which a length is rounded down.
+        recipe: The recipe to lengthen.
+        granule: Lengths are multiples of this number of tokens.
     """
     memory, example = recipe.memory, recipe.example
     start = (recipe.values.get("data") or {}).get("context_length")

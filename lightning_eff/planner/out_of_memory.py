@@ -1,8 +1,8 @@
-"""Explain an out-of-memory error in one message: the phase, what holds the memory, and an override that fits.
+"""Explain an OOM error in one message: the phase, the largest tensors, and an override that fits.
 
-The run's own tensors are freed first. Then its step is predicted on fake tensors, and predicted again with
-the overrides of `plan --advice`, which has the order. Only training steps can be predicted: for validation
-and checkpoints there is no advice.
+`train` calls it when a run fails. First, the run's tensors are freed. Then its step is predicted on fake
+tensors, and again with the overrides of `plan --advice`, in the same order. Only training steps can be
+predicted, so an OOM in validation or while saving a checkpoint gets no advice.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""Phase of a run by the innermost of these functions in a traceback (Lightning 2.6)."""
+"""Phase of a run, by the innermost of these functions in the traceback (Lightning 2.6)."""
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
-"""Fraction of the free memory that an override may use: workspaces of some operations are not predicted."""
+"""Fraction of the free memory that an override may use, since some workspaces are not predicted."""
 EXPLAINED = 0.5
-"""Fraction of the free memory below which a predicted step is not the reason."""
+"""A step predicted to need less than this fraction of the free memory is not the cause."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
@@ -51,7 +51,7 @@ BUDGET_S = 60.0
 def explain_out_of_memory(
     error: BaseException, compose: Compose, limit: HostMemoryLimit
 ) -> RunOutOfMemoryError:
-    """Free the memory of a failed run, and return the error to show instead.
+    """Free the memory of a failed run, and return the error that explains it.
 
     Args:
         error: The allocator's error; its traceback is cleared.
@@ -78,13 +78,13 @@ def explain_out_of_memory(
             lines = _lines(phase, compose, limit, found)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
         lines = [f"no advice: {reason_of(failed)}"]
-    shown = lines[:1] if found["overrides"] else lines  # the page has the override apart, to be copied
+    shown = lines[:1] if found["overrides"] else lines  # the page shows the override separately, to copy
     found["sentences"] = [f"{line[0].upper()}{line[1:]}" for line in (first, *shown)]
     return RunOutOfMemoryError("\n  ".join([first, *lines]), found)
 
 
 def phase_of(error: BaseException) -> str:
-    """Return the phase of a run in which an error was raised, by the functions in its traceback."""
+    """Return the phase in which an error was raised, by the functions in its traceback."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), SETUP)
 
@@ -99,7 +99,7 @@ def free(error: BaseException | None) -> None:
 
 
 def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str, Any]) -> list[str]:
-    """Return the lines after the first: what holds the memory, and advice; add the values to `found`."""
+    """Return the lines after the first: the largest tensors, and advice. The values are added to `found`."""
     values = compose(())
     trainer = build_trainer(values)
     if trainer.world_size > 1:
@@ -109,7 +109,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
     now = recipe.forecast(())
     if now.peak is None or now.num_bytes is None:
         return [f"no advice: {now.prediction.reason}"]
-    # What the phase needs; for a phase that is not predicted, what lasts from step to step.
+    # The peak of the phase; for a phase without a prediction, only tensors that persist between steps.
     step_phase = PREDICTED.get(phase)
     sizes = {name: now.peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
     sizes = sizes if step_phase is None else now.peak.by_phase[step_phase]

@@ -1,4 +1,7 @@
-"""Print what the planner found, as text or as plain values for JSON."""
+"""Format forecasts, advice and tables of the planner as text, or as plain values for JSON.
+
+`plan` prints a `Plan`.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from lightning_eff.planner.sharding import ShardingTable
 from lightning_eff.report.module_tracker import PHASES
 
 COLUMNS = ("weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host")
-"""Of the table of many devices."""
+"""Columns of the table of many devices."""
 MAX_HOLDERS = 8
-"""Largest tensors at the peak that are shown."""
+"""Number of tensors shown, the largest at the peak."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner found of a recipe.
+    """All results of `plan` for one recipe.
 
     Args:
         forecast: A step of the recipe.
-        advice: Savings of further techniques; None if not asked for.
-        longest: The longest sequence that fits; None if not asked for.
+        advice: Savings of further techniques; None if not requested.
+        longest: The longest sequence that fits; None if not requested.
     """
 
     forecast: MemoryForecast
@@ -72,7 +75,7 @@ class Plan:
 
 
 def forecast_text(forecast: MemoryForecast) -> str:
-    """Return the peak of a step on a device by phase and by tensor, with what it assumes."""
+    """Return the peak of a step on a device by phase and by tensor, with its assumptions."""
     peak, memory = forecast.peak, forecast.memory
     warned = [f"warning: {text}" for text in forecast.prediction.warned]
     if peak is None or forecast.num_bytes is None:
@@ -110,7 +113,7 @@ def _attention_lines(forecast: MemoryForecast) -> Iterator[str]:
 
 
 def advice_text(advice: Advice) -> str:
-    """Return what to add in which order, and a table of each candidate alone."""
+    """Return the candidates to add, in order, and a table of each candidate alone."""
     if advice.reason:
         return f"no advice: {advice.reason}"
     lines = ["the batch fits: techniques that save memory only pay off with a larger batch"]
@@ -148,7 +151,7 @@ def sharding_text(sharding: ShardingTable) -> str:
     rows = sharding.rows()
     columns = {name: [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
     columns["per device"] = columns.pop("device")
-    # What is the same for any number of devices is one line instead of a column.
+    # A value that is the same for any number of devices becomes one line instead of a column.
     same = {title: sizes[0] for title, sizes in columns.items() if len({*sizes}) == 1}
     shown = {title: map(human_bytes, sizes) for title, sizes in columns.items() if title not in same}
     cells = zip((str(row["devices"]) for row in rows), *shown.values(), strict=True)
@@ -159,7 +162,7 @@ def sharding_text(sharding: ShardingTable) -> str:
 
 
 def verdict(forecast: MemoryForecast, num_devices: int) -> str:
-    """Return whether the run fits in the free memory of each of a number of devices."""
+    """Summarize whether the run fits in each device's free memory, on `num_devices` devices."""
     sharding, memory = forecast.sharding, forecast.memory
     share, passing_bytes, on_host = sharding.shares[num_devices], sharding.passing_bytes, ""
     needed = share.device(passing_bytes or 0)

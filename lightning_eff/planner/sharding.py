@@ -1,9 +1,9 @@
-"""Compute what each of 1 to 1,024 devices keeps in a sharded run, before any process is started.
+"""Compute the memory per device of a sharded run on 1 to 1,024 devices, before any process starts.
 
-The strategy of the Trainer has the arithmetic (report/sharding.py). The model is built on the meta device
-with the run's adapters, and its optimizer steps once on fake tensors to find its state, so a laptop computes
-the memory of 1,024 devices. Activations depend on the batch and on recomputation: they are those of the
-predicted step, since data parallelism does not shard them.
+`forecast.py` calls it. The Trainer's strategy has the arithmetic (report/sharding.py). The model is built on
+the meta device with the run's adapters, and its optimizer steps once on fake tensors to create its state. So
+a laptop can compute the memory of 1,024 devices. Activations depend on the batch and on recomputation. They
+are taken from the predicted step, because data parallelism does not shard them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ShardingTable:
     about: str = ""
     """One line: model, strategy and precision; or why the table is empty."""
     num_devices: int = 1
-    """Of the run."""
+    """Number of devices of the run."""
     shares: Mapping[int, DeviceShare] = field(default_factory=dict[int, DeviceShare])
-    """By number of devices."""
+    """Bytes of one device, by number of devices."""
     assumed: tuple[str, ...] = ()
     """Assumptions behind the figures, one sentence each."""
     passing_bytes: int | None = None
@@ -72,8 +72,8 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
 
     Args:
         values: From `config.compose_recipe`.
-        trainer: The run's own.
-        peak: Of the predicted step, with its activations; None if not predicted.
+        trainer: The run's Trainer.
+        peak: Peak of the predicted step, for its activations; None if not predicted.
     """
     strategy = trainer.strategy
     own_scheme: Callable[[], Sharding] | None = getattr(strategy, "scheme", None)  # FSDP2 and DeepSpeedZero

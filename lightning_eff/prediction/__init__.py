@@ -1,8 +1,8 @@
-"""Two training steps of a Trainer on fake tensors, on any machine: what they would allocate.
+"""Predict the memory of a training, on any machine: two steps of its Trainer on fake tensors.
 
-`predict.py` runs them; the peak is what `EfficiencyReport` counts. The planner predicts recipes with it, and
-`callbacks/gradient_checkpointing` chooses by it what to recompute. Below are torch's fake tensors
-(`fakes.py`), the values that a training reads of them (`fake_values.py`) and the operators of CUDA
-(`cuda_operators.py`). What a prediction must know of one technique is in that technique: `join_prediction`
-and `assumptions` (the protocols of predict.py).
+`predict.py` runs the steps and counts the peak as `EfficiencyReport` does. The planner predicts recipes with
+it, and `callbacks/gradient_checkpointing` uses it to choose the modules to recompute. `fakes.py` wraps
+torch's fake tensors, `fake_values.py` provides the values that a training reads from them, and
+`cuda_operators.py` has CUDA's operators. Anything special to one technique is in that technique's methods
+`join_prediction` and `assumptions` (protocols in predict.py).
 """

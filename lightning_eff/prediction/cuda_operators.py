@@ -1,16 +1,18 @@
-"""Operators as CUDA computes them, in a prediction for a GPU that need not be present.
+"""Make fake tensors save what CUDA's operators save, to predict for a GPU that need not be present.
 
-Fake tensors are on a CPU, whose operators keep other tensors than CUDA's for the backward pass. In a
-prediction for CUDA four things are replaced:
+predict.py and `callbacks/gradient_checkpointing` enter it. Fake tensors are on a CPU, whose operators save
+other tensors for the backward pass than CUDA's. A prediction for CUDA replaces four things:
 
 - `F.scaled_dot_product_attention` calls the operator that CUDA would run (core/attention_backends.py), with
-  masks and heads prepared as in pytorch's attention.cpp. Its fake result has the shapes of what is saved.
-- Dropout saves a mask of bool.
-- `F.rms_norm` is one operator, which saves its input and one number a row.
+  masks and heads prepared as in pytorch's attention.cpp. Its fake outputs have the shapes of the saved
+  tensors.
+- Dropout saves a bool mask.
+- `F.rms_norm` is one operator, which saves its input and one number per row.
 - Autocast has CUDA's lists: norms, softmax, sums and many pointwise operators compute in float32.
 
-Why kernels of the dispatcher: autocast has cast the operands by then, and every caller comes through it,
-`nn.MultiheadAttention` and checkpoints too. Only under `torch.inference_mode`, without autograd, none does.
+Why dispatcher kernels: at that level autocast has already cast the operands, and they see every call, also
+from `nn.MultiheadAttention` and checkpoints. Calls under `torch.inference_mode` skip them: it has no
+autograd.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from lightning_eff.core.attention_backends import AttentionCall, choose, switche
 aten: Any = torch.ops.aten
 _C: Any = torch._C  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 ALIGNMENT = 8
-"""Multiple to which torch pads heads for flash attention, and rows of a mask for the efficient one."""
+"""Multiple to which torch pads head sizes for flash attention, and mask rows for the efficient kernel."""
 
 
 class CudaOperators(AbstractContextManager["CudaOperators"]):
     """Run operators on fake tensors as a GPU would.
 
     Args:
-        capability: Compute capability times ten; 0 for a CPU, where everything is left as it is.
+        capability: Compute capability times ten; 0 for a CPU, where nothing is replaced.
 
     Example:
         >>> from lightning_eff.prediction.fakes import Fakes
@@ -59,13 +61,14 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
     def __enter__(self) -> CudaOperators:
         if self._capability:
             self._library = torch.library.Library("aten", "IMPL")
-            # Above autograd, whose formulas are those of the operators called here.
+            # Registered above autograd, so that the operators called here bring their own gradients.
             self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
             self._library.impl("dropout", _dropout, "AutogradCPU")
             self._library.impl("rms_norm", _rms_norm, "AutogradCPU")
-            # Fakes never call it, but an operator with a kernel is not decomposed: it has its own gradient.
+            # Fakes never call this kernel. But an operator with a kernel is not decomposed, so it keeps its
+            # own gradient.
             self._library.impl("_fused_rms_norm", _no_kernel, "CPU")
-            with warnings.catch_warnings(action="ignore"):  # kernels of the CPU's autocast are replaced
+            with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is overridden
                 for name, kernel in autocast_kernels():
                     self._library.impl(name, kernel, "AutocastCPU", allow_override=True)
         return self
@@ -134,7 +137,7 @@ _BY_BACKEND: dict[str, Any] = {"cudnn": _cudnn, "flash": _flash, "efficient": _e
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as what is added to the scores."""
+    """Return a mask as values to add to the scores: -inf where a bool mask is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask.logical_not(), float("-inf"), torch.scalar_tensor(0.0, dtype=dtype))
@@ -155,7 +158,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    # As in pytorch's layer_norm.cpp: a weight of another dtype has no fused kernel.
+    # As in pytorch's layer_norm.cpp: the fused kernel needs a weight of the input's dtype.
     if _is_real(x) or (weight is not None and weight.dtype != x.dtype):
         return aten.rms_norm.default.decompose(x, shape, weight, eps)
     return aten._fused_rms_norm(x, shape, weight, eps)[0]  # noqa: SLF001
@@ -165,34 +168,34 @@ def _no_kernel(*_: Any) -> Any:
     raise NotImplementedError
 
 
-# Autocast, by ATen/autocast_mode.h of torch 2.13. An operator that only CUDA's lists have, and that no table
-# here names, computes in float32.
+# Autocast lists of ATen/autocast_mode.h, torch 2.13. An operator that is only in CUDA's lists, and in no
+# table here, computes in float32.
 LOWER = {
     *("_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 }
-"""In the dtype of autocast."""
+"""Operators that compute in autocast's dtype."""
 FLOAT32_RESULT = {
     *("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum", "cumprod"),
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
 }
-"""With `dtype=torch.float32`, unless the call has another dtype."""
+"""Operators called with `dtype=torch.float32`, unless the call passes a dtype."""
 WIDEST = {
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put"),
     *("tensordot", "scatter_add"),
 }
-"""In the widest dtype of the operands."""
+"""Operators that compute in the widest dtype of their operands."""
 NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-"""The overload that has a dtype."""
+"""Overloads of norm, and the overload with a dtype to call instead."""
 INSIDE = {
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "cudnn_convolution", "cudnn_convolution_transpose"),
     *("_scaled_dot_product_flash_attention", "_cudnn_rnn"),
 }
-"""Called by operators that have cast already."""
+"""Operators without a cast, since only operators that have already cast call them."""
 
 
 def autocast_kernels() -> Iterator[tuple[str, Any]]:
-    """Yield operators whose autocast differs between CPU and CUDA, with CUDA's kernel."""
+    """Yield each operator whose autocast differs between CPU and CUDA, with CUDA's kernel."""
     registered = _C._dispatch_get_registrations_for_dispatch_key  # noqa: SLF001
     on_cpu, on_cuda = (
         {name.removeprefix("aten::") for name in registered(key) if name.startswith("aten::")}

@@ -1,12 +1,13 @@
-"""Make the result of an operation on fake tensors again without asking torch, which takes much longer.
+"""Cache the results of operations on fake tensors, which torch takes much longer to compute.
 
-A step repeats few operations very often: each block of a model runs what the one before ran. What torch's
-`FakeTensorMode` returned for operands of some sizes, strides and dtypes is kept as a recipe: which operand is
-returned, which storage is viewed, which sizes a new tensor has. Its own cache does the same for any caller,
-with symbolic shapes, and spends most of an operation on the key.
+fake_values.py calls it for every operation. A step repeats few operations very often, since all blocks of a
+model run the same ones. For operands of given sizes, strides and dtypes, the result of torch's
+`FakeTensorMode` is kept as a recipe: which operand is returned, which storage is viewed, or which sizes a new
+tensor has. Why not torch's own cache: it supports symbolic shapes, and spends most of an operation on its
+key.
 
-Not kept: operations whose result depends on values, changes the sizes of an operand, or shares a storage in
-another way than as a view of one operand.
+Not kept: operations whose result depends on values, changes an operand's sizes, or shares a storage other
+than as a view of one operand.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PLAIN = {
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 }
-"""Types of arguments that are part of a key as they are."""
+"""Types of arguments that go into a key unchanged."""
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose result is not kept."""
 OPERAND, VIEW, NEW = range(3)
@@ -32,7 +33,7 @@ OPERAND, VIEW, NEW = range(3)
 
 
 class FakeResults:
-    """Results of operations that have run, by what their arguments look like."""
+    """Cached results of operations, by the metadata of their arguments."""
 
     def __init__(self) -> None:
         self._recipes: dict[Any, Any] = {}
@@ -49,7 +50,7 @@ class FakeResults:
         if recipe is None:
             storages = [_storage(each) for each in operands]
             out = func(*args, **kwargs)
-            # A factory has no operand, and depends on the default device.
+            # Without operands it is a factory, whose result depends on the default device.
             is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
             self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
             return out
@@ -69,7 +70,7 @@ class FakeResults:
             else:
                 meta = torch.empty(0, dtype=dtype, device="meta")
                 meta.set_(operands[index].untyped_storage(), offset, shape, stride)
-            # As `FakeTensor(mode, meta, device)` does, without its checks, a fifth of a prediction's time.
+            # Like `FakeTensor(mode, meta, device)`, without its checks, which take a fifth of a prediction.
             made: Any = Tensor._make_subclass(  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
                 FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device
             )
@@ -79,7 +80,7 @@ class FakeResults:
 
 
 def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
-    """Extend a key by arguments and the operands by its tensors; return False for what has no key."""
+    """Append arguments to a key and their tensors to `operands`; return False if an argument has no key."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -88,7 +89,7 @@ def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
             key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
             operands.append(value)
         elif kind in PLAIN:
-            key += (kind, value)  # 1, 1.0 and True are equal, and give other dtypes
+            key += (kind, value)  # the type too: 1, 1.0 and True are equal, but result in different dtypes
         elif kind in (list, tuple):
             key.append((kind, len(value)))
             if not _describe(value, key, operands):
@@ -99,7 +100,7 @@ def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
 
 
 def _recipe_of(out: Any, operands: list[FakeTensor], storages: list[int]) -> Any:
-    """Return how to make the outputs again: their container and each output; False if that is not known."""
+    """Return a recipe: the container of the outputs, and each output; False if they cannot be made again."""
     kind = type(out) if isinstance(out, (list, tuple)) else None
     outputs: list[Any] = []
     taken: set[int] = set()
@@ -123,7 +124,7 @@ def _recipe_of(out: Any, operands: list[FakeTensor], storages: list[int]) -> Any
             continue
         num_elements = 1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
         num_bytes = num_elements * each.itemsize if each.numel() else 0
-        # `empty_strided` would make another storage: a larger one, or one that two outputs share.
+        # `empty_strided` could not make this storage: outputs share it, or its size or offset differs.
         if storage in taken or each.storage_offset() or each.untyped_storage().nbytes() != num_bytes:
             return False
         taken.add(storage)

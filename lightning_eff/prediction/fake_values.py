@@ -1,12 +1,13 @@
-"""Provide values for fake tensors: computed where they are known, plausible where they are not.
+"""Provide values for fake tensors: computed where they are known, plausible otherwise.
 
-Values are propagated from small integer tensors (those of a batch, constants). Otherwise the training is
-assumed to go well: `all` and `isfinite` are true, `any` and `isnan` false, a loss scaler finds no infinity,
-another bool is True, another integer 1, and another float 0.01, neither zero nor a large fraction.
-Each assumption is kept with the line of user code that needed the value; what this package reads is not.
+`Fakes` enters the mode. Values are propagated from small integer tensors: the batch's, and constants. If a
+value is unknown, the training is assumed to go well. `all` and `isfinite` are true, `any` and `isnan` false,
+and a loss scaler finds no infinity. Any other bool is True, any other integer 1, and any other float 0.01,
+neither zero nor a large fraction. Each assumption is kept with the line of user code that read the value;
+reads by this package are not.
 
-Also corrects dtypes: statistics of a norm (mean and reciprocal deviation, saved for backward) have the dtype
-of its weight, but torch 2.13 gives fakes that of the input, half as large under mixed precision.
+The mode also corrects dtypes. A norm saves statistics for the backward pass (mean and reciprocal deviation)
+in the dtype of its weight. torch 2.13 gives fakes the input's dtype, half as large under mixed precision.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ aten: Any = torch.ops.aten
 
 PACKAGE = Path(__file__).parent.parent
 OWN = tuple(PACKAGE / name for name in ("prediction", "planner", "report"))
-"""Folders of the code that predicts, as opposed to the training."""
+"""Folders of the predicting code, whose reads of values are not the training's."""
 SMALL = 1 << 20
-"""Maximum elements of a tensor whose values are propagated: a batch of a million tokens."""
+"""Maximum elements of a tensor whose values are propagated; enough for a batch of a million tokens."""
 SMALL_CONSTANT = 1024
-"""Maximum elements of a tensor that is real, for example made from a list of numbers."""
+"""Maximum elements of a real tensor whose values are read, for example one made from a list."""
 CONSTANTS = ("full", "zeros", "ones", "scalar_tensor", "arange", "lift_fresh", "zeros_like", "ones_like")
 """Operations whose result does not depend on the values of their inputs."""
 FALSE = ("any", "isnan", "isinf", "ne", "logical_or", "bitwise_or", "equal")
@@ -57,7 +58,7 @@ class FakeValues(InfraMode):
         super().__init__()
         self._results = FakeResults()
         self.assumed: list[str] = []
-        """Values that were assumed, with the code that read them."""
+        """Assumed values, with the code that read them."""
         self.known: Any = WeakTensorKeyDictionary()
         """Real values of fake tensors."""
         self._assumption: Any = WeakTensorKeyDictionary()
@@ -66,13 +67,13 @@ class FakeValues(InfraMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # prim.device, the most frequent call of all
+        if func.namespace == "prim":  # prim.device, the most frequent call
             device = getattr(args[0], "fake_device", None)
             return func(*args, **kwargs) if device is None else device
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._item(args[0])
         if func is aten.index.Tensor:
-            # Replace known bool masks by index tensors, whose number of elements is known.
+            # Replace known bool masks by index tensors: then the size of the result is known.
             indices: list[Any] = []
             for index in args[1]:
                 if isinstance(index, Tensor) and index.dtype == torch.bool and index in self.known:
@@ -82,8 +83,8 @@ class FakeValues(InfraMode):
                 else:
                     indices.append(index)
             args = (args[0], indices)
-        # An output shape that depends on values needs them first. Else the fake comes first, since two known
-        # rows of tokens may give a mask of 16 GiB.
+        # If the output's shape depends on values, compute the values first. Otherwise compute the fake first:
+        # its size shows whether values are worth computing, since two rows of tokens may give a 16 GiB mask.
         by_value = torch.Tag.dynamic_output_shape in func.tags
         known = self._compute(func, args, kwargs) if by_value else None
         if known is not None:
@@ -91,7 +92,7 @@ class FakeValues(InfraMode):
         else:
             operands: list[FakeTensor] = []
             out = self._results.call(func, args, kwargs, operands)
-            # The frequent case first: an unknown tensor among the arguments.
+            # Check the frequent case first: an argument whose values are unknown.
             is_unknown = any(each not in self.known for each in operands)
             if not (by_value or is_unknown) and _is_small(out):
                 known = self._compute(func, args, kwargs)
@@ -100,7 +101,7 @@ class FakeValues(InfraMode):
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the real result of an operation whose inputs are all known, else None."""
+        """Return the real result of an operation if all its inputs are known, otherwise None."""
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # noqa: SLF001
             return None
         leaves, spec = tree_flatten((args, kwargs))
@@ -108,7 +109,7 @@ class FakeValues(InfraMode):
         if any(self._value(tensor) is None for tensor in tensors):
             return None
         if not tensors:
-            # A constant of this size, or a range to this end.
+            # The first argument is a constant's size, or a range's end.
             size = args[0] if args else 0
             numel = math.prod(size) if isinstance(size, (list, tuple)) else size
             if _name(func) not in CONSTANTS or (math.isfinite(numel) and numel > SMALL):
@@ -119,13 +120,13 @@ class FakeValues(InfraMode):
             return func(*real_args, **real_kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor's values if they are known; a small real tensor is its own value."""
+        """Return a tensor's values, None if unknown; a small real tensor is returned itself."""
         if type(tensor) is Tensor and tensor.numel() <= SMALL_CONSTANT:
             return tensor
         return self.known.get(tensor)
 
     def _update(self, func: Any, args: Any, out: Any, known: Any) -> None:
-        """Keep the real result, or what to assume if the result is read; forget what is overwritten."""
+        """Keep the real result, or the value to assume for it; forget values that are overwritten."""
         if func._schema.is_mutable:  # noqa: SLF001
             for tensor in filter(torch.is_tensor, tree_leaves(args)):
                 self.known.pop(tensor, None)
@@ -184,7 +185,7 @@ def _is_small(out: Any) -> bool:
 
 
 def _with_statistics_of_weight(func: Any, args: Any, out: Any) -> Any:
-    """Return a result with the statistics of a norm, if it is one, in the dtype of the norm's weight."""
+    """Return a norm's result with its statistics in the dtype of its weight; any other result unchanged."""
     weight_index = NORM_WEIGHT_INDEX.get(func, len(args))
     weight = args[weight_index] if weight_index < len(args) else None
     if not isinstance(weight, Tensor) or not isinstance(out, tuple):

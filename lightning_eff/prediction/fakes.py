@@ -1,13 +1,17 @@
-"""Run a training without memory: torch's fake tensors, on any machine.
+"""Run a training without memory, on any machine, with torch's fake tensors.
 
-A fake tensor has shape, dtype, device and storage size, but no values; fake_values.py provides those that a
-training reads. torch's private names for fake tensors (2.10-2.13) are used here and nowhere else. Three
-functions of torch do not work with fakes and are replaced inside: `Module.to` (it swaps parameters, which
-fails for parameters that something else refers to), `copy.deepcopy` of a tensor, and
-`Tensor._make_subclass`, by which quantized weights are made.
+predict.py and the planner enter `Fakes`. A fake tensor has shape, dtype, device and storage size, but no
+values; fake_values.py provides the values that a training reads. torch's private names for fake tensors
+(2.10-2.13) are used here and nowhere else. Three functions of torch do not work with fakes, so they are
+replaced while `Fakes` is entered:
 
-Nothing is compiled inside, because compiled code reads memory. A compiled module needs at most what it needs
-uncompiled. A compiled optimizer update keeps its temporaries in registers: it runs uncompiled and uncounted.
+- `Module.to`: it swaps parameters, which fails if anything else refers to them;
+- `copy.deepcopy` of a tensor;
+- `Tensor._make_subclass`, which creates quantized weights.
+
+Nothing is compiled meanwhile, because compiled code reads memory. A compiled module needs at most as much
+memory as uncompiled. A compiled optimizer update keeps its temporaries in registers, so it runs uncompiled
+and uncounted.
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ from lightning_eff.prediction.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
-"""Context manager: make real tensors inside `Fakes`, for example to load data."""
+"""Device of fake copies, also in a prediction for CUDA."""
 PLAIN = (Tensor, nn.Parameter)
-"""Types whose memory is their storage alone."""
+"""Types whose only memory is their storage."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
 COMPILED_PLAN = "a prediction of compiled modules"
 _entered: ContextVar[Fakes | None] = ContextVar("_entered", default=None)
 
 
 class Fakes(AbstractContextManager["Fakes"]):
-    """Make every new tensor inside a fake one; after it was left, it can be entered again.
+    """Make every tensor created inside a fake one; it can be entered again after it exits.
 
     Example:
         >>> with Fakes() as fakes:
@@ -62,7 +66,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     @staticmethod
     def opened() -> Fakes | None:
-        """Return the one that is entered; None outside of a prediction."""
+        """Return the instance that is currently entered; None outside of a prediction."""
         return _entered.get()
 
     @override
@@ -76,7 +80,7 @@ class Fakes(AbstractContextManager["Fakes"]):
         ):
             self._open.enter_context(patch.object(owner, name, function))
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
-        # The last mode entered is dispatched to first: FakeValues, then FakeTensorMode.
+        # torch dispatches to the last mode first: FakeValues, then FakeTensorMode.
         self._open.enter_context(self._mode)
         self._open.enter_context(self._values)
         return self
@@ -102,7 +106,7 @@ class Fakes(AbstractContextManager["Fakes"]):
             is_counted = isinstance(mode, LiveBytes)
             if torch.is_grad_enabled() and COMPILED not in self.assumed:
                 self.assumed.append(COMPILED)
-            # Without grad mode it is an optimizer's update, whose temporaries are not counted.
+            # A compiled function without grad mode is an optimizer's update: do not count its temporaries.
             is_update = is_counted and not torch.is_grad_enabled()
             without_mode = torch_private("torch.utils._python_dispatch:_pop_mode_temporarily", COMPILED_PLAN)
             with without_mode() if is_update else nullcontext():
@@ -111,10 +115,10 @@ class Fakes(AbstractContextManager["Fakes"]):
         return run
 
     def _hide_from_transformers(self) -> None:
-        """Let transformers read values of fakes as of real tensors, once something has imported it.
+        """Make transformers treat fakes like real tensors, if it has been imported.
 
-        It takes a fake for a tensor of a compiler, and then (5.23) makes a mask of T x T values for rows
-        whose real mask it would find to be causal, and leave to the attention kernel.
+        transformers (5.23) takes a fake for a compiler's tensor and then builds a T x T mask. With real
+        tensors it reads the rows' mask, finds it causal and leaves it to the attention kernel.
         """
         module = sys.modules.get("transformers.utils.import_utils")
         if module is not None and not self._is_hidden:
@@ -122,8 +126,8 @@ class Fakes(AbstractContextManager["Fakes"]):
             self._open.enter_context(patch.object(module, "is_fake_tensor", lambda _: False))
 
     def of(self, value: Any) -> Any:
-        """Copy a module, or anything that holds tensors or fakes, with fakes that share storage alike."""
-        self._hide_from_transformers()  # every batch comes this way, after the model is built
+        """Copy a module, or any value with tensors, as fakes; tensors that share a storage still share it."""
+        self._hide_from_transformers()  # here, since every batch passes through after the model is built
         storages: dict[Any, Any] = {}
 
         def fake(real: Tensor, _: dict[int, Any]) -> Tensor:
@@ -145,7 +149,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
 
 class FakeLoader(DataLoader[Any]):
-    """Yield new batches, `num_batches` an epoch (None: endless), in the place of the run's own loader."""
+    """Yield new batches, `num_batches` per epoch (None: endless), in place of the run's loader."""
 
     def __init__(self, make: Callable[[], Any], batch_size: int, num_batches: int | None) -> None:
         dataset: Any = _Endless() if num_batches is None else range(batch_size * num_batches)
@@ -182,15 +186,15 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
 
 
 def _like(tensor: Tensor, storages: dict[Any, Any], device: torch.device = CPU) -> Tensor:
-    """Return a tensor of the same sizes and strides, on a storage of the same size.
+    """Return a new tensor with the same sizes, strides and storage size.
 
-    Tensors that share a storage get copies that share one, which `storages` holds.
+    Copies of tensors that share a storage share one too; `storages` maps old storages to new ones.
     """
     storage = tensor.untyped_storage()
     key = ("storage", storage._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if key not in storages:
         storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
-    # A storage may end in the middle of an element of this dtype: a view needs full elements.
+    # A storage may end in the middle of an element of this dtype, but a view needs full elements.
     full_elements = storage.nbytes() // tensor.element_size() * tensor.element_size()
     with torch.no_grad():
         base = storages[key][:full_elements].view(tensor.dtype)
@@ -228,7 +232,7 @@ def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's signature
-    """Replace `Module._apply` by what it does to real tensors: parameters stay, their data change."""
+    """Replace `Module._apply`: as with real tensors, change the parameters' data and keep the parameters."""
     for module in self.children() if recurse else ():
         module._apply(fn)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad():

@@ -1,12 +1,13 @@
-"""Predict the peak memory of a training step by running it on tensors without memory.
+"""Predict the peak memory of a training step by running it on fake tensors.
 
-The model is built on fake tensors, and `Trainer.fit` runs for two optimizer steps with everything that is in
-the Trainer, on a batch of the right shapes. The bytes counted are those that `EfficiencyReport` counts on a
-CPU, and equal to the byte; for a GPU, operators and autocast are CUDA's (cuda_operators.py). Loggers,
-checkpoints, validation and callbacks that only observe are left out.
+planner/forecast.py calls `predict`, and `callbacks/gradient_checkpointing` calls `predict_inside` to choose
+what to recompute. The model is built on fake tensors. `Trainer.fit` runs for two optimizer steps with
+everything in the Trainer, on a batch of the right shapes. For a CPU, the count matches `EfficiencyReport` to
+the byte; for a GPU, operators and autocast are CUDA's (cuda_operators.py). Loggers, checkpoints, validation
+and callbacks that only observe are left out.
 
-What needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction: `reason`
-explains it.
+Code that needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction;
+`reason` explains why.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ OBSERVERS = (
     upstream.Checkpoint, upstream.DeviceStatsMonitor, upstream.EarlyStopping, upstream.LearningRateMonitor,
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
-"""Lightning's callbacks that observe, need values or write files, and take no memory of the step."""
+"""Lightning's callbacks that only observe, need values or write files; they use no memory in a step."""
 LONGEST_WINDOW = 2
-"""Batches of a step that are run: one without gradients, and one with them before the optimizer steps.
+"""Batches run per step: the first starts without gradients; the last adds to them, then the optimizer steps.
 
-The first step has no optimizer state yet, and one batch of it allocates that.
+One batch is enough for the first step, which only allocates the optimizer's state.
 """
 MONITORS = "lightning_eff.monitors."
-"""Package of our callbacks that observe."""
+"""Package of this suite's callbacks that only observe."""
 
 
 @runtime_checkable
 class JoinsPrediction(Protocol):
-    """A technique that is not the same in a prediction; any other takes part unchanged."""
+    """A technique that behaves differently in a prediction; any other takes part unchanged."""
 
     def join_prediction(self, gpu: Device | None) -> bool:
         """Prepare for two steps on fake tensors; return whether to take part.
@@ -69,7 +70,7 @@ class Assumes(Protocol):
     """A technique that adds to the assumptions behind a predicted peak."""
 
     def assumptions(self) -> list[str]:
-        """Return them after the two steps, one sentence each."""
+        """Return the assumptions after the two steps, one sentence each."""
         ...
 
 
@@ -78,14 +79,14 @@ class Prediction:
     """Predicted memory of a training step.
 
     Args:
-        peak: On a CPU, exact to the byte, unless it was for CUDA; None if the step could not be run.
-        in_blocks: The same in blocks of CUDA's allocator, without what stays in host memory.
+        peak: Peak of all tensors, exact to the byte for a CPU; None if the step could not be run.
+        in_blocks: Peak in blocks of CUDA's allocator, without tensors that stay in host memory.
         assumed: Values that were assumed.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
-        host_bytes: Peak of what `in_blocks` leaves out.
+        host_bytes: Peak of the tensors that stay in host memory.
         attention: Which attention ran in the first forward pass.
-        warned: Techniques that reach little of the model, in words.
+        warned: Warnings about techniques that apply to a small part of the model.
         error: Exception that ended the prediction.
     """
 
@@ -115,14 +116,15 @@ def predict(
 
     Args:
         model: A LightningModule, which is copied, or a function that builds one, of any size.
-        batch: A batch as from the loader; only the values of integer tensors matter.
-        trainer: For one CPU, with the run's techniques, or a function that builds it. Not usable afterwards.
-        data: A data module whose hooks change batches.
+        batch: A batch as the loader yields it; only the values of integer tensors matter.
+        trainer: A Trainer for one CPU with the run's techniques, or a function that builds it. It cannot be
+            used afterwards.
+        data: A data module, if its hooks change batches.
         num_batches: Batches per epoch; None for an endless loader.
         batch_size: `batch_size` of the loader; None takes the length of the first tensor.
-        capability: Compute capability times ten of a GPU, which need not be present, to predict attention,
-            dropout and float8 for; 0 for this CPU.
-        memory_bytes: Of that GPU, by which the tiled loss sizes its tiles; None for one of that capability.
+        capability: Compute capability times ten of the GPU to predict for, which need not be present. It
+            decides attention, dropout and float8. 0 predicts for this CPU.
+        memory_bytes: Memory of that GPU, which decides the tiled loss's tile size; None takes a known GPU's.
 
     Raises:
         ValueError: The Trainer is not for one CPU.
@@ -158,9 +160,10 @@ def predict_inside(
     batch_size: int | None = None,
     recorder: Recorder | None = None,
 ) -> Prediction:
-    """Do as `predict` inside `fakes` that are entered, also of another prediction, for its device.
+    """Predict like `predict`, inside `fakes` that are already entered.
 
-    `recorder` records the steps; None takes a new one.
+    They may belong to an outer prediction, whose device then applies. `recorder` records the steps; None
+    takes a new one.
     """
     gpu, batches = devices.gpu_of(torch.empty(0)), [batch]
     with quietly() as warned:
@@ -178,7 +181,7 @@ def predict_inside(
             return module
 
         found = _predicted(run, fakes, recorder or Recorder())
-        batches.clear()  # the Trainer is a cycle, which would hold the batch of a run
+        batches.clear()  # the Trainer is a reference cycle, which would keep the run's batch alive
         found.warned.extend(dict.fromkeys(str(each.message) for each in warned))
         for technique in (made.precision_plugin, *made.callbacks) if found.peak is not None else ():
             found.assumed.extend(technique.assumptions() if isinstance(technique, Assumes) else [])
@@ -186,14 +189,14 @@ def predict_inside(
 
 
 def _takes_part(technique: object, gpu: Device | None) -> bool:
-    """Prepare a technique for a prediction; return False for one that only observes."""
+    """Prepare a technique for a prediction; return False if it does not take part."""
     if isinstance(technique, OBSERVERS) or type(technique).__module__.startswith(MONITORS):
         return False
     return not isinstance(technique, JoinsPrediction) or technique.join_prediction(gpu)
 
 
 def _like(capability: int, memory_bytes: int | None = None) -> Device | None:
-    """Return a GPU of a capability; one that is in no table has the estimated rates of the next lower one."""
+    """Return a GPU of this capability; an unknown one gets the rates of the next lower capability."""
     if not capability:
         return None
     lower = [gpu for gpu in DEVICES.values() if gpu.capability <= capability]
@@ -217,8 +220,8 @@ def predict_step(
     Args:
         model: A module, which is copied, or a function that builds one.
         batch: Second argument of `step`.
-        step: Returns the loss of model and batch.
-        optimizer: Builds the optimizer of the trained parameters.
+        step: Returns the loss, given model and batch.
+        optimizer: Builds the optimizer, given the trained parameters.
         capability: As in `predict`.
 
     Example:
@@ -246,7 +249,7 @@ def predict_step(
 
 
 def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, recorder: Recorder) -> Prediction:
-    """Run a training, which returns its model, and return its peak, or why it failed."""
+    """Run a training and return its peak, or the reason that it failed; `run` returns its model."""
     probe = Probe(recorder)
     try:
         model = run(probe)
@@ -275,22 +278,22 @@ def reason_of(error: BaseException) -> str:
 
 
 class _StopPrediction(Exception):  # noqa: N818 - not an error
-    """Ends `fit` without its last hooks, which may save files."""
+    """Raised to end `fit` without its last hooks, which may save files."""
 
 
 @dataclass(eq=False)
 class _Record(pl.Callback):
-    """Record until the probe is done, then end the run; a step is at most `LONGEST_WINDOW` batches.
+    """Record until the probe is done, then end the run; cuts a step to at most `LONGEST_WINDOW` batches.
 
-    Why not `LambdaCallback`: its hooks are attributes of the instance, which `OptimizerChoice` takes for a
-    user's, and keeps gradients for them.
+    Why not `LambdaCallback`: its hooks are instance attributes. `OptimizerChoice` would take them for a
+    user's hooks, and keep gradients for them.
     """
 
     probe: Probe
     keeps_batches: bool
     """Whether a technique holds the batches of a step until its end, so that each one adds to the peak."""
     window: int = 0
-    """Batches of a step in the run."""
+    """Batches per step in the real run."""
 
     @override
     def on_train_batch_start(
@@ -298,8 +301,9 @@ class _Record(pl.Callback):
     ) -> None:
         if not self.keeps_batches:
             self.window = self.window or trainer.accumulate_grad_batches
-            # Lightning's own loop counts batches from the start of the epoch: a short first step would shift
-            # the second. So would the end of an epoch of two batches.
+            # The first step can be shortened only with our loop and in an epoch of more than two batches.
+            # Lightning's loop counts batches from the epoch's start, so a short first step would shift the
+            # second. So would the end of an epoch of two batches.
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
             is_free = isinstance(loop, ExactStep) and trainer.num_training_batches > LONGEST_WINDOW
             is_short = is_free and trainer.global_step == 0
@@ -322,7 +326,7 @@ class _Record(pl.Callback):
 
 
 def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) -> None:
-    """Run `fit` without observers, until two steps are counted."""
+    """Run `fit` without callbacks that observe, until two steps are counted."""
     sizes = (getattr(each, "micro_batch_size", None) for each in trainer.callbacks)
     trainer.callbacks.append(_Record(probe, keeps_batches="auto" in sizes))
     trainer.loggers = []
@@ -337,9 +341,9 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
 
 @contextmanager
 def quietly() -> Generator[list[warnings.WarningMessage]]:
-    """Suppress warnings and log messages of techniques and Lightning, whose run is not a real one.
+    """Suppress warnings and log messages of techniques and Lightning, since this is not a real run.
 
-    What holds for the real run too, that a technique reaches little of the model, is collected.
+    Warnings that also apply to the real run are collected: a technique applies to a small part of the model.
     """
     with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
         warnings.simplefilter("ignore")

@@ -1,10 +1,11 @@
-"""Advise what would lower the peak memory of a run, and by how much, or its time, and why.
+"""Suggest techniques that would lower a run's peak memory, with the predicted saving, or its time.
 
-A technique may have a static method `suggest`: it looks at what the first steps of a run allocated
-(`Observed`), and returns a `Suggestion`, or None where it would not help. The saving comes from a replay of
-the recorded allocations without those that the technique would not keep. What the rules reject in this run is
-not suggested, nor what it used already, with or without an effect. For time there is no prediction: it is
-named where what it acts on takes a large part of the step (`Observed.time_share`, report/step_time.py).
+`EfficiencyReport` calls `advise` at the end of a fit. A technique may have a static method `suggest`. It
+receives the allocations of a run's first steps (`Observed`) and returns a `Suggestion`, or None if it would
+not help. The saving comes from a replay of the recorded allocations without those that the technique avoids.
+Techniques that the rules reject in this run are not suggested, nor are techniques that the run already used.
+Time is not predicted. A technique that saves time is suggested if the operations that it speeds up take a
+large part of the step (`Observed.time_share`, report/step_time.py).
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from lightning_eff.report.module_tracker import BACKWARD, STEP
 from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation, Recorder
 
 MIN_SAVING = 0.05
-"""Fraction of the peak that must be saved to be worth a line."""
+"""Fraction of the peak that a suggestion must save to be shown."""
 MIN_TIME = 0.3
-"""Fraction of a step that something must take for what makes it faster to be worth a line."""
+"""Fraction of a step that operations must take for a technique that speeds them up to be suggested."""
 SMALL_OPERATION_S = 20e-6
-"""Mean time of operations below which launching them takes as long as computing them."""
+"""Mean time of operations below which launching them takes as long as computing them, in seconds."""
 MAX_SUGGESTIONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """What would help a run.
+    """A technique, or a change of code, that would help a run.
 
     Args:
-        technique: An instance as it would be used, or the class of an optimizer; None for a change of code.
-        why: What it acts on, for example the largest tensors at the peak.
-        peak_bytes: Predicted peak with it; None for what saves time.
-        change: What to change in the user's code.
+        technique: A configured instance, or the class of an optimizer; None for a change of code.
+        why: The tensors or operations that it acts on, for example the largest tensors at the peak.
+        peak_bytes: Predicted peak with it; None if it saves time.
+        change: The change to make in the user's code.
     """
 
     technique: object = None
@@ -54,7 +55,7 @@ class Suggestion:
 
     @property
     def remedy(self) -> str:
-        """Override to paste, Python where no recipe runs, or the change."""
+        """Override to paste, Python code if no recipe is running, or the change of code."""
         if self.technique is None:
             return self.change
         name = name_of(self.technique)
@@ -72,17 +73,17 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What is known about a run after its first steps.
+    """Measurements of a run, for the techniques' `suggest`.
 
     Args:
-        trainer: Whose `fit` ends.
-        recorder: Of the first steps; None where live bytes were not counted, as on a GPU.
+        trainer: The Trainer whose `fit` ends.
+        recorder: Record of the first steps; None if live bytes were not counted, as on a GPU.
         measured: Figures of the report.
         sample: A few samples of the first batch, as a batch; None if it cannot be split into samples.
-        num_samples: Of the first batch.
-        num_tokens: Of the first batch; 0 if it has none.
-        attention: Which attention ran in the first batch.
-        time: Where the time of a step goes, as `StepTimes.summary` returns it.
+        num_samples: Number of samples in the first batch.
+        num_tokens: Number of tokens in the first batch; 0 if it has none.
+        attention: Attention calls of the first batch.
+        time: Time by part of a step, as `StepTimes.summary` returns it.
     """
 
     trainer: pl.Trainer
@@ -95,19 +96,19 @@ class Observed:
     time: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def time_share(self, kind: str) -> float:
-        """Return the fraction of a step that operations of a kind take; 0 if it was not measured."""
+        """Return the fraction of a step that operations of one kind take; 0 if not measured."""
         return self.time.get("operations", {}).get(kind, 0.0)
 
     @property
     def small_operations(self) -> str:
-        """Why larger micro-batches would be faster; empty if operations are large, or were not timed."""
+        """Reason that larger micro-batches would be faster; empty if operations are large or not timed."""
         mean_s = self.time.get("operation_s") or SMALL_OPERATION_S
         text = f"{self.time.get('num_operations')} operations a batch take {1e6 * mean_s:.0f} us on average"
         return f"{text}: launching them takes as long" if mean_s < SMALL_OPERATION_S else ""
 
     @property
     def module(self) -> pl.LightningModule:
-        """The module that is trained."""
+        """The trained module."""
         return self.trainer.lightning_module
 
     @property
@@ -117,42 +118,45 @@ class Observed:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Maximum of live bytes; 0 where they were not counted."""
+        """Maximum of live bytes; 0 if they were not counted."""
         return self.peak_if({})
 
     @property
     def has_adamw(self) -> bool:
-        """Whether `OptimizerChoice` could replace torch's AdamW: it rejects a schedule of the module."""
+        """Whether the run uses torch's AdamW and `OptimizerChoice` could replace it.
+
+        It rejects a module that brings its own schedule.
+        """
         callbacks: Any = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         is_chosen = any(name_of(each) == "callbacks/optimizer_choice" for each in callbacks)
         is_free = self.module.automatic_optimization and not self.trainer.lr_scheduler_configs
         return [type(each) for each in self.trainer.optimizers] == [AdamW] and (is_chosen or is_free)
 
     def is_worth(self, peak_bytes: int) -> bool:
-        """Return whether another peak is so much lower that it is worth a line."""
+        """Return whether `peak_bytes` is at least `MIN_SAVING` below the peak."""
         return self.peak_bytes - peak_bytes >= MIN_SAVING * self.peak_bytes > 0
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
-        """Bytes of each allocation when it was largest, by its index."""
+        """Largest size of each allocation in bytes, by its index."""
         sizes: dict[int, int] = defaultdict(int)
         for event in () if self.recorder is None else self.recorder.events:
             sizes[event.allocation] = max(sizes[event.allocation], event.num_bytes)
         return sizes
 
     def activations(self) -> Iterator[tuple[int, Allocation]]:
-        """Yield index and allocation of what forward and backward passes make for a batch."""
+        """Yield index and allocation of all activations and temporaries of forward and backward passes."""
         for index, each in enumerate(self.allocations):
             if each.category in (ACTIVATIONS, TEMPORARIES) and each.operation and each.phase != STEP:
                 yield index, each
 
     def step_temporaries(self) -> list[int]:
-        """Return the indices of what the optimizer's step makes and frees again."""
+        """Return the indices of temporaries that the optimizer's step allocates and frees."""
         made = enumerate(self.allocations)
         return [index for index, each in made if each.category == TEMPORARIES and each.phase == STEP]
 
     def owners(self, modules: Collection[str]) -> list[str]:
-        """Return for each allocation which of some modules it was made in; empty for none."""
+        """Return for each allocation the module, among `modules`, that made it; empty if none did."""
 
         @cache
         def owner_of(path: str) -> str:
@@ -163,13 +167,13 @@ class Observed:
     def peak_if(
         self, factors: Mapping[int, float], *, recomputed: Collection[str] = (), held_bytes: int = 0
     ) -> int:
-        """Replay the allocations of the first steps, and return the peak in bytes.
+        """Replay the allocations of the first steps with changed sizes, and return the peak in bytes.
 
         Args:
-            factors: Fraction of its size that an allocation, by index, would have; 1 for all others.
-            recomputed: Names of modules that would keep only what goes in and out of them: all else that they
-                made is made again when the backward pass reaches them.
-            held_bytes: Held in addition, all the time.
+            factors: Factor on the size of each allocation, by index; 1 for allocations not listed.
+            recomputed: Names of modules that would keep only their inputs and outputs. All their other
+                activations are dropped, and made again when the backward pass reaches the module.
+            held_bytes: Bytes held in addition, all the time.
         """
         if self.recorder is None:
             return 0
@@ -179,7 +183,7 @@ class Observed:
             bool(owner) and each.category == ACTIVATIONS and index not in self.recorder.block_outputs
             for index, (owner, each) in enumerate(zip(owners, self.allocations, strict=True))
         ]
-        # Bytes by allocation that a call of a module made, and the backward pass makes again; by both.
+        # Dropped bytes by (module, call) and allocation, until the backward pass makes them again.
         pending: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         remade: dict[str, set[int]] = defaultdict(set)
         sizes: dict[int, float] = defaultdict(float)
@@ -191,7 +195,7 @@ class Observed:
                 pending[owner, call][index] = size
                 continue
             if owner and event.phase == BACKWARD:
-                if index not in pending[owner, call]:  # made by the backward pass of the last of its calls
+                if index not in pending[owner, call]:  # backward runs the latest pending call of the module
                     call = max(
                         (each for name, each in pending if name == owner and pending[name, each]), default=0
                     )
@@ -209,11 +213,11 @@ class Observed:
 
 
 def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what would help a run, the largest saving first, in plain types.
+    """Return the suggestions for a run, the largest saving first, in plain types.
 
     Args:
-        run: After its last step.
-        rows: The ledger: techniques of the run.
+        run: Measurements after the last step.
+        rows: The ledger, one row per technique of the run.
     """
     used = {row["technique"] for row in rows}
     components = rules.trainer_components(run.trainer)
@@ -229,9 +233,9 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         is_time = each is not None and each.peak_bytes is None
         if each is None or not (is_time or run.is_worth(each.peak_bytes or 0)):
             continue
-        # A changed line of the user's code has no rules.
+        # Rules apply only to techniques, not to a change of the user's code.
         added = () if each.technique is None else (each.technique,)
-        # A run has one precision, which another one would replace.
+        # A run has only one precision: a suggested one replaces it.
         replaced = [
             one for one in components if isinstance(one, Precision) and isinstance(each.technique, Precision)
         ]

@@ -1,12 +1,13 @@
-"""Find out which kernel computed attention, from the operations of one forward pass.
+"""Detect which kernels computed attention, from the operations of one forward pass.
 
-`F.scaled_dot_product_attention` chooses a backend for each call and reports nothing when only its quadratic
-one, `math`, is left. A fused kernel is one operation, known by its name. Quadratic attention is known by its
-softmax: `_safe_softmax` in `math`, and a `_softmax` of [.., T, T] where a model computes its scores itself
-(`nn.MultiheadAttention` with `need_weights=True`, `eager` of transformers).
+`FlopCount` and `Recorder` pass each operation to it. `F.scaled_dot_product_attention` chooses a backend for
+each call, and is silent if only the quadratic `math` remains. A fused kernel is one operation, recognized by
+its name. Quadratic attention is recognized by its softmax. That is `_safe_softmax` in `math`, or a `_softmax`
+of [.., T, T] in models that compute scores themselves (`nn.MultiheadAttention` with `need_weights=True`,
+`eager` in transformers).
 
-A compiled graph shows its fused kernels only: the compiler has fused the softmax of quadratic attention with
-its neighbours.
+In a compiled graph only fused kernels are detected, because the compiler fuses the softmax of quadratic
+attention with neighbouring operations.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ REMEDIES = {
         "callbacks.attention.backend=flash names the reason"
     ),
     "softmax": ASK_FOR_SDPA,
-    "flex": "torch.compile(flex_attention)",  # compiled it is no operation of this name
+    "flex": "torch.compile(flex_attention)",  # seen only uncompiled: compiled it has another name
 }
-"""What to change, by backend that holds all scores."""
+"""Change to make, by backend; these backends hold all scores."""
 LONG = 512
-"""Tokens from which quadratic attention is warned of."""
+"""Number of tokens at which quadratic attention starts to cause a warning."""
 
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Calls of one backend that are alike.
+    """Equal calls of one backend: same shapes, dtype and mask.
 
     Args:
         backend: `flash`, `efficient`, `cudnn`, `flex`, `varlen`, `math`, or `softmax`.
-        shape: Of the query, `[B, H, T, E]`; of the scores, `[B, H, T, S]`, for `math` and `softmax`.
+        shape: Shape of the query, `[B, H, T, E]`; for `math` and `softmax` of the scores, `[B, H, T, S]`.
         num_keys: Length S of the key.
-        dtype: Of the same tensor.
-        mask: `none`, `causal` or `dense`; empty if not known.
-        mask_bytes: Bytes of the dense mask of one call.
+        dtype: Dtype of the query or scores.
+        mask: `none`, `causal` or `dense`; empty if unknown.
+        mask_bytes: Bytes of one call's dense mask.
         calls: Number of calls in a forward pass.
-        score_bytes: Bytes of scores after the softmax, for the backward pass; a fused kernel does not hold
-            them.
-        modules: Modules that called, in order; empty in a compiled model.
+        score_bytes: Bytes of the scores that are saved after the softmax for the backward pass; a fused
+            kernel saves none.
+        modules: Calling modules, in order; empty in a compiled model.
     """
 
     backend: str
@@ -74,7 +75,7 @@ class AttentionRow:
 
     @property
     def remedy(self) -> str:
-        """What to change, to paste; empty where a fused kernel ran."""
+        """Change to paste; empty if a fused kernel ran."""
         return REMEDIES.get(self.backend, "")
 
     def __str__(self) -> str:
@@ -86,15 +87,15 @@ class AttentionRow:
         return text + (f"; {human_bytes(self.score_bytes)} of scores" if self.remedy else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as plain values, for JSON, with its text."""
+        """Return the row and its text as plain values, for JSON."""
         return asdict(self) | {"remedy": self.remedy, "text": str(self)}
 
 
 class AttentionWatch:
-    """Look at each operation until the first backward pass begins.
+    """Collects attention calls from each operation until the first backward pass begins.
 
     Args:
-        path: Returns the name of the module that is being called.
+        path: Returns the name of the running module.
 
     Example:
         >>> import torch.nn.functional as F
@@ -109,11 +110,11 @@ class AttentionWatch:
     def __init__(self, path: Callable[[], str]) -> None:
         self._path = path
         self._calls: list[AttentionRow] = []
-        """One row a call."""
+        """One row per call."""
         self._is_done = False
 
     def rows(self) -> list[AttentionRow]:
-        """Return the calls, those that are alike as one row, in the order of the first."""
+        """Return one row per group of equal calls, in order of their first call."""
         found: dict[AttentionRow, AttentionRow] = {}
         for row in self._calls:
             key = replace(row, modules=())
@@ -125,14 +126,14 @@ class AttentionWatch:
         return list(found.values())
 
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the call if an operation, as `__torch_dispatch__` got it, is attention."""
+        """Add an operation, as `__torch_dispatch__` received it, if it is attention."""
         self._is_done = self._is_done or in_backward()
         backend = "" if self._is_done else _backend_of(func)
         if not backend:
             return
-        # Under DDP the calls that the compiler makes while it traces come here too.
+        # Under DDP, calls that the compiler makes while tracing arrive here too: skip them.
         tracing = torch_private("torch._guards:TracingContext", "the report of attention")
-        is_nested = getattr(args[0] if args else None, "is_nested", False)  # without a shape
+        is_nested = getattr(args[0] if args else None, "is_nested", False)  # nested tensors have no shape
         if is_nested or tracing.try_get() is not None:
             return
         if backend not in ("math", "softmax"):
@@ -154,10 +155,10 @@ class AttentionWatch:
         row = AttentionRow(
             backend, tuple(query.shape), key.shape[-2], _name(query),
             mask="causal" if is_causal else "none" if dense is None else "dense",
-            # An expanded mask has fewer bytes than values.
+            # An expanded mask occupies fewer bytes than its shape suggests.
             mask_bytes=0 if dense is None else min(dense.nbytes, dense.untyped_storage().nbytes()),
         )  # fmt: skip
-        # math computes the scores of half precision in float32.
+        # `math` computes the scores of half-precision queries in float32.
         self._add(row, torch.float32 if query.dtype in HALF else query.dtype)
 
     def _add(self, row: AttentionRow, dtype: torch.dtype) -> None:
@@ -168,7 +169,7 @@ class AttentionWatch:
 
 @functools.cache
 def _backend_of(func: Any) -> str:
-    """Return the backend of attention that an operation is, or a softmax that may be; else nothing."""
+    """Return the attention backend of an operation, or `softmax` if it may be attention; otherwise empty."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if fused := FUSED.fullmatch(name):
         return fused[fused.lastindex or 0]
@@ -180,7 +181,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def warning_of(rows: Iterable[AttentionRow]) -> str:
-    """Say that attention over many tokens is quadratic; empty where it is not.
+    """Return a warning if attention over many tokens is quadratic; otherwise empty.
 
     Example:
         >>> warning_of([AttentionRow("flash", (1, 2, 512, 4), 512, "float32", "causal")])

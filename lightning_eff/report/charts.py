@@ -1,8 +1,9 @@
-"""Charts of a page as plain data: coordinates, ticks and names, which `report.html.j2` draws as SVG.
+"""Compute charts as plain data (coordinates, ticks, names), which `report.html.j2` draws as SVG.
 
-Why no library: pygal writes a script and 10 kB of style into each chart, matplotlib is tens of megabytes for
-every user of the report, and leather needed more code around it than there is here. The names of lines are
-HTML below the chart, which wraps on a phone.
+display.py draws the report's charts with it, and comparison/result_table.py a comparison's. Why no library:
+pygal writes a script and 10 kB of style into each chart. matplotlib adds tens of megabytes to every
+installation. leather needed more glue code than this module has. The names of lines are HTML below the chart,
+which wraps on a phone.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 from lightning_eff.report.history import Point
 
 LEFT, TOP, RIGHT, BOTTOM = 72, 8, 472, 184
-"""Of the plot, in units of the view box: a letter has 14, which is readable in a column of a phone."""
+"""Edges of the plot in view box units; a letter is 14 high, which is readable on a phone."""
 NUM_TICKS = 5
 NUM_COLUMNS = 30
-"""Of a histogram."""
+"""Number of a histogram's columns."""
 LABEL_HEIGHT, NAME_LENGTH = 17, 24
-"""Of the names next to a scatter's dots, in the same units, and the characters of a name."""
+"""Height of a name next to a scatter's dots, in view box units, and its maximum characters."""
 BASELINE_COLOR = 1
-"""Lines have the colours of the template by number, the baseline's this one."""
+"""Number of the baseline's colour in the template."""
 Chart = dict[str, Any]
 
 
@@ -35,17 +36,17 @@ class Series(NamedTuple):
     points: Sequence[Point]
     color: int = 0
     is_area: bool = False
-    """Fill what the line surrounds."""
+    """Whether to fill the area that the line encloses."""
 
 
 class Scale:
-    """An axis: which values it has, and where they are in the view box.
+    """An axis: maps values to coordinates in the view box.
 
     Args:
-        values: From the least of them to the largest.
-        begin: Coordinate of the least.
-        end: Coordinate of the largest.
-        is_extended: Extend the axis to a tick at either end.
+        values: Values to cover, from the smallest to the largest.
+        begin: Coordinate of the smallest value.
+        end: Coordinate of the largest value.
+        is_extended: Whether to extend the axis to a tick at both ends.
 
     Example:
         >>> axis = Scale([0, 30, 35], 100, 200, is_extended=True)
@@ -57,9 +58,9 @@ class Scale:
         ordered = sorted(values)
         self._low, self._high, self._begin, self._end = ordered[0], ordered[-1], begin, end
         largest = max(abs(self._low), abs(self._high))
-        if self._high - self._low <= max(1e-12 * largest, 1e-300):  # no tick could be told from the next
+        if self._high - self._low <= max(1e-12 * largest, 1e-300):  # ticks would be indistinguishable
             self._high += largest or 1.0
-        # Ticks are about NUM_TICKS multiples of 1, 2 or 5 times a power of ten.
+        # The tick distance is 1, 2 or 5 times a power of ten, for about NUM_TICKS ticks.
         least = (self._high - self._low) / NUM_TICKS
         power = 10.0 ** math.floor(math.log10(least))
         self._step = next(factor * power for factor in (1, 2, 5, 10) if factor * power > 0.999 * least)
@@ -68,7 +69,7 @@ class Scale:
             self._high = self._step * math.ceil(self._high / self._step - 1e-6)
 
     def place(self, value: float) -> float:
-        """Return the coordinate of a value, to a tenth of a unit: more digits only make the page longer."""
+        """Return the coordinate of a value, rounded to a tenth of a unit to keep the page small."""
         fraction = (value - self._low) / (self._high - self._low)
         return round(self._begin + fraction * (self._end - self._begin), 1)
 
@@ -89,16 +90,16 @@ def draw(
     lowest: float | None = None,
     marks: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
-    """Return lines and areas, the first in front, on axes with units.
+    """Return a chart of lines and areas on axes with units, the first series in front.
 
     Args:
-        title: Of the chart.
-        caption: What it shows, in words, for those who do not see it.
-        series: At least one.
+        title: Title of the chart.
+        caption: Description in words, for readers who cannot see the chart.
+        series: Lines and areas, at least one.
         x_name: Name and unit of the horizontal axis.
         y_name: Name and unit of the vertical axis.
-        lowest: Begin the vertical axis here, unless a value is below.
-        marks: Names of vertical lines, by their place on the horizontal axis.
+        lowest: Start of the vertical axis, unless a value is lower.
+        marks: Names of vertical lines, by their value on the horizontal axis.
     """
     points = [point for each in series for point in each.points]
     heights = [y for _, y in points] + ([] if lowest is None else [lowest])
@@ -116,10 +117,10 @@ def draw(
 
 
 def columns(values: Sequence[Sequence[float]], top: float) -> list[Series]:
-    """Return the percentage of the values in each column, the last of which has all above `top`.
+    """Return histograms: the percentage of values per column; the last column has all values above `top`.
 
     Args:
-        values: Of this run and, if it has one, of its baseline, in the same columns.
+        values: Values of this run and, if it has one, of its baseline; both use the same columns.
         top: End of the last column.
     """
     low = min(map(min, values))
@@ -133,7 +134,7 @@ def columns(values: Sequence[Sequence[float]], top: float) -> list[Series]:
 
 
 def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> list[Series]:
-    """Return areas that stand on each other, the last of `values` on top; areas of zeros are left out."""
+    """Return stacked areas, the last of `values` on top; areas of only zeros are omitted."""
     below, series = [0.0] * len(steps), list[Series]()
     for color, (name, heights) in enumerate(values.items()):
         if any(heights):
@@ -147,7 +148,7 @@ def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> li
 def scatter(
     title: str, caption: str, points: Mapping[str, Point], baseline: str, x_name: str, y_name: str
 ) -> Chart:
-    """Return a dot for each name, with the names right of the chart and a line from each to its dot."""
+    """Return a scatter chart of named dots; names are to its right, each connected to its dot by a line."""
     bottom = max(BOTTOM, LABEL_HEIGHT * len(points))
     x_scale = Scale([0.0, 1.0, *(x for x, _ in points.values())], LEFT, RIGHT, is_extended=True)
     y_scale = Scale([0.0, 1.0, *(y for _, y in points.values())], bottom, TOP, is_extended=True)
@@ -155,7 +156,7 @@ def scatter(
     chart["bottom"] = bottom
     label_y = -math.inf
     for number, (name, (x, y)) in enumerate(sorted(points.items(), key=lambda point: -point[1][1])):
-        # As high as its dot; below the name before, and with place for those that follow.
+        # At the height of its dot if possible: below the previous name, and with space for all later names.
         last = bottom - LABEL_HEIGHT * (len(points) - 1 - number)
         label_y = min(max(y_scale.place(y), label_y + LABEL_HEIGHT), last)
         short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."

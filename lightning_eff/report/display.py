@@ -1,7 +1,8 @@
-"""Show the content of `efficiency.json`: a verdict in words, a text for a terminal, one page in HTML.
+"""Show the content of `efficiency.json` as a verdict in words, as text for a terminal, and as HTML.
 
-The page is `report.html.j2` filled with one dictionary of plain values, charts included; Jinja escapes each
-of them. It has neither scripts nor a style or picture from elsewhere, so it opens without a network.
+files.py, `EfficiencyReport` and the verbs `report` and `compare` call it. The page is `report.html.j2`,
+filled with one dictionary of plain values, charts included; Jinja escapes each value. The page has no scripts
+and loads no styles or pictures, so it opens without a network.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ FIGURES = {
 }
 """Label and format of each measured number, in the order shown."""
 MAX_ATTENTION_LINES = 4
-"""In the text; the page and the ledger have all."""
+"""Lines of attention in the text; the page and the ledger have all."""
 MAX_LINES = 6
-"""Of one chart."""
+"""Lines in one chart."""
 SLOW = 3.0
-"""Batches that take longer than so many medians are in the last column."""
+"""The histogram's last column has all batches that take longer than this many medians."""
 LEAST_WAIT_MS = 1.0
 LEAST_SHARE = 0.005
-"""Parts of a step that take less are not shown."""
+"""Fraction of a step below which a part is not shown."""
 MAX_MODULE_WORDS = 3
 """Modules in the text; the page and the ledger have `step_time.MAX_MODULES`."""
 PART_NAMES = {
@@ -54,7 +55,7 @@ PART_NAMES = {
     DATA: "waiting for data", OTHER: "the rest (callbacks, logging)",
 }  # fmt: skip
 LARGEST = 1e20
-"""Values from here on are not drawn: a loss that has diverged would leave a flat line of all others."""
+"""Larger values are not drawn: a diverged loss would flatten the rest of the line."""
 LINE_COLORS = [color for color in range(7) if color != BASELINE_COLOR]
 ADVICE = ("would save", "try", "what it acts on")
 EMPTY_PAGE: Report = {
@@ -62,11 +63,11 @@ EMPTY_PAGE: Report = {
     "notes": "", "environment": {}, "command": "", "config": "", "raw": {},
 }  # fmt: skip
 CHARTED = ("losses", "series", "validation", "baseline")
-"""Keys of the report that the page has as charts, and not in its raw JSON."""
+"""Keys of the report that the page shows as charts, and omits from its raw JSON."""
 
 
 def key_figures(report: Report) -> list[tuple[str, str]]:
-    """Return labels and formatted values of the figures that were measured."""
+    """Return labels and formatted values of all measured figures."""
     measured: Report = report["measured"]
     return [
         (label, show(measured[key]))
@@ -97,7 +98,7 @@ def run_verdict(report: Report) -> str:
 
 
 def baseline_verdict(report: Report) -> str:
-    """Compare a run to its baseline in one sentence; empty where nothing can be compared."""
+    """Compare a run to its baseline in one sentence; empty if nothing can be compared."""
     baseline: Report = report.get("baseline") or {}
     ratios: list[float | None] = []
     for key in ("samples_per_s", "peak_bytes"):
@@ -166,7 +167,7 @@ def report_text(report: Report) -> str:
 
 
 def _time_lines(found: Report) -> list[str]:
-    """Return the parts of a step, and the modules that take most of its forward pass, for a terminal."""
+    """Return lines for a terminal: parts of a step, and the modules that take most of its forward pass."""
     parts = ", ".join(f"{name} {share:.0%}" for name, share in _parts(found))
     modules = ", ".join(
         f"{row['path']} ({row['class']}) {row['share']:.0%}".replace(" ()", "")
@@ -183,7 +184,7 @@ def _parts(found: Report) -> list[tuple[str, float]]:
 
 
 def report_page(report: Report, config: str = "") -> str:
-    """Return the page of the content of `efficiency.json`, with the run's config (YAML)."""
+    """Return the HTML page for the content of `efficiency.json`, with the run's config (YAML)."""
     theirs = dict(key_figures(report["baseline"])) if report.get("baseline") else {}
     memory: Report = report.get("memory") or {}
     raw = {key: value for key, value in report.items() if key not in CHARTED}
@@ -211,9 +212,9 @@ def render_page(page: Mapping[str, Any]) -> str:
     """Return the HTML of a page.
 
     Args:
-        page: Keys of `EMPTY_PAGE`, which has what is left out. `failure` is sentences and an override,
-            `figures` name, value and baseline's value, `tables` title, header and rows, in which a float is
-            a fraction that is drawn as a bar; `raw` is shown as JSON at the end.
+        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` has sentences and an
+            override, `figures` name, value and baseline value. `tables` have title, header and rows; a float
+            in a row is a fraction, drawn as a bar. `raw` is shown as JSON at the end.
 
     Example:
         >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})
@@ -229,13 +230,13 @@ def render_page(page: Mapping[str, Any]) -> str:
 
 
 def notebook_frame(report: Report) -> str:
-    """Return the page as an element of a notebook, in a frame, so that its style stays there."""
+    """Return the page for a notebook, in a frame, so that its style does not affect the notebook."""
     page = html.escape(report_page(report))
     return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: 45rem; border: 0"></iframe>'
 
 
 def _failure(report: Report) -> tuple[Sequence[str], str] | None:
-    """Return sentences and override of a run that was out of memory."""
+    """Return the explanation and the override for a run that ended with an OOM error."""
     found: Report = report.get("out_of_memory") or {}
     sentences = list(found.get("sentences", ()))
     if snapshot := report.get("memory_snapshot"):
@@ -257,7 +258,7 @@ def _advice_rows(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
-    """Return title, header and rows of those tables that have rows."""
+    """Return title, header and rows of all non-empty tables."""
     memory: Report = report.get("memory") or {}
     techniques = [
         (row["technique"], row["status"], row["did"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()))
@@ -286,7 +287,7 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
 
 
 def _time_tables(found: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
-    """Return the parts of a step, and the modules of its forward pass, with bars."""
+    """Return tables with bars: the parts of a step, and the modules of its forward pass."""
     parts = [
         (share, f"{share:.1%}", f"{1e3 * share * found['step_s']:.1f}", name) for name, share in _parts(found)
     ]
@@ -315,7 +316,7 @@ def _holder_rows(held: Report) -> list[tuple[Any, ...]]:
 
 
 def _charts(report: Report) -> list[Chart]:
-    """Return memory, speed and training over the run; each line with the baseline's."""
+    """Return charts of memory, speed and training over the run, each with the baseline's line."""
     baseline: Report = report.get("baseline") or {}
     series, theirs = (each.get("series", {}) for each in (report, baseline))
     validation, their_validation = (each.get("validation", {}) for each in (report, baseline))
@@ -342,7 +343,7 @@ def _charts(report: Report) -> list[Chart]:
         lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
         drawn += _line_chart(f"Validation: {name}", name, lines, compared)
     for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "gradient_norm")):
-        # Several optimizers have learning_rate, learning_rate_2, ...
+        # With several optimizers: learning_rate, learning_rate_2, ...
         names = [name for name in series if name.startswith(key)][:MAX_LINES]
         lines = {name.replace("_", " "): series[name] for name in names}
         drawn += _line_chart(title, title.lower(), lines, theirs.get(key, ()), lowest=0.0)
@@ -359,11 +360,11 @@ def _line_chart(
     size: float = 1.0,
     lowest: float | None = None,
 ) -> list[Chart]:
-    """Return a chart of lines and the baseline's, whose caption says the first one in numbers.
+    """Return a chart of lines and the baseline's line; its caption describes the first line in numbers.
 
-    Values are in units of `size`. Those that are nan or infinity, which JSON has as text, or too large are
-    left out, and so are lines of less than two points. There is no chart without the first line, nor one of a
-    value that never changes.
+    Values are in units of `size`. NaN and infinity, which are text in JSON, and values above `LARGEST` are
+    omitted, and so are lines with less than two points. The list is empty if the first line is omitted or
+    never changes.
     """
     drawn: list[Series] = []
     colored = [*zip(lines.items(), LINE_COLORS, strict=False), (("baseline", baseline), BASELINE_COLOR)]
@@ -379,14 +380,14 @@ def _line_chart(
     caption += f"lowest {min(values):.4g}, highest {max(values):.4g}"
     if lost := len(list(lines[first])) - len(values):
         caption += f"; {lost} point{'s' if lost > 1 else ''} not drawn"
-    # In front are lines of few points, such as a loss of validation; the baseline is behind all others.
+    # Lines with few points are in front, such as a validation loss; the baseline is behind all others.
     drawn.sort(key=lambda each: (each.color == BASELINE_COLOR, len(each.points)))
     shown = [each._replace(points=thinned(each.points)) for each in drawn]
     return [charts.draw(title, caption, shown, x_name, y_name, lowest=lowest)]
 
 
 def _first_steps_chart(memory: Report) -> list[Chart]:
-    """Return live bytes of the first steps by category."""
+    """Return a chart of the live bytes of the first steps, by category."""
     timeline: Sequence[Mapping[str, Any]] = memory.get("timeline", ())
     if len(timeline) < 2:
         return []
@@ -396,7 +397,7 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
     size, unit = _byte_unit(max(sum(moment[name] for name in CATEGORIES) for moment in timeline))
     values = {name: [moment[name] / size for moment in timeline] for name in CATEGORIES}
     areas = charts.stacked([moment["event"] for moment in timeline], values)
-    # A step ends where the optimizer's phase does.
+    # A step ends with its optimizer phase.
     ends = {
         one["event"]: "end of the step"
         for one, following in pairwise(timeline)
@@ -421,6 +422,6 @@ def _batch_times_chart(report: Report, baseline: Sequence[float]) -> list[Chart]
 
 
 def _byte_unit(largest: float) -> tuple[float, str]:
-    """Return the bytes of the unit in which `human_bytes` shows a size, and its name."""
+    """Return the unit in which `human_bytes` shows a size: its bytes and its name."""
     unit = human_bytes(largest).split()[1]
     return UNITS.get(unit, 1), unit

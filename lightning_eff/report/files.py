@@ -1,4 +1,8 @@
-"""The files of a run's report: `efficiency.json`, `report.html`, which shows it, and a snapshot of memory."""
+"""Read and write the files of a run's report: `efficiency.json`, `report.html`, a memory snapshot.
+
+`EfficiencyReport` writes them, and `train` adds an OOM error. The verb `report` and the option `baseline`
+read them.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +24,34 @@ from lightning_eff.report.display import report_page
 PAGE_FILE = "report.html"
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "environment")
-"""What every report has."""
+"""Keys that every report has."""
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write both files; the page has the composed config of a recipe's run, if it is in the folder."""
+    """Write both files; the page includes a recipe's composed config if the folder has it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LEDGER_FILE).write_text(json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
 
 
 def labels(folder: Path) -> dict[str, Any]:
-    """Return `task_name` and `tags` of a recipe's run; nothing outside of recipes."""
+    """Return `task_name` and `tags` of a recipe's run; empty for a run without a recipe."""
     resolved = folder / RESOLVED
     found: Any = yaml.safe_load(resolved.read_text(encoding="utf-8")) if resolved.is_file() else None
     return {key: found.get(key) for key in ("task_name", "tags")} if isinstance(found, dict) else {}
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write the page in one step, so that an earlier one is there until the new one is whole; return it."""
+    """Replace the page atomically, so that an earlier page stays until the new one is complete.
+
+    Returns the page's path.
+    """
     resolved, page = folder / RESOLVED, folder / PAGE_FILE
     config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
     content = report_page(report, config)
     written = page.with_suffix(".html.part")
     try:
-        written.write_text(content, encoding="utf-8", errors="backslashreplace")  # of surrogates
+        written.write_text(content, encoding="utf-8", errors="backslashreplace")  # surrogates
         written.replace(page)
     finally:
         written.unlink(missing_ok=True)
@@ -52,7 +59,7 @@ def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
 
 
 def add_out_of_memory(folder: Path, recipe: str, reason: str, found: Mapping[str, Any]) -> None:
-    """Add to a failed run's report what held the memory; a run that failed before it began gets a report."""
+    """Add the largest tensors to a failed run's report; create a report if the run failed before it began."""
     file = folder / LEDGER_FILE
     report: dict[str, Any] = {
         "title": run_title(folder, recipe, None), "status": "failed", "reason": reason, "num_steps": 0,
@@ -68,8 +75,8 @@ def read_report(file: Path, key: str) -> dict[str, Any]:
     """Read the `efficiency.json` of a run.
 
     Raises:
-        ConfigError: It cannot be read, or is of a version that this one cannot show; for the key or option
-            that named the run.
+        ConfigError: The file cannot be read, or comes from a version that this one cannot show. `key` is the
+            setting or option that named the run.
     """
     try:
         report: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -100,13 +107,13 @@ def read_baseline(path: StrPath) -> dict[str, Any]:
 
 
 def run_title(folder: Path, recipe: str, module: object) -> str:
-    """Return recipe and run, the folders below the recipe's; in a plain Trainer module and folder.
+    """Return recipe and run (the folders below the recipe's); without a recipe, module and folder.
 
     Example:
         >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
         ('lm, run sweep_1/0', 'str, run run_2')
     """
-    # FSDP2 makes a class FSDPNet of its FSDPModule, which is not imported for this, and Net.
+    # FSDP2 replaces Net by a class FSDPNet(FSDPModule, Net). Compare names, to avoid importing FSDPModule.
     kind = next(
         each for each in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in each.__mro__)
     )
@@ -116,7 +123,7 @@ def run_title(folder: Path, recipe: str, module: object) -> str:
 
 
 def write_snapshot(device: torch.device, folder: Path) -> bool:
-    """Write what the allocator holds, before an error frees it; return whether there is a snapshot."""
+    """Write the allocator's blocks before an error frees them; return whether a snapshot was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return allocator.write_snapshot(device, folder / SNAPSHOT_FILE)

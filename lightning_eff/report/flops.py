@@ -1,11 +1,11 @@
-"""Count the FLOPs of every operation, and look at its attention.
+"""Count the FLOPs of every operation, and detect its attention.
 
-The formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
-attention, where a multiply-add counts as two. The CPU kernel of attention and products that are added in
-place have no entry in the registry (torch 2.13), so they get one here. Not counted: operations without a
-formula (fused recurrent layers), and everything under `inference_mode`, where composite operations are not
-decomposed. Why not `FlopCounterMode`: inside it flex attention raises, and its module hooks add nodes to the
-graph that is measured.
+`Probe` (meter.py) counts with it on GPUs and for compiled models, and recording.py uses `flops_of`. The
+formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
+attention; a multiply-add counts as two. The registry lacks attention's CPU kernel and products that are added
+in place (torch 2.13), so they are defined here. Not counted: operations without a formula (fused recurrent
+layers), and everything under `inference_mode`, where composite operations are not decomposed. Why not
+`FlopCounterMode`: flex attention raises inside it, and its module hooks add nodes to the measured graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FlopCount(InfraMode):
     """Count the floating-point operations of everything that runs inside.
 
     Args:
-        is_compiled: Whether a part of the model is compiled: then only its fused attention is found, and
-            nothing is counted, since a compiled graph shows few of its operations.
+        is_compiled: Whether a part of the model is compiled. If so, only fused attention is detected and
+            nothing is counted, because a compiled graph dispatches few of its operations.
 
     Example:
         >>> with FlopCount() as count:
@@ -45,11 +45,11 @@ class FlopCount(InfraMode):
         self._is_compiled = is_compiled
         self._tracker = ModuleTracker()
         self.attention = AttentionWatch(lambda: self._tracker.path)
-        """Looks at the same operations."""
+        """Collects attention calls from the same operations."""
 
     def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> AbstractContextManager[None]:
-        """Observe the modules of a model during a batch, for the names of those with attention."""
-        # The compiler would trace the hooks, and compile again without them.
+        """Track the modules of a model during a batch, to name the modules that call attention."""
+        # The compiler would trace the hooks, and recompile when they are removed.
         return nullcontext() if self._is_compiled else self._tracker.follow(module)
 
     @override
@@ -63,12 +63,12 @@ class FlopCount(InfraMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of a call that `__torch_dispatch__` got, with its result; 0 without a formula."""
+    """Return the FLOPs of a call, given `__torch_dispatch__`'s arguments and the result; 0 if unknown."""
     formula = _formula_of(func)
     if formula is None:
         return 0
     args = _ungrouped(args) if "scaled_dot_product" in str(func) else args
-    # torch 2.13's formula of `addmm` takes the dtype of `addmm(..., out_dtype=)` for the shape of its result.
+    # torch 2.13's formula for `addmm` mistakes `out_dtype` for the shape of the result.
     args = [each for each in args if not isinstance(each, torch.dtype)]
     return int(formula(*args, **kwargs, out_val=out))
 
@@ -80,7 +80,7 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
 
 
 def _ungrouped(args: Any) -> list[Any]:
-    """Return shapes in place of tensors, all with the queries' heads: torch 2.11 counts no grouped ones."""
+    """Return the operands' shapes with as many key as query heads: torch 2.11 cannot count grouped heads."""
     shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
     with_heads = [shape for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4]
     num_heads = max((shape[1] for shape in with_heads), default=0)

@@ -1,4 +1,7 @@
-"""Values of a run by optimizer step, for the charts of its page."""
+"""Collect values of a run by optimizer step, for the charts of its page.
+
+`EfficiencyReport` keeps `Losses` and `Validation`; `LoggedFigures` (logged.py) keeps a `History`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ NUM_POINTS = 240
 NUM_LOSSES = 2048
 """Maximum points of the training loss, which `compare` reads step by step."""
 NUM_PENDING = 128
-"""Losses that stay on their device before one transfer reads them all."""
+"""Number of losses that stay on their device until one transfer reads all of them."""
 Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], num_points: int = NUM_POINTS) -> list[Point]:
-    """Return at most `num_points` points: the mean of each stretch of equally many, at its last step.
+    """Return at most `num_points` points: the mean of every k consecutive points, at their last step.
 
     Example:
         >>> thinned([(1, 4.0), (2, 2.0), (3, 1.0)], 2)
@@ -42,11 +45,11 @@ class History:
     """
 
     def __init__(self) -> None:
-        # Arrays: 16 bytes a step, whatever the length of the run.
+        # Arrays keep 16 bytes per step: 8 for the step and 8 for the value.
         self._values: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a value, later than the ones before."""
+        """Add a value; its step must not precede earlier ones."""
         if name not in self._values:
             self._values[name] = array("q"), array("d")
         steps, values = self._values[name]
@@ -59,7 +62,7 @@ class History:
 
 
 class Validation(History):
-    """The metrics of each validation: those that appeared while one ran."""
+    """The metrics of each validation: metrics that first appeared while a validation ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +70,11 @@ class Validation(History):
         self._before: set[str] = set()
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Note before a validation which metrics there are."""
+        """Store the names of existing metrics, before a validation."""
         self._before = set(metrics)
 
     def end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics after a validation."""
+        """Add the validation's metrics, after it has run."""
         self._names |= metrics.keys() - self._before
         for name in metrics:
             if name in self._names:
@@ -98,15 +101,15 @@ class Losses:
         """Record the loss of one batch; outputs without a scalar loss are ignored.
 
         Args:
-            step: Optimizer step that the batch belongs to, from 1.
-            outputs: As Lightning passes them to `on_train_batch_end`.
-            times: What the loss was divided by.
+            step: Optimizer step that the batch belongs to, counted from 1.
+            outputs: Outputs that Lightning passes to `on_train_batch_end`.
+            times: Divisor of the loss, which is undone.
         """
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         self._steps.append(step)
-        if loss.is_cpu and not self._pending:  # nothing to wait for, and cheaper than a copy
+        if loss.is_cpu and not self._pending:  # reading does not wait, and is cheaper than a copy
             self._values.append(loss.item() * times)
             return
         self._pending.append(loss.detach().reshape(()).double() * times)

@@ -1,9 +1,10 @@
-"""Count the live bytes of a step on a device without allocator statistics: every storage, once.
+"""Count the live bytes of a step, on a device without allocator statistics.
 
-A dispatch mode inspects each operation's results. A storage that is new adds its bytes and subtracts them
-when it is garbage-collected, so tensors that share memory count once, and the count is the same to the byte
-in every run. Two things are not counted: what an operation allocates and frees internally, and a storage
-that is resized outside of an operation. Meta tensors have no memory and count nothing.
+recording.py extends it to keep every event. A dispatch mode inspects each operation's results. A new storage
+adds its bytes, and subtracts them when it is garbage-collected. So tensors that share memory count once, and
+every run gives the same count to the byte. Two things are not counted: memory that an operation allocates and
+frees internally, and a storage that is resized outside of an operation. Meta tensors have no memory and are
+skipped.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from typing_extensions import override
 
 
 class InfraMode(TorchDispatchMode):
-    """Base of dispatch modes that only observe: operators which compile themselves may run inside."""
+    """Base of dispatch modes that only observe; operators that compile themselves may run inside."""
 
     supports_higher_order_operators = True
 
     @classmethod
     @override
     def is_infra_mode(cls) -> bool:
-        """Return True (torch 2.13): flex attention rejects any other mode."""
+        """Return True: flex attention rejects any other mode (torch 2.13)."""
         return True
 
 
 class LiveBytes(InfraMode):
-    """Count the bytes that are alive while operations run inside, and their maximum.
+    """Count live bytes, and their maximum, while operations run inside.
 
     Example:
         >>> x = torch.zeros(1024)
@@ -54,19 +55,19 @@ class LiveBytes(InfraMode):
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def add(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were made elsewhere; skip anything that is no tensor."""
+        """Count tensors that were made elsewhere; skip values that are not tensors."""
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):
-                self.add(tensors_in(tensor))  # a wrapper subclass: its own storage has a size and no memory
+                self.add(tensors_in(tensor))  # a wrapper subclass: its own storage has a size but no memory
             elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
-                # It returns the same Python object while the storage lives, so id() identifies it.
+                # torch returns the same Python object while a storage lives, so id() identifies it.
                 key, num_bytes = id(storage), storage.nbytes()
                 if key not in self._alive:
-                    # A fake tensor dispatches a question for its device, and keeps the answer.
+                    # `.device` of a fake tensor would dispatch an operation; `fake_device` has the answer.
                     if (getattr(tensor, "fake_device", None) or tensor.device).type == "meta":
                         continue
-                    # The weak reference does not keep the storage alive: it ends with the last tensor.
+                    # A weak reference: the storage still dies with its last tensor.
                     reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))
                     self._alive[key] = (reference, 0)
                     self.on_change(key, num_bytes)
@@ -91,7 +92,7 @@ class LiveBytes(InfraMode):
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of an optimizer's state by device type.
 
-    Counts the tensors inside quantized tensors and inside a library's own state objects.
+    It includes tensors inside quantized tensors and inside a library's state objects.
 
     Example:
         >>> layer = torch.nn.Linear(4, 2)
@@ -118,7 +119,7 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
             yield value
         else:
             inner = [getattr(value, name) for name in flatten()[0]]
-            # torch 2.13 lists a DTensor's mesh too, which has a tensor of its ranks.
+            # torch 2.13 also lists a DTensor's mesh, whose only tensor is its ranks: skip it.
             yield from tensors_in([each for each in inner if isinstance(each, Tensor)], seen)
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:

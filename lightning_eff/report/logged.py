@@ -1,8 +1,8 @@
 """Send a run's figures to its loggers as `eff/...`, every `log_every_n_steps` optimizer steps.
 
-The page of the run has the same learning rate and norm, and memory that is read ten times a second at most.
-What the meter measures is not measured again. The norm of the gradient is computed in the steps that are
-logged and in no other; there Lightning waits for the device too, to log the loss.
+`EfficiencyReport` calls it. The run's page shows the same learning rate and norm, and memory, which is read
+at most ten times a second. Nothing that the meter measures is measured again. The gradient norm is computed
+only in steps that are logged; there Lightning waits for the device anyway, to log the loss.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from lightning_eff.report.history import History
 from lightning_eff.report.meter import Meter
 
 WITH_GRADIENTS = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-"""Strategies whose `.grad` is the whole gradient, or a DTensor of it."""
+"""Strategies whose `.grad` is the full gradient, or a DTensor of it."""
 MIB = 2**20
 MEMORY_INTERVAL_S = 0.1
-"""Least time between two readings: the allocator's statistics take 0.1 ms."""
+"""Minimum time between two readings, since reading the allocator's statistics takes 0.1 ms."""
 
 
 class LoggedFigures:
-    """Log from construction on; call `begin_step` before each optimizer step, and `end_batch` after a batch.
+    """Logs figures; call `begin_step` before each optimizer step, and `end_batch` after each batch.
 
-    All ranks call both: the norm of a sharded gradient is a collective.
+    All ranks must call both, because the norm of a sharded gradient is a collective.
     """
 
     def __init__(self, trainer: pl.Trainer, meter: Meter) -> None:
         self.history = History()
-        """Learning rate, norm of the gradient and bytes of memory, by optimizer step."""
+        """Learning rate, gradient norm and bytes of memory, by optimizer step."""
         self._meter = meter
         self._memory_due_s = 0.0
-        # Lightning 2.6 does not declare the attribute; 0 is never.
+        # Lightning 2.6 does not declare the attribute. 0 means never.
         self._every_n_steps: int = getattr(trainer, "log_every_n_steps", 0) if trainer.loggers else 0
         self._last_step = trainer.global_step
         self._num_batches = self._num_samples = self._num_tokens = 0
@@ -55,7 +55,7 @@ class LoggedFigures:
         self._has_given_reason = False
 
     def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Keep the rate that a step is about to use and, if it is going to be logged, its gradient's norm."""
+        """Store the learning rate of the coming step and, if the step will be logged, its gradient norm."""
         every, step = self._every_n_steps, trainer.global_step + 1
         is_due = bool(every) and step % every == 0
         optimizers, name = trainer.optimizers, "learning_rate"
@@ -80,10 +80,10 @@ class LoggedFigures:
             rank_zero_info("eff/gradient_norm is not logged: %s", reason)
 
     def end_batch(self, trainer: pl.Trainer, step: int) -> None:
-        """Read the memory now and then, and log, if a step that is due has ended.
+        """Read the memory every `MEMORY_INTERVAL_S`, and log if a step that is due has ended.
 
         Args:
-            trainer: Its loggers get the figures.
+            trainer: The Trainer whose loggers get the figures.
             step: `trainer.global_step`.
         """
         every = self._every_n_steps
@@ -109,7 +109,7 @@ class LoggedFigures:
             logger.log_metrics(figures, step=step)
 
     def _measured(self, world_size: int) -> dict[str, float]:
-        """Return the figures of the timed batches since the last call; rates are of all ranks."""
+        """Return the figures of the timed batches since the last call; rates cover all ranks."""
         throughput = self._meter.throughput
         times_s = throughput.batch_times_s[self._num_batches :]
         waits_s = throughput.waits_s[self._num_batches :]
@@ -129,9 +129,9 @@ class LoggedFigures:
 
 
 def norm_of(gradients: Iterable[Tensor]) -> float | None:
-    """Return the 2-norm of all gradients together, before clipping; None without any.
+    """Return the 2-norm of all gradients, before clipping; None if there are none.
 
-    A collective if one of them is sharded: every rank must call it.
+    It is a collective if a gradient is sharded: then every rank must call it.
 
     Example:
         >>> norm_of([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
@@ -143,13 +143,13 @@ def norm_of(gradients: Iterable[Tensor]) -> float | None:
         dtype = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, dtype=dtype)
         norms.setdefault(hasattr(norm, "full_tensor"), []).append(norm)
-    # Sharded and whole ones cannot be stacked together.
+    # Norms are grouped because sharded and full gradients cannot be stacked together.
     parts = [full_tensor(torch.linalg.vector_norm(torch.stack(each))).double() for each in norms.values()]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else None
 
 
 def _no_norm(trainer: pl.Trainer) -> str:
-    """Return why the norm of the gradient is not known; empty if it is."""
+    """Return the reason that the gradient norm is unknown; empty if it is known."""
     if len(trainer.optimizers) > 1:
         return "several optimizers take steps of their own"
     if isinstance(trainer.strategy, WITH_GRADIENTS):

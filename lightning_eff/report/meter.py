@@ -1,10 +1,10 @@
 """Measure one fit: time and throughput of its batches, FLOPs, peak memory, wait for data.
 
-`Probe` counts the first batches exactly: operations, and live bytes where no allocator counts them. Counting
-slows a batch down, so it stops after the first batch, whose operations every batch repeats, and on a CPU
-after two optimizer steps: parameters, gradients, optimizer state and activations are alive at once only from
-the second step on. Counting does not change the training. What a step's time is spent on is measured later,
-in batches that are typical (step_time.py).
+`EfficiencyReport` creates a `Meter` for each fit; predict.py uses `Probe` alone. `Probe` counts the first
+batches exactly: operations, and live bytes if no allocator counts them. Counting slows a batch down, so it
+stops after the first batch, whose operations all batches repeat. On a CPU it stops after two optimizer steps:
+starting with the second step, parameters, gradients, optimizer state and activations are alive at once.
+Counting does not change the training. The parts of a step are timed later, in typical batches (step_time.py).
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from lightning_eff.report.recording import Recorder
 from lightning_eff.report.step_time import DATA, StepTimes
 
 FETCH_METHODS = "_on_before_fetch", "_on_after_fetch"
-"""What the epoch loop of Lightning 2.6 calls before and after it waits for the next training batch."""
+"""Methods that Lightning 2.6's epoch loop calls before and after it waits for the next training batch."""
 INTEGERS = {torch.int64, torch.int32}
 NUM_TIMES = 500
-"""Maximum times of batches that are kept for the page."""
+"""Maximum number of batch times kept for the page."""
 
 
 class Probe:
     """Count from `begin` to `end` of each batch, until `is_done`.
 
     Args:
-        count: A recorder, for two full optimizer steps; any other counts in the first batch alone.
+        count: A `Recorder` counts two full optimizer steps; a `FlopCount` only the first batch.
     """
 
     def __init__(self, count: Recorder | FlopCount) -> None:
         self.num_batches = 0
         self.flops = 0
-        """Of the first batch."""
+        """FLOPs of the first batch."""
         self.attention: list[AttentionRow] = []
-        """Which attention ran in the first batch."""
+        """Attention calls of the first batch."""
         self._count = count
         self._open = ExitStack()
 
     def is_done(self, steps: int) -> bool:
-        """Return whether nothing is left to count after `steps` optimizer steps of this fit."""
+        """Return whether counting is finished after `steps` optimizer steps of this fit."""
         if not isinstance(self._count, Recorder):
             return self.num_batches > 0
         return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Start to count, before a batch is trained on."""
+        """Start counting, before a training batch."""
         self._open.enter_context(self._count.begin(batch, module, optimizers))
         self._open.enter_context(self._count)
 
@@ -82,24 +82,24 @@ class Probe:
 
 
 class Throughput:
-    """Durations of training batches, without the ones that are not typical.
+    """Durations of training batches, without untypical ones.
 
-    Call `restart` when what follows does not belong to a batch's time (validation), and `finish_batch` at the
-    end of each batch.
+    Call `finish_batch` at the end of each batch, and `restart` after anything that does not belong to a
+    batch's time (validation).
     """
 
     def __init__(self) -> None:
         self.batch_times_s = array("d")
         self.waits_s = array("d")
-        """Part of each duration that was a wait for data."""
+        """Seconds of each duration that were a wait for data."""
         self.samples = array("q")
         """Samples of each batch."""
         self.num_samples = 0
         self.num_tokens = 0
         self.num_padded: int | Tensor = 0
-        """Of these, padding; on the batches' device, so that nothing waits for it."""
+        """Padding tokens among them; a tensor on the batches' device, so that nothing waits for it."""
         self.first_batch_s = 0.0
-        """The longest of the batches that are left out; includes compilation."""
+        """Duration of the longest batch left out, which includes compilation."""
         self._mark_s = time.perf_counter()
 
     def restart(self) -> None:
@@ -129,7 +129,7 @@ class Throughput:
         self.waits_s.append(wait_s)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return medians, rates and fractions; None for what was not measured."""
+        """Return medians, rates and fractions; None for figures that were not measured."""
         total_s = sum(self.batch_times_s)
         if total_s == 0.0:
             names = (
@@ -152,29 +152,29 @@ class Throughput:
     def series(self) -> dict[str, Any]:
         """Return samples/s and the wait for data in ms by timed batch, and the sorted times of batches in ms.
 
-        A point of a long run is the mean of several batches; of many times every second, third ... is kept.
+        In a long run, a point is the mean of several batches, and only every second, third, ... time is kept.
         """
         times_s, samples, waits_s = (
             thinned(list(enumerate(values, 1))) for values in (self.batch_times_s, self.samples, self.waits_s)
         )
-        # Mean samples by mean time: the rate of the whole stretch.
+        # Mean samples divided by mean time is the rate of the stretch; a mean of rates would not be.
         rates = [(n, count / s) for (n, s), (_, count) in zip(times_s, samples, strict=True) if s > 0.0]
         waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s]
         ordered = sorted(self.batch_times_s)
         kept = ordered[:: -(-len(ordered) // NUM_TIMES) or 1]
-        times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # the slowest is always there
+        times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # keep the slowest
         return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
 
 
 class DataWait:
-    """Measure the time that the training loop waits for its next batch.
+    """Measures the time that the training loop waits for its next batch.
 
-    Why not the Trainer's profiler, which has the same action: it has 30 others in a step, and each would
-    take longer.
+    Why not the Trainer's profiler, which times the same action: it also has 30 other actions per step, and
+    would slow down each of them.
 
     Args:
-        epoch_loop: Its `FETCH_METHODS` are wrapped; it reads them when an epoch begins.
-        times: Gets the waits too, while it measures.
+        epoch_loop: The loop whose `FETCH_METHODS` are wrapped; it reads them when an epoch begins.
+        times: Also receives the waits, while it measures.
     """
 
     def __init__(self, epoch_loop: Any, times: StepTimes | None) -> None:
@@ -210,16 +210,16 @@ class DataWait:
 
 
 class Meter:
-    """Measure from construction to `close`; call `begin_batch` and `end_batch` around every batch.
+    """Measures from construction to `close`; call `begin_batch` and `end_batch` around every batch.
 
     Args:
         device: Device of the model.
-        epoch_loop: The Trainer's, which waits for data.
-        num_warmup_batches: Batches that are not timed, after those that the probe counts.
+        epoch_loop: The Trainer's epoch loop, which waits for data.
+        num_warmup_batches: Batches that are not timed, after the counted ones.
         is_counted: Count the operations of the first batch and, on a device whose allocator has no
             statistics, the live bytes of the first batches.
-        is_compiled: Whether a part of the model is compiled: then only its attention is looked at.
-        strategy: Runs the parts of a step, which are timed; None leaves that out.
+        is_compiled: Whether a part of the model is compiled: then only its attention is detected.
+        strategy: The strategy whose methods are timed as parts of a step; None skips that.
     """
 
     def __init__(
@@ -243,13 +243,13 @@ class Meter:
         self.times = StepTimes(strategy, has_modules=is_counted and not is_compiled) if is_timed else None
         self._num_steps = 0
         self._data_wait = DataWait(epoch_loop, self.times)
-        # The first batch is never timed: it compiles, and allocates the optimizer's state.
+        # The first batch is never timed, since it compiles and allocates the optimizer's state.
         self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self.samples_of_first_batch = self.tokens_of_first_batch = 0
         allocator.reset_peak(device)
 
     def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Start to count this batch, unless counting is done."""
+        """Start counting this batch, unless counting is finished."""
         if self.is_probing:
             self.probe.begin(batch, module, optimizers)
 
@@ -277,7 +277,7 @@ class Meter:
         )
 
     def pause(self, *, is_paused: bool) -> None:
-        """Leave validation out of the time of batches: called with True before it, and False after it."""
+        """Exclude validation from batch times: call with True before it, and with False after it."""
         if self.times is not None and self.times.timeline is not None:
             self.times.timeline.pause(is_paused=is_paused)
         self.throughput.restart()
@@ -295,18 +295,19 @@ class Meter:
         return None if recorder is None or not self.probe.num_batches else Peak.of(recorder)
 
     def peak_bytes(self) -> int | None:
-        """Return the allocator's peak or, without one, that of the counted batches; None without both."""
+        """Return the allocator's peak, or else the counted batches' peak; None if neither exists."""
         peak, recorder = allocator.peak_bytes(self.device), self.recorder
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
 
     def summary(self, *, dtype: torch.dtype, world_size: int, has_failed: bool = False) -> dict[str, Any]:
-        """Return the figures as plain values, None for what was not measured.
+        """Return the figures as plain values; None for figures that were not measured.
 
         Args:
             dtype: Operand dtype of matrix products, for the device's peak rate.
-            world_size: Number of devices. Samples/s and tokens/s are of all devices, the rest of one.
-            has_failed: Compute nothing on the device: it may be out of memory, or unusable.
+            world_size: Number of devices. Samples/s and tokens/s cover all devices, other figures one.
+            has_failed: Whether the run failed. Then nothing is computed on the device, which may be out of
+                memory or unusable.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -329,7 +330,8 @@ class Meter:
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
-            # MFU = FLOP/s achieved per device / FLOP/s of its datasheet or, if that is unknown, of a product.
+            # MFU = achieved FLOP/s per device / peak FLOP/s of the data sheet or, if unknown, of a measured
+            # matrix product.
             "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
             "peak_flops_per_s": ceiling,
             "peak_flops": "measured" if device.is_estimate else "published",
@@ -340,12 +342,12 @@ class Meter:
 
 @functools.cache
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large matrix product, for a device whose data sheet is not known."""
+    """Return the FLOP/s of a large matrix product, for a device without a known data sheet."""
     size = 512 if device.type == "cpu" else 4096
     x = torch.ones(size, size, dtype=dtype, device=device)
 
     def multiply() -> None:
-        (x @ x)[0, 0].item()  # which waits for the device
+        (x @ x)[0, 0].item()  # waits for the device
 
     return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=5))
 
@@ -364,7 +366,7 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
     parts: Any = list(batch.values()) if isinstance(batch, dict) else batch  # pyright: ignore[reportUnknownVariableType]
     is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
     num_samples = num_tokens = None
-    for tensor in parts if is_flat else tensors_in(batch):  # most batches are, and the other way is slow
+    for tensor in parts if is_flat else tensors_in(batch):  # flat is common, and tensors_in is slow
         num_dims = tensor.dim()
         if num_samples is None and num_dims:
             num_samples = tensor.shape[0]

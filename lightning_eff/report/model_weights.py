@@ -1,4 +1,7 @@
-"""A model as the shapes of its weights, each with the state that one step of its optimizer leaves."""
+"""Describe a model by the shapes of its weights, each with the optimizer state after one step.
+
+planner/sharding.py reads a fake model with it, and the strategies' `Sharding` computes bytes from it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ class Weight:
     itemsize: int = 4
     trained: bool = True
     state_bytes: int = 0
-    """Optimizer state of the full tensor."""
+    """Bytes of optimizer state for the full tensor."""
     block: int = -1
-    """Index of the repeated block that it is in; -1 outside of blocks."""
+    """Index of the repeated block that contains it; -1 outside of blocks."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,15 @@ class ModelWeights:
     """The tensors of a model."""
 
     weights: tuple[Weight, ...]
-    """In the model's order, tied weights once."""
+    """Weights in the model's order; tied weights appear once."""
     buffers_bytes: int = 0
-    """Every strategy replicates them."""
+    """Bytes of buffers, which every strategy replicates."""
 
     @classmethod
     def of(
         cls, model: nn.Module, blocks: Iterable[nn.Module] = (), optimizer: Optimizer | None = None
     ) -> ModelWeights:
-        """Read the weights of a model, which may be fake, with its repeated blocks; the optimizer is stepped.
+        """Read the weights of a model, which may be fake, and its repeated blocks; steps the optimizer once.
 
         Example:
             >>> layer = nn.Linear(3, 2, bias=False)
@@ -53,7 +56,8 @@ class ModelWeights:
         block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
         found: list[Weight] = []
         for p in model.parameters():
-            # A tensor that the state has twice counts once; scalars (step counts) are replicated.
+            # A tensor that is in the state twice counts once. Scalars (step counts) are replicated: skip
+            # them.
             state = {id(each): each for each in tensors_in(optimizer and optimizer.state.get(p))}
             found.append(
                 Weight(
@@ -69,7 +73,7 @@ class ModelWeights:
 
     @property
     def trained(self) -> list[Weight]:
-        """The trained ones."""
+        """The trained weights."""
         return [weight for weight in self.weights if weight.trained]
 
     def __str__(self) -> str:
@@ -82,11 +86,11 @@ class ModelWeights:
 
 
 def step_once(optimizer: Optimizer) -> None:
-    """Step an optimizer on arbitrary gradients, so that it has all its state; only the sizes are of use."""
+    """Step an optimizer on arbitrary gradients to create its state; only the state's sizes are meaningful."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     train = getattr(optimizer, "train", None)
     if callable(train):
-        train()  # schedule-free optimizers step in training mode only
+        train()  # schedule-free optimizers step only in training mode
     optimizer.step()

@@ -1,9 +1,10 @@
-"""Know which module is being called, and in which phase of a training step.
+"""Track the running module and the phase of a training step.
 
-Global module hooks maintain a stack of the modules being called. During the forward pass each operation's
-autograd sequence number is mapped to the innermost module; in the backward pass the running node carries the
-same number, so a gradient is attributed to the module of the forward operation. torch's private names for
-these numbers are used here and nowhere else (torch 2.10-2.13).
+recording.py, flops.py and step_time.py use it. Global module hooks maintain a stack of the modules being
+called. During the forward pass, each operation's autograd sequence number is mapped to the innermost module.
+In the backward pass the running node carries the same number, so a gradient is attributed to the module of
+the forward operation. torch's private names for these numbers are used here and nowhere else (torch
+2.10-2.13).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def in_backward() -> bool:
 
 
 class ModuleTracker:
-    """Follow a training step; call `update` at every dispatched operation.
+    """Tracks module and phase during a training step; call `update` at every dispatched operation.
 
     Args:
         entered: Called with each module and its positional arguments before its forward.
-        left: Called with each module and its output after its forward; None if that raised.
+        left: Called with each module and its output after its forward; the output is None if it raised.
     """
 
     def __init__(
@@ -51,18 +52,18 @@ class ModuleTracker:
         self._entered, self._left = entered, left
         self.phase = FORWARD
         self.is_recomputing = False
-        """Whether a forward pass runs inside the backward pass, which itself runs without grad mode."""
+        """Whether a forward pass runs inside the backward pass; grad mode is on only in the former."""
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}
 
     @contextmanager
     def follow(self, module: nn.Module) -> Generator[None]:
-        """Have the global hooks during a batch of a module, which may fail."""
+        """Install the global hooks while a module trains on a batch, which may fail."""
         self.phase = FORWARD
         self._names = {id(child): name or "(root)" for name, child in module.named_modules()}
         entering = register_module_forward_pre_hook(self._enter)
-        # always_call: a module that raises is popped too, otherwise the stack would be wrong afterwards.
+        # always_call pops a module that raises too; otherwise the stack would be wrong afterwards.
         leaving = register_module_forward_hook(self._leave, always_call=True)
         try:
             yield
@@ -83,7 +84,7 @@ class ModuleTracker:
             self._stack.pop()
 
     def update(self) -> str:
-        """Determine the phase of the current operation; return the phase before it."""
+        """Determine the phase of the current operation; return the previous phase."""
         before = self.phase
         if in_backward():
             self.phase = BACKWARD
@@ -91,14 +92,14 @@ class ModuleTracker:
             self.phase = STEP
         self.is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
         if self._stack:
-            # autograd numbered the current operation's node before it was dispatched: the next number less 1.
+            # autograd numbers an operation's node before dispatch, so its number is the next one minus 1.
             next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
             self._by_sequence_number[next_number - 1] = self._stack[-1]
         return before
 
     @property
     def path(self) -> str:
-        """Module of the current operation, or the one whose gradient it computes; empty for none."""
+        """Module of the current operation, or the module whose gradient it computes; empty if none."""
         if self._stack:
             return self._stack[-1]
         if self.phase != BACKWARD or self.is_recomputing:

@@ -1,4 +1,7 @@
-"""Find the peak of a recorded step: bytes, phase, operation, categories and the largest holders."""
+"""Find the peak of a recorded step: bytes, phase, operation, categories and the largest holders.
+
+The meter (for the report) and predict.py replay a `Recorder` with it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from lightning_eff.report.module_tracker import PHASES, STEP, merged_path
 from lightning_eff.report.recording import CATEGORIES, Allocation, Event, Recorder
 
 MAX_HOLDERS = 12
-"""Holders that are listed."""
+"""Maximum number of listed holders."""
 PASSING = (recording.BATCH, recording.ACTIVATIONS, recording.TEMPORARIES)
 POINTS = 200
 """Maximum points of a timeline."""
@@ -20,11 +23,11 @@ POINTS = 200
 
 @dataclass(frozen=True)
 class Holder:
-    """Storages alive at the peak that differ only in the number of their layer."""
+    """A group of storages alive at the peak that differ only in the number of their layer."""
 
     category: str
     path: str
-    """As `Allocation` has it, with `*` for a number."""
+    """`Allocation.path`, with `*` for each number."""
     operation: str
     num_bytes: int
     count: int
@@ -41,10 +44,10 @@ class Peak:
         path: Module of that operation.
         by_category: Bytes at the peak by category.
         by_phase: Bytes by category at the peak of each phase.
-        passing_bytes: Maximum of batch, activations and temporaries at once, outside the optimizer step:
-            what no sharding strategy divides.
+        passing_bytes: Maximum of batch, activations and temporaries at once, outside the optimizer step; no
+            sharding strategy divides them.
         holders: The largest holders at the peak.
-        timeline: Number of the event, phase and bytes by category at up to `POINTS` moments.
+        timeline: Event number, phase and bytes by category, at up to `POINTS` moments.
     """
 
     num_bytes: int
@@ -62,7 +65,7 @@ class Peak:
         """Replay a record.
 
         Args:
-            recorder: After the step.
+            recorder: The record, after the step.
             block_bytes: Allocation granularity; each storage is rounded up to a multiple of it.
             on_device: Leave out storages that stay in host memory.
         """
@@ -71,13 +74,13 @@ class Peak:
         stretch = max(1, -(-len(events) // POINTS))
         sizes: dict[int, int] = {}
         now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        # By phase: the maximum of live bytes, and minus the index of its event (the first of equal ones).
+        # By phase: (maximum of live bytes, minus its event's index), so that the earliest of equal tops wins.
         tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -len(events)))
         by_phase = {phase: dict(now) for phase in PHASES}
         timeline: list[dict[str, Any]] = []
         total = top_of_stretch = max_passing = 0
         for index, event in enumerate(events):
-            # Every size in multiples of the block, as the allocator would reserve it.
+            # Round up to a multiple of the block, as the allocator would reserve it.
             size = -(-event.num_bytes // block_bytes) * block_bytes
             change = size - sizes.get(event.allocation, 0)
             sizes[event.allocation] = size
@@ -87,7 +90,7 @@ class Peak:
                 tops[event.phase], by_phase[event.phase] = (total, -index), dict(now)
             if event.phase != STEP:
                 max_passing = max(max_passing, sum(now[category] for category in PASSING))
-            # The timeline has the maximum of each stretch of events.
+            # Keep only the maximum of each stretch of events.
             if index % stretch == 0:
                 timeline.append({})
                 top_of_stretch = -1
@@ -110,7 +113,7 @@ class Peak:
 
 
 def host_bytes(recorder: Recorder) -> int:
-    """Return the maximum of bytes that stay in host memory whatever the model's device."""
+    """Return the maximum of bytes that stay in host memory on any device."""
     sizes: dict[int, int] = {}
     live = top = 0
     for event in recorder.events:
@@ -122,7 +125,7 @@ def host_bytes(recorder: Recorder) -> int:
 
 
 def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[Holder]:
-    """Return the largest holders after some events."""
+    """Return the largest holders after the given events."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     last_sizes = {event.allocation: event.num_bytes for event in events}

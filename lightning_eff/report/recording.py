@@ -1,12 +1,13 @@
-"""Record every storage of a step: where it was allocated, in which phase, for what, and when it was freed.
+"""Record every storage of a step: its operation, module, phase and category, and when it is freed.
 
-`Recorder` counts as `LiveBytes` does and keeps the events. A storage is allocated by an operation, in a
-module and in a phase: `forward`, the loss included, `backward`, or `step`, which lasts until a module is
-called or the next batch begins.
+The meter (meter.py) and predictions record with it; peak.py and advice.py replay the record. `Recorder`
+counts like `LiveBytes` and also keeps the events. A storage is allocated by an operation, in a module and in
+a phase. Phases are `forward` (with the loss), `backward`, and `step`, which lasts until a module is called or
+the next batch begins.
 
-Categories: `parameters`, `buffers` and `batch` existed before the step; `optimizer state` is in an
-optimizer's `state`; `gradients` have been a parameter's `.grad`; `activations` were allocated in a forward
-pass (or its recomputation) and alive at its end; `temporaries` are the rest.
+Categories: `parameters`, `buffers` and `batch` exist before the step. `optimizer state` is in an optimizer's
+`state`, and `gradients` have been a parameter's `.grad`. `activations` are allocated in a forward pass (or
+its recomputation) and alive at its end; all other storages are `temporaries`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "gradients", "optimizer state", "activations", "temporaries"
 CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORARIES)
-"""In order of precedence: a storage of two categories counts for the earlier one."""
+"""Categories in order of precedence: a storage in two categories counts for the first."""
 
 
 @dataclass(slots=True)
@@ -45,28 +46,28 @@ class Allocation:
     operation: str
     """Operation that allocated it; empty if it existed before the step."""
     path: str
-    """Module that it was allocated in, or the name of the parameter that it belongs to."""
+    """Module that allocated it, or the name of the parameter that it belongs to."""
     phase: str
     category: str = TEMPORARIES
     recomputed: bool = False
     """Whether it was allocated in a forward pass inside the backward pass."""
     block_call: int = 0
-    """Number of the call of a repeated block in which a forward pass allocated it; 0 outside of them."""
+    """Number of the repeated block's call that allocated it in a forward pass; 0 outside of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A storage that is allocated, resized or freed."""
+    """Allocation, resize or release of a storage."""
 
     allocation: int
     """Index of the storage in `Recorder.allocations`."""
     num_bytes: int
-    """Its size from now on; 0 once freed."""
+    """New size of the storage; 0 if freed."""
     phase: str
 
 
 class Recorder(LiveBytes):
-    """Count live bytes, and record each storage.
+    """Counts live bytes, and records each storage.
 
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
@@ -83,34 +84,34 @@ class Recorder(LiveBytes):
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.on_host: set[int] = set()
-        """Indices of storages that stay in host memory whatever the model's device."""
+        """Indices of storages that stay in host memory on any device."""
         self.flops = 0
-        """Of these, what lies behind the causal mask of attention."""
+        """FLOPs of all operations recorded so far."""
         self.num_batches = 0
         self._index_of: dict[int, int] = {}
-        """Index of each storage that is alive, by its key."""
+        """Index of each live storage, by its key."""
         self._operation = ""
         self._module = nn.Module()
         self._optimizers: list[Optimizer] = []
         self.block_outputs: set[int] = set()
-        """Indices of what goes out of the model's repeated blocks, and into the next one."""
+        """Indices of outputs of the model's repeated blocks, which are inputs of the next block."""
         self.called_blocks: set[str] = set()
         """Names of the repeated blocks whose forward ran."""
         self.writes_inputs = False
-        """Whether an input of a block was written to in place between its call and the backward pass."""
+        """Whether a block's input was modified in place between its call and the backward pass."""
         self._blocks: dict[nn.Module, str] = {}
         self._block_calls: list[int] = []
-        """Numbers of the calls that are running, the innermost last."""
+        """Numbers of the running calls, the innermost last."""
         self._num_block_calls = 0
         self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
-        """Inputs of the blocks of this forward pass, with their versions at the call."""
+        """Inputs of this forward pass's blocks, with their versions at the call."""
         self._tracker = ModuleTracker(self._enter_block, self._leave_block)
         self._was_recomputing = False
         self.attention = AttentionWatch(lambda: self._tracker.path)
-        """Looks at the operations of the first forward pass."""
+        """Collects attention calls of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count what is alive when a batch begins, and observe modules and optimizers until it is closed."""
+        """Count storages alive at the start of a batch; track modules and optimizers until it is closed."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()
@@ -122,7 +123,7 @@ class Recorder(LiveBytes):
                 hook = optimizer.register_gradient_hook(lambda _, used: self._mark([used], GRADIENTS))
                 hooks.callback(hook.remove)
         self.add(tensors_in(batch))
-        # In any order: `_mark` keeps the category of higher precedence.
+        # The order is irrelevant: `_mark` keeps the category of higher precedence.
         self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():
             self.add([buffer])
@@ -141,7 +142,7 @@ class Recorder(LiveBytes):
     def on_change(self, key: int, num_bytes: int | None) -> None:
         super().on_change(key, num_bytes)
         tracker = self._tracker
-        # Storages that `begin` adds have no operation: they existed before the step.
+        # Storages that `begin` adds have no operation, because they existed before the step.
         if key not in self._index_of:
             allocation = Allocation(self._operation, "", FORWARD)
             if self._operation:
@@ -155,13 +156,13 @@ class Recorder(LiveBytes):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") == "prim":  # prim.device, the most frequent call of all
-            # Fake tensors (torch 2.13) keep the answer: taken from there, it is not dispatched again.
+        if getattr(func, "namespace", "") == "prim":  # prim.device, the most frequent call
+            # A fake tensor (torch 2.13) stores its device: reading it there avoids another dispatch.
             device = getattr(args[0], "fake_device", None)
             return func(*args, **(kwargs or {})) if device is None else device
         self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
         tracker = self._tracker
-        # The end of a phase shows only at the next operation, before that operation allocates.
+        # A phase's end is detected at the next operation, before that operation allocates.
         before = tracker.update()
         if before == FORWARD and tracker.phase == BACKWARD:
             self._mark_activations(recomputed=False)
@@ -169,7 +170,7 @@ class Recorder(LiveBytes):
             self._inputs.clear()
         elif before == BACKWARD and tracker.phase != BACKWARD:
             self._mark_gradients_and_state()
-        if self._operation != "detach":  # checkpointing detaches what it recomputes, outside of grad mode
+        if self._operation != "detach":  # checkpointing detaches inputs of a recomputation without grad mode
             if self._was_recomputing and not tracker.is_recomputing:
                 self._mark_activations(recomputed=True)
             self._was_recomputing = tracker.is_recomputing
@@ -192,14 +193,14 @@ class Recorder(LiveBytes):
             self.block_outputs.update(self._storage_index(tensor) for tensor in tensors_in(output))
 
     def _find_written_inputs(self) -> None:
-        """Look at the inputs of the blocks that were called: recomputation needs them as they were."""
+        """Detect blocks' inputs that were modified in place: recomputation needs the original values."""
         for reference, before in self._inputs:
             tensor = reference()
             self.writes_inputs |= tensor is not None and version(tensor) != before
         self._inputs = [each for each in self._inputs if each[0]() is not None]
 
     def _storage_index(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's storage, -1 if it is not counted."""
+        """Return the index of a tensor's storage; -1 if it is not counted."""
         if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
             return -1
         return self._index_of.get(id(tensor.untyped_storage()), -1)
@@ -227,7 +228,7 @@ class Recorder(LiveBytes):
             self._mark(list(optimizer.state.values()), STATE)
             if not isinstance(optimizer, PerParameter):
                 continue
-            # An optimizer that steps on host copies keeps them, their gradients and its state on the host.
+            # An optimizer that steps on host copies keeps copies, their gradients and its state on the host.
             copies = [copy for parameter, copy in optimizer.copies.items() if copy is not parameter]
             self._mark(copies, STATE)
             if copies:
@@ -236,7 +237,7 @@ class Recorder(LiveBytes):
                     self._mark_on_host(tensor)
 
     def _mark_activations(self, *, recomputed: bool) -> None:
-        """Mark as activations what a forward pass has allocated and is alive at its end."""
+        """Mark storages as activations if a forward pass allocated them and they are alive at its end."""
         for index in self._index_of.values():
             allocation = self.allocations[index]
             in_forward = allocation.phase == FORWARD and allocation.operation

@@ -1,11 +1,12 @@
-"""Bytes that each of many devices keeps under a sharding strategy, by arithmetic alone.
+"""Compute the bytes that each of many devices keeps under a sharding strategy, by arithmetic alone.
 
-One formula (`Sharding.kept`): what a strategy divides is kept once among N devices. What differs is which of
-optimizer state, gradients and weights are divided (ZeRO's stages 1, 2, 3; FSDP2 is stage 3), how tensors are
-cut, and the temporary buffers (in strategy/fsdp2.py and strategy/_zero_partitions.py). Shards include
-their padding: the figures are of the fullest device. No process is started, and nothing is allocated.
+Strategies implement `Sharding`, and planner/sharding.py calls it. One formula (`Sharding.kept`) fits all
+strategies: N devices together keep one copy of each sharded part. Strategies differ in which of optimizer
+state, gradients and weights they shard (ZeRO's stages 1, 2, 3; FSDP2 is stage 3), in how they cut tensors,
+and in temporary buffers (strategy/_fsdp2.py and strategy/_zero_partitions.py). Shards include their padding,
+so the figures apply to the fullest device. No process is started, and nothing is allocated.
 
-With fake process groups weights and state are those counted here (tests/report/test_sharding.py).
+tests/report/test_sharding.py compares weights and state with strategies on fake process groups.
 
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -27,10 +28,10 @@ class DeviceShare:
     Args:
         weights: Weights of the model, full or sharded.
         gradients: Gradients between backward pass and optimizer step.
-        optimizer: Optimizer state, with the optimizer's own copy of the weights.
+        optimizer: Optimizer state, including the optimizer's copy of the weights if it has one.
         gathered: Maximum of weights that are all-gathered at once.
         buffers: Other temporary buffers: gradient buckets, copies of the optimizer step.
-        late: Part of gradients and buffers that exists only once activations are freed.
+        late: Part of gradients and buffers that is allocated only after activations are freed.
         host: Host memory for this device.
     """
 
@@ -43,7 +44,7 @@ class DeviceShare:
     host: float = 0
 
     def device(self, activations: float = 0) -> float:
-        """Return an upper bound of the bytes on the device."""
+        """Return an upper bound of the bytes on the device, with this many bytes of activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
         return total + max(0, activations - self.late)
 
@@ -53,7 +54,7 @@ class Sharding(ABC):
     """How a strategy shards a model; the strategy's method `scheme()` returns it.
 
     Args:
-        stage: What is divided: 1 the optimizer state, 2 gradients as well, 3 weights as well.
+        stage: Sharded parts: 1 optimizer state, 2 gradients as well, 3 weights as well.
     """
 
     stage: int = 1
@@ -62,14 +63,14 @@ class Sharding(ABC):
 
     @abstractmethod
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
-        """Return the bytes of one device; `accumulates`: an optimizer step has several backward passes."""
+        """Return the bytes of one device; `accumulates` if a step has several backward passes."""
 
     @abstractmethod
     def assumptions(self) -> list[str]:
         """Return the assumptions of the arithmetic, one sentence each."""
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Return the weights with their elements on the fullest device, trained ones cut as one tensor."""
+        """Return each weight with its elements on the fullest device; trained ones are cut as one tensor."""
         total = sum(weight.numel for weight in model.trained)
         fraction = -(-total // devices) / max(total, 1)
         return [(weight, weight.numel * fraction) for weight in model.weights]
@@ -85,8 +86,8 @@ class Sharding(ABC):
     ) -> DeviceShare:
         """Return weights, gradients and optimizer state of a device.
 
-        Elements of weights and gradients have the given bytes, or the weights' own (None);
-        `copy_itemsize` is that of the optimizer's copy of the weights, 0 for none.
+        Item sizes are in bytes per element; None takes each weight's own. `copy_itemsize` is the item size of
+        the optimizer's copy of the weights, 0 if it has none.
         """
         weights, gradients, optimizer = float(model.buffers_bytes), 0.0, 0.0  # buffers are replicated
         for weight, shard in self.shards(model, devices):

@@ -1,18 +1,19 @@
-"""Measure where the time of a step goes: parts of the step, modules of the forward pass, kinds of operations.
+"""Break down the time of a step: by part of the step, module of the forward pass, and kind of operation.
 
-After the batches that warm up, one after the other:
+The meter (meter.py) calls it. It measures three things, one after the other, after the warm-up batches:
 
-1. the next `NUM_BATCHES` batches, in whole optimizer steps: forward, backward, optimizer, data, and the rest
-   (callbacks, logging, Lightning), by the clock at the strategy's methods. These batches are typical;
-2. two batches with hooks around every module; `module_overhead` is the fraction of their forward that hooks
-   take;
-3. one batch in which each operation is timed: matrix products, or pointwise operations and reductions.
-   A convolution in groups is neither: it is bound by memory, and no technique makes it faster.
+1. Parts of the step, in at least `NUM_BATCHES` batches and complete optimizer steps: forward, backward,
+   optimizer, data, and the rest (callbacks, logging, Lightning). The strategy's methods are timed, so these
+   batches run at normal speed.
+2. Modules, in two batches with hooks around every module. `module_overhead` is the fraction of their forward
+   that hooks take.
+3. Operations, in one batch: matrix products, and pointwise operations with reductions. A grouped convolution
+   is neither: it is memory-bound, and no technique makes it faster.
 
-The clock is the wall clock on a CPU. On CUDA it is the device's: an event in the stream, which is read after
-the run, so that nothing waits for the device. A part is what the device spends on it, which includes waiting
-for the host. Batches 2 and 3 are left out of the throughput, and nothing is left in the run after them.
-Not measured: compiled modules, whose forward is one graph, and devices other than CPU and CUDA.
+On a CPU the wall clock is used. On CUDA an event is recorded in the stream and read after the run, so nothing
+waits for the device. The time of a part is the device's time, including waits for the host. Batches of 2 and
+3 are excluded from the throughput, and their hooks are removed. Not measured: compiled modules, whose forward
+is one graph, and devices other than CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 OPTIMIZER, DATA, OTHER = "optimizer", "data", "other"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER)
 PRODUCTS, POINTWISE = "matrix products", "pointwise operations"
-"""Kinds of operations; all that compute are of the second kind, but for products and recurrent layers."""
+"""Kinds of operations; every computation except products and recurrent layers is of the second kind."""
 METHODS = {
     "training_step": FORWARD, "backward": BACKWARD, "optimizer_step": OPTIMIZER, "batch_to_device": DATA,
 }  # fmt: skip
-"""Methods of a strategy that are a part of the step, in automatic and in manual optimization."""
+"""Strategy methods that are parts of the step, in automatic and in manual optimization."""
 NUM_BATCHES, NUM_MODULE_BATCHES = 8, 2
 MAX_MODULES = 10
 OUTSIDE = "(outside of modules)"
-"""Row of what `training_step` itself computes: often the loss."""
+"""Row for operations of `training_step` itself, often the loss."""
 Key = tuple[str, str]
-"""A part, and the module or kind of operation in it; empty outside of both."""
+"""A part, and its module or kind of operation; empty outside of both."""
 _PAUSED: Key = ("", "")
 
 
 class Timeline:
-    """Attribute all time from construction on to the innermost key that is open.
+    """Attributes all time since construction to the innermost open key.
 
     Args:
-        device: Whose clock it is: the wall clock for a CPU, the current stream's for CUDA.
+        device: Decides the clock: the wall clock for a CPU, events of the current stream for CUDA.
 
     Example:
         >>> timeline = Timeline(torch.device("cpu"))
@@ -71,9 +72,9 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self.entered: Counter[Key] = Counter()
-        """How often each key was entered."""
+        """Number of times that each key was entered."""
         self.num_batches = self.num_steps = 0
-        """At the end of the last complete step."""
+        """Counts at the end of the last complete step."""
         self._is_cuda = device.type == "cuda"
         self._open: list[Key] = [(OTHER, "")]
         self._marks: list[tuple[Any, Key]] = []
@@ -90,25 +91,25 @@ class Timeline:
         self._marks.append((now, key))
 
     def enter(self, part: str = "", detail: str = "") -> None:
-        """Begin a part, or a detail of the part that is open."""
+        """Begin a part, or a detail of the open part."""
         if not self._is_paused:
             self._open.append((part or self._open[-1][0], detail))
             self.entered[self._open[-1]] += 1
             self._mark(self._open[-1])
 
     def leave(self) -> None:
-        """End what was entered last."""
+        """End the part or detail that was entered last."""
         if not self._is_paused:
             self._open.pop()
             self._mark(self._open[-1])
 
     def pause(self, *, is_paused: bool) -> None:
-        """Count nothing from here on, until it is called with False."""
+        """Stop counting, until it is called with False."""
         self._is_paused = is_paused
         self._mark(_PAUSED if is_paused else self._open[-1])
 
     def end_step(self, num_batches: int = 1) -> None:
-        """Include what was measured so far, at the end of a step."""
+        """Include the measurements so far; call it at the end of a step."""
         self._mark(self._open[-1])
         self._end, self.num_batches, self.num_steps = len(self._marks), num_batches, self.num_steps + 1
 
@@ -123,7 +124,7 @@ class Timeline:
 
 
 class OperationTimes(InfraMode):
-    """Time each operation that computes something, by its kind."""
+    """Times each computing operation, by its kind."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -143,9 +144,9 @@ class OperationTimes(InfraMode):
 
 @cache
 def kind_of(func: Any) -> str:
-    """Return the kind of an operation that `__torch_dispatch__` got.
+    """Return the kind of an operation that `__torch_dispatch__` received.
 
-    Empty for views, recurrent layers, collectives and whatever else is not PyTorch's own.
+    It is empty for views, recurrent layers, collectives, and operations that are not PyTorch's.
 
     Example:
         >>> aten = torch.ops.aten
@@ -153,7 +154,7 @@ def kind_of(func: Any) -> str:
         ['matrix products', 'pointwise operations', '']
     """
     name = str(func)
-    # Attention on the CPU and products that are added in place have no entry (report/flops.py).
+    # CPU attention and in-place added products have no entry in the registry (report/flops.py).
     if getattr(func, "overloadpacket", func) in flop_registry or re.search(
         "scaled_dot_product|addmm|baddbmm", name
     ):
@@ -163,24 +164,24 @@ def kind_of(func: Any) -> str:
 
 
 def _is_grouped(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation is a convolution in groups, as a depthwise one is."""
+    """Return whether an operation is a grouped convolution, for example a depthwise one."""
     names = [each.name for each in func._schema.arguments] if "convolution" in str(func) else []  # noqa: SLF001
     return "groups" in names and args[names.index("groups")] > 1
 
 
 class StepTimes:
-    """Measure batch by batch until `is_done` or `close`; `summary` has what was measured so far.
+    """Measures batch by batch until `is_done` or `close`; `summary` returns the measurements so far.
 
     Args:
-        strategy: Its methods are the parts of a step, and its device has the clock.
-        has_modules: Whether modules and operations are timed too; not in a compiled model.
+        strategy: The strategy whose methods are timed, on its device's clock.
+        has_modules: Whether to time modules and operations too; False for a compiled model.
     """
 
     def __init__(self, strategy: Any, *, has_modules: bool) -> None:
         self.timeline: Timeline | None = None
-        """Of what is being measured."""
+        """Timeline of the current measurement."""
         self.is_typical = True
-        """Whether the current batch is as fast as others; not with hooks around modules or operations."""
+        """Whether the current batch runs at normal speed: without hooks around modules or operations."""
         self.is_done = False
         self._strategy, self._has_modules = strategy, has_modules
         self._classes: dict[str, str] = {}
@@ -192,16 +193,16 @@ class StepTimes:
         next(self._schedule)
 
     def end_batch(self, *, has_stepped: bool) -> None:
-        """Continue after a batch that did or did not end an optimizer step."""
+        """Advance to the next batch; `has_stepped` if the batch ended an optimizer step."""
         with suppress(StopIteration):
             self._schedule.send(has_stepped)
 
     def close(self) -> None:
-        """Stop, also in the middle of a batch that failed."""
+        """Stop measuring, also in the middle of a batch that failed."""
         self._schedule.close()
 
     def _measure(self) -> Generator[None, bool]:
-        """Measure one thing after the other; resumed by `end_batch`."""
+        """Take the three measurements one after the other; each `end_batch` resumes it."""
         while not (yield):
             pass
         with self._measuring() as self._parts:
@@ -235,7 +236,7 @@ class StepTimes:
 
     @contextmanager
     def _measuring(self, mode: Callable[[Timeline], Any] | None = None) -> Generator[Timeline]:
-        """Attribute time to the parts of a step; within forward and backward passes there may be a mode."""
+        """Attribute time to the parts of a step; forward and backward passes run inside the mode, if any."""
         timeline = self.timeline = Timeline(self._strategy.root_device)
         inner = nullcontext() if mode is None else mode(timeline)
 
@@ -261,7 +262,7 @@ class StepTimes:
             yield timeline
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures in plain types, empty if nothing was measured; waits for a CUDA device."""
+        """Return the figures in plain types; empty if nothing was measured. Waits for a CUDA device."""
         parts = self._parts
         seconds = {} if parts is None else parts.seconds()
         total_s = sum(seconds.values())
@@ -291,7 +292,7 @@ class StepTimes:
         return found | {"notes": notes}
 
     def _module_figures(self, timeline: Timeline) -> dict[str, Any]:
-        """Return the modules that take the most time themselves, and the part of the time that hooks cost."""
+        """Return the modules with the most own time, and the fraction of the forward that hooks take."""
         own_s: defaultdict[Key, float] = defaultdict(float)
         calls: Counter[Key] = Counter()
         for (part, name), seconds in timeline.seconds().items():
@@ -315,12 +316,12 @@ class StepTimes:
 
 
 def _call_s() -> float:
-    """Return the seconds of a call of a module that does nothing, with the hooks that there are now."""
+    """Return the seconds that a call of an empty module takes with the currently installed hooks."""
     return min(timeit.repeat(partial(nn.Identity(), None), number=20, repeat=5)) / 20
 
 
 def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:
-    """Return the fraction of a batch's time by kind of operation, their number, and their mean time."""
+    """Return the fraction of a batch's time by kind of operation, and operations' number and mean time."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for (_, kind), value in timeline.seconds().items():
         seconds[kind] += value if kind else 0.0

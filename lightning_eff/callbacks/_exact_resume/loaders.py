@@ -1,15 +1,16 @@
 """A training loader that begins where an earlier process stopped.
 
-A pass is begun again from the random states of its start, its first batches are left out, and then the
-states of the save are set: the sampler draws the same order, workers get the same seeds, and the next step
-draws what it would have drawn. Indices are skipped without loading their samples, but where samples may draw
-random numbers in workers, or where there are no indices, the batches are loaded and dropped.
+`callbacks/exact_resume` wraps each of a Trainer's loaders with it, and `resumable` a Fabric loader. A pass
+starts again from its initial random states, skips its first batches, and then the saved states are set. So
+the sampler draws the same order, workers get the same seeds, and the next step draws the same random numbers.
+Indices are skipped without loading their samples. If samples may draw random numbers in workers, or there are
+no indices, the batches are loaded and dropped.
 
-torch 2.13: `iter(loader)` asks the sampler for its pass and then draws the seed of the workers; the sampler
-draws its order when it is asked for the first indices, which workers are at once.
+torch 2.13: `iter(loader)` first asks the sampler for its pass and then draws the workers' seed. The sampler
+draws its order at the request for the first indices; workers request them at once.
 
-A loader with a state of its own (torchdata, litdata, Hugging Face) keeps its position itself. Where Lightning
-does not know a loader's length it fetches a batch ahead, so the state before that batch is the one to save.
+A stateful loader (torchdata, litdata, Hugging Face) keeps its own position. If Lightning does not know a
+loader's length, it fetches one batch ahead, so the state before that batch must be saved.
 """
 
 from __future__ import annotations
@@ -50,31 +51,31 @@ from lightning_eff.core.random_states import RandomStates, differing, has_global
 
 LATE_DRAWS = "the sampler draws random numbers while it is read: samples may be seen again"
 NUM_HASHED = 16
-"""Batches at the start of a pass whose indices are hashed, to prove its order."""
+"""Number of batches at the start of a pass whose indices are hashed, to verify the order."""
 
 
 class IndexStream:
-    """A loader's batch sampler; a pass may begin after its first batches without loading them.
+    """Wraps a loader's batch sampler; a resumed pass can skip its first batches without loading them.
 
-    A loader asks for the pass before it draws the seed of its workers, and for the first indices after it:
-    the random states at both moments are needed to draw the same order again.
+    A loader asks for the pass before it draws its workers' seed, and for the first indices afterwards. The
+    random states at both moments are needed to draw the same order again.
 
     Args:
-        source: The loader's batch sampler, or its sampler where it does not batch. Not `sampler`, under
-            which Lightning looks for the sampler inside, to set its epoch.
-        run: What the loaders of this rank share.
+        source: The loader's batch sampler, or its sampler if it does not batch. The name is not `sampler`,
+            because Lightning sets the epoch of an attribute with that name.
+        run: State shared by this rank's loaders.
     """
 
     is_resumed = False
     """Whether the next pass begins with the states in `first_states`."""
     num_skipped = 0
-    """Batches of indices that a resumed pass leaves out."""
+    """Batches of indices that a resumed pass skips."""
     is_asked = False
     """Whether the loader has asked for the indices of its current pass."""
     remaining: list[Any] | None = None
-    """All batches of indices of the next pass, in place of the sampler's."""
+    """All batches of indices of the next pass; they replace the sampler's."""
     first_states: RandomStates | None = None
-    """The random states when the current pass was asked for its first indices."""
+    """Random states when the current pass was asked for its first indices."""
 
     def __init__(self, source: Any, run: ResumableRun) -> None:
         self.source: Any
@@ -86,10 +87,10 @@ class IndexStream:
         return self._pass(self.hashed(iter(self.source))) if remaining is None else iter(remaining)
 
     def hashed(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Yield the sampler's indices, and keep hashes of the first batches in `hashes`."""
+        """Yield the sampler's indices, and store hashes of the first batches in `hashes`."""
         self.hashes.clear()
         for batch in itertools.islice(indices, NUM_HASHED):
-            with contextlib.suppress(TypeError, AttributeError):  # of objects, which are not hashed
+            with contextlib.suppress(TypeError, AttributeError):  # objects are not hashed
                 text = json.dumps(batch, default=lambda array: array.tolist())
                 self.hashes.append(zlib.crc32(text.encode()))
             yield batch
@@ -103,13 +104,15 @@ class IndexStream:
         if is_resumed:
             self.first_states = self.first_states or current
             run.restore(self.first_states)
-            # A sampler draws its order with its first index: if none is skipped, with the one that is used.
+            # A sampler draws its order with its first index, so take that one in `first_states`. If nothing
+            # is skipped, it is used below.
             taken = list(itertools.islice(indices, 1))
             first = run.capture()
             deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
             if has_global(differing(run.capture(), first)):
                 run.inexact.append(LATE_DRAWS)
-            # Workers are asked for more at once: then a sampler's own generator is where it is to be.
+            # If nothing is skipped, leave the users' generators ("generator.0") alone: workers request
+            # indices at once, which advances a sampler's generator to its right position.
             run.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
@@ -120,7 +123,7 @@ class IndexStream:
         return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        if "source" not in self.__dict__:  # while it is copied
+        if "source" not in self.__dict__:  # during a copy
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -128,11 +131,11 @@ class IndexStream:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value) if hasattr(IndexStream, name) else setattr(self.source, name, value)
 
-    # Users ask `isinstance(loader.batch_sampler, ...)`.
+    # For users' `isinstance(loader.batch_sampler, ...)`.
     __class__ = property(lambda self: type(self.source))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
-    def __reduce__(self) -> Any:  # a spawned worker has no use for the states
+    def __reduce__(self) -> Any:  # a spawned worker does not need the states
         return (_same, (self.source,))
 
 
@@ -141,20 +144,21 @@ def _same(source: Any) -> Any:
 
 
 class DropFirst:
-    """A `collate_fn` whose first batches stay in their workers, which load them only for what they draw.
+    """A `collate_fn` that drops a pass's first batches in the workers.
 
-    Handing a small batch to the main process takes longer than loading it.
+    Workers must load them to draw the same random numbers, but sending a small batch to the main process
+    takes longer than loading it.
 
     Args:
-        collate_fn: The loader's own; it may draw too.
-        num_dropped: Batches of the pass.
-        num_workers: Take turns: worker w has the batches w, w + num_workers, ...
+        collate_fn: The loader's `collate_fn`, which may draw random numbers too.
+        num_dropped: Number of batches to drop in the pass.
+        num_workers: Number of workers; worker w loads the batches w, w + num_workers, ...
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], num_dropped: int, num_workers: int) -> None:
         self.collate_fn, self.num_dropped, self.num_workers = collate_fn, num_dropped, num_workers
         self.num_batches = 0
-        """Of this worker."""
+        """Batches that this worker has loaded."""
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate_fn(samples)
@@ -165,11 +169,11 @@ class DropFirst:
 
 
 class ExactLoader(LoaderWrapper):
-    """Any training loader, with a position.
+    """Wraps any training loader, and adds a position that can be saved and resumed.
 
     Args:
         loader: The loader.
-        run: What the loaders of this rank share.
+        run: State shared by this rank's loaders.
     """
 
     OWN = ("loader", "run", "num_batches", "is_over", "is_shared", "_start", "_begun", "_first", "_states")
@@ -180,7 +184,7 @@ class ExactLoader(LoaderWrapper):
         self.num_batches = 0
         self.is_over = False
         self.is_shared = False
-        """Whether this pass is the rest of an epoch that another number of ranks had begun."""
+        """Whether this pass continues an epoch that began on another number of ranks."""
         self._start: RandomStates | None = None
         self._begun: RandomStates | None = None
         self._first: RandomStates | None = None
@@ -188,7 +192,7 @@ class ExactLoader(LoaderWrapper):
 
     @property
     def stream(self) -> IndexStream | None:
-        """Return the stream of the loader's indices; None where it has none."""
+        """Return the loader's index stream; None if it has none."""
         samplers = (getattr(self.loader, name, None) for name in ("batch_sampler", "sampler"))
         return next((sampler for sampler in samplers if isinstance(sampler, IndexStream)), None)
 
@@ -196,7 +200,7 @@ class ExactLoader(LoaderWrapper):
         run, stream = self.run, self.stream
         position = self._begin()
         if run.is_before_epoch:
-            return iter(())  # `ExactResume` asks again, when the samplers know their epoch
+            return iter(())  # `ExactResume` asks again after the samplers' `set_epoch`
         self.is_over = False
         self._start = run.capture() if position is None else position.start
         self._first = None if position is None else position.first
@@ -205,7 +209,7 @@ class ExactLoader(LoaderWrapper):
             num_dropped = 0
         if stream is not None:
             stream.first_states, stream.is_asked = self._first, False
-            # Before its first batch a sampler had drawn nothing, and draws in the resumed run.
+            # If saved before the first batch, the sampler had not drawn yet: it draws in the resumed run.
             stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else self._remaining(position)
             self.is_shared = stream.remaining is not None
@@ -227,7 +231,7 @@ class ExactLoader(LoaderWrapper):
         return self._batches(iterator, saved, is_begun=num_dropped > 0)
 
     def _iterator(self, num_dropped: int) -> Iterator[Any]:
-        """Begin a pass of the loader, whose workers keep the first batches to themselves."""
+        """Begin a pass of the loader; its workers drop the first batches."""
         loader: Any = self.loader
         if (
             not num_dropped
@@ -261,7 +265,7 @@ class ExactLoader(LoaderWrapper):
             yield batch
 
     def _begin(self) -> Position | None:
-        """Set the random states that a pass of a resumed run begins with; return where it begins."""
+        """Set the initial random states of a resumed pass and return its position; None for a new pass."""
         run, loader = self.run, self.loader
         if run.pending is not None and getattr(loader, "persistent_workers", False):
             run.inexact.append("persistent workers do not keep their random states")
@@ -277,7 +281,7 @@ class ExactLoader(LoaderWrapper):
         return saved
 
     def _compare(self, saved: Position) -> None:
-        """Find what has changed since the save: rejected before the first batch, or not exact."""
+        """Detect changes since the save: reject them before the first batch, or report them as inexact."""
         run, current = self.run, self.position(0)
         num_saved = 0 if run.pending is None else len(run.pending.loaders)
         changes = [(num_saved, len(run.loaders), "loaders")]
@@ -298,7 +302,10 @@ class ExactLoader(LoaderWrapper):
             run.inexact.append(f"{before} {text} are now {now}")
 
     def _remaining(self, saved: Position) -> list[list[int]] | None:
-        """Return this rank's batches of what other ranks left of the epoch; None for the ranks that saved."""
+        """Return this rank's batches of the remaining epoch, if the number of ranks has changed.
+
+        None if it has not, or if the epoch's order is unknown.
+        """
         run = self.run
         if run.num_saved_ranks == run.num_ranks:
             return None
@@ -312,7 +319,7 @@ class ExactLoader(LoaderWrapper):
             run.inexact.append(f"{text}: samples of this epoch may be seen again")
             return None
         rest = order[saved.num_batches * saved.batch_size * run.num_saved_ranks :]
-        rest += rest[: -len(rest) % run.num_ranks]  # as many for each rank, as torch's sampler does it
+        rest += rest[: -len(rest) % run.num_ranks]  # equal shares: repeat samples like torch's sampler
         own = rest[run.rank :: run.num_ranks]
         batches = [own[i : i + saved.batch_size] for i in range(0, len(own), saved.batch_size)]
         if batches and getattr(self.loader, "drop_last", False) and len(batches[-1]) < saved.batch_size:
@@ -321,7 +328,7 @@ class ExactLoader(LoaderWrapper):
         return batches
 
     def _order(self, saved: Position) -> list[int] | None:
-        """Return the order of all samples of the epoch in which a checkpoint was saved."""
+        """Return the order of all samples in the checkpoint's epoch; None if it cannot be computed."""
         samples: Any = range(saved.num_samples)
         if saved.order in ("sequential", "distributed in order"):
             return list(samples)
@@ -338,14 +345,14 @@ class ExactLoader(LoaderWrapper):
         return order
 
     def _begin_order(self, saved: Position) -> None:
-        """Set the random states with which a pass was asked for its first indices."""
+        """Set the random states at the moment when a pass was asked for its first indices."""
         self.run.restore(saved.first or saved.start)
-        if saved.first is None:  # the seed of workers is drawn first
+        if saved.first is None:  # torch draws the workers' seed first
             generator = getattr(self.loader, "generator", None)
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def _first_batch(self, saved: Position | None) -> None:
-        """Compare the order with the saved one; report when each loader has been asked for a batch."""
+        """Check the order; report after the last loader's first batch."""
         if saved is not None:
             self.check_order(saved)
         if self.run.report is not None and self is self.run.loaders[-1]:
@@ -360,20 +367,20 @@ class ExactLoader(LoaderWrapper):
             self.run.inexact.append("the sampler does not repeat the indices of the saved epoch")
 
     def repeat_epoch(self, saved: Position) -> None:
-        """Draw the first indices of the epoch that a checkpoint ended with, and compare them."""
+        """Draw the first indices of the checkpoint's completed epoch again, and compare them."""
         if self.stream is not None and saved.hashes:
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            indices = iter(self.stream.source)  # some samplers draw now, others with the first index
+            indices = iter(self.stream.source)  # some samplers draw here, others with the first index
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)
 
     def _drop(self, iterator: Iterator[Any], num_dropped: int) -> None:
-        """Load batches that were trained on, and drop them."""
+        """Load batches that were already trained on, and drop them."""
         start = time.perf_counter()
-        num_first = int(self.stream is None)  # a stream may draw its order with its first batch
+        num_first = int(self.stream is None)  # a dataset without indices may draw its order here
         if num_first:
             if self._first is not None:
                 self.run.restore(self._first)
@@ -389,9 +396,9 @@ class ExactLoader(LoaderWrapper):
             self.run.inexact.append(LATE_DRAWS)
 
     def position(self, num_ahead: int) -> Position:
-        """Return the position, `num_ahead` batches before what was handed out."""
+        """Return the position, `num_ahead` batches before the last batch handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
-        # Mostly the states after the pass began, which a resumed run meets again: then they are left out.
+        # Usually `first` equals the states after the pass began. A resumed run has them again, so omit them.
         first = self._first if self.stream is None else self.stream.first_states
         is_needed = first is not None and (self._begun is None or differing(first, self._begun))
         return Position(
@@ -409,38 +416,38 @@ class ExactLoader(LoaderWrapper):
         )
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of a loader that has one, after the last batch that was trained on."""
+        """Return a stateful loader's state after the last trained batch; empty for other loaders."""
         if not is_stateful(self.loader):
             return {}
         return self._states[0] if self.run.num_ahead() else self.loader.state_dict()
 
     def restore_own_state(self, state: dict[str, Any]) -> None:
-        """Give a loader that has a state its state back."""
+        """Restore the state of a stateful loader."""
         if is_stateful(self.loader):
             self.loader.load_state_dict(state)
             self._states = state, state
             if self.run.pending is not None and self.run.pending.is_over:
-                for _ in self.loader:  # to the end of the pass: the next one is the next epoch's
+                for _ in self.loader:  # finish the pass, so that the next one is the next epoch's
                     pass
 
 
 class StatefulExactLoader(ExactLoader):
-    """Around a loader with a state: Lightning saves as many states as there are such loaders without us."""
+    """Wraps a stateful loader, so that Lightning saves as many loader states as without this callback."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state."""
         return self.own_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give it back."""
+        """Restore the loader's state."""
         self.restore_own_state(state_dict)
 
 
 class StandaloneLoader(ExactLoader):
-    """A loader whose state is its position and the random states of each rank.
+    """A loader for use without a Trainer; its state is the position and random states of each rank.
 
-    It does for Fabric's loader what that does with each pass: Fabric begins one when its first batch is
-    asked for, which would be after the random states are set.
+    Under Fabric, it performs itself the steps of Fabric's loader in each pass. Fabric's loader would begin
+    the pass at the first batch, after the random states are set.
     """
 
     OWN = (*ExactLoader.OWN, "fabric_loader", "num_passes")
@@ -470,40 +477,40 @@ class StandaloneLoader(ExactLoader):
         return batches if device is None else (move_data_to_device(batch, device) for batch in batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each rank, and the loader's own state; all ranks call it."""
+        """Return the position of each rank, and the loader's own state; all ranks must call it."""
         is_between = self.is_over or self._start is None
         positions = of_all_ranks(self.run.position(is_over=is_between))
         num_passes = self.num_passes - (not is_between)
         return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass begin there."""
+        """Begin the next pass at the saved position."""
         self.restore_own_state(state_dict["own"])
         self.run.resume(from_checkpoint(state_dict["positions"]))
         self.num_passes = state_dict["num_passes"]
 
 
 def observe(loader: Any, run: ResumableRun) -> Any:
-    """Let the passes of a loader with indices begin at a later one; return the loader."""
+    """Install an `IndexStream` in a loader with indices, so that its passes can skip batches."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if has_indices and not is_stateful(loader):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
         sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
-        # DataLoader.__setattr__ forbids it once it is made
+        # DataLoader.__setattr__ forbids it after construction.
         object.__setattr__(loader, name, IndexStream(sampler, run))
         run.undo.callback(object.__setattr__, loader, name, sampler)
     return loader
 
 
 def wrap(loader: Any, run: ResumableRun) -> ExactLoader:
-    """Return the loader as one of a run's."""
+    """Return the loader, wrapped and registered as one of the run's loaders."""
     run.loaders.append((StatefulExactLoader if is_stateful(loader) else ExactLoader)(loader, run))
     return run.loaders[-1]
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler of single indices that decides a loader's order."""
+    """Return the innermost sampler, which decides a loader's order."""
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler
     sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
@@ -511,13 +518,13 @@ def sampler_of(loader: Any) -> Any:
 
 
 def sampler_with_epoch(loader: Any) -> Any:
-    """Return the sampler whose epoch decides a loader's order, or the batch sampler around it; else None."""
+    """Return the sampler or batch sampler whose epoch decides a loader's order; None if there is none."""
     samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
     return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 
 
 def order_of(sampler: Any) -> str:
-    """Return what decides the order of samples, as `Position.order` names it."""
+    """Return the kind of a sampler's order, as in `Position.order`."""
     if type(sampler) is DistributedSampler:
         return "distributed" if sampler.shuffle else "distributed in order"
     return {SequentialSampler: "sequential", RandomSampler: "random"}.get(

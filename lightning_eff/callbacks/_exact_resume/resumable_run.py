@@ -1,6 +1,7 @@
-"""Where a rank is in its data, and what its loaders share: random states, and a position to resume.
+"""The position of a rank in its data, and the state that its loaders share: random states, pending position.
 
-It calls nothing of the loaders (loaders.py) but `position`: they ask it.
+`callbacks/exact_resume` creates one `ResumableRun`. Loaders (loaders.py) call it; it calls only their
+`position`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ class Position:
     """The position of one loader in its pass.
 
     Args:
-        num_batches: Trained on in this pass.
+        num_batches: Batches that were trained on in this pass.
         start: Random states when the pass began.
-        first: Random states when its sampler was asked for the first indices; None for those after the start.
-        order: What decides the order: `sequential`, `random`, `distributed`, `distributed in order`, or the
-            sampler's class.
-        seed: Of a distributed sampler.
-        epoch: Of a sampler that has one.
-        num_samples: Length of the dataset; -1 where it has none.
-        batch_size: Samples in a batch; -1 where the loader has none.
-        length: Batches in a pass; -1 where it is not known.
-        num_workers: Of the loader.
-        hashes: Of the indices of the first batches that were trained on.
+        first: Random states when the sampler was asked for its first indices; None if they equal the states
+            just after the pass began.
+        order: Kind of order: `sequential`, `random`, `distributed`, `distributed in order`, or the sampler's
+            class.
+        seed: Seed of a distributed sampler.
+        epoch: Epoch of the sampler, if it has one.
+        num_samples: Length of the dataset; -1 if it has none.
+        batch_size: Samples in a batch; -1 if the loader has no batch size.
+        length: Batches in a pass; -1 if unknown.
+        num_workers: Number of the loader's workers.
+        hashes: Hashes of the indices of the first trained batches.
     """
 
     num_batches: int
@@ -60,11 +62,11 @@ class RankPosition:
 
     Args:
         now: Random states at the save.
-        num_ahead: Batches that Lightning had fetched beyond the last one trained on: one, where it does not
-            know the loader's length.
-        is_over: Whether the epoch had ended: the loaders begin a new pass.
-        loaders: In Lightning's order.
-        notes: What of the save a resumed run cannot repeat.
+        num_ahead: Batches that Lightning had fetched beyond the last trained one: one if it does not know the
+            loader's length.
+        is_over: Whether the epoch had ended, so that the loaders begin a new pass.
+        loaders: Positions in Lightning's order of loaders.
+        notes: Reasons that a resumed run is not exact.
     """
 
     now: RandomStates
@@ -80,9 +82,9 @@ def num_ranks() -> int:
 
 
 def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
-    """Return the position of each rank, which all ask for it, in the plain types of a checkpoint.
+    """Return the position of each rank in a checkpoint's plain types; a collective, so all ranks call it.
 
-    They are about 16 kB for one loader, since random states that equal those at the save are left out.
+    A position is about 16 kB with one loader, because random states equal to those at the save are omitted.
     """
     content = asdict(own)
     for loader in content["loaders"]:
@@ -90,7 +92,7 @@ def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
         loader["first"] = loader["first"] and differing(loader["first"], own.now)
     if num_ranks() == 1:
         return [content]
-    # Why not `all_gather_object`: it unpickles what another rank sent.
+    # Why not `all_gather_object`: it unpickles data from other ranks.
     written = io.BytesIO()
     torch.save(content, written)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -103,7 +105,7 @@ def from_checkpoint(contents: list[Any]) -> list[RankPosition]:
     """Return the positions that `of_all_ranks` wrote.
 
     Raises:
-        CheckpointError: They are something else.
+        CheckpointError: The contents are not positions.
     """
     try:
         return [_from_plain(**content) for content in contents]
@@ -125,11 +127,11 @@ class ResumableRun:
     """The loaders of one rank.
 
     Args:
-        device: Whose generator is kept, next to the CPU's.
-        replays: Whether batches of workers are loaded again and dropped, rather than skipped.
-        refuses_changes: Whether other data or another batch size than the checkpoint's is an error.
-        rank: Of this process.
-        num_ranks: Of this run.
+        device: The device whose generator is saved, in addition to the CPU's.
+        replays: Whether workers' batches are loaded again and dropped, instead of skipped.
+        refuses_changes: Whether a dataset length or batch size that differs from the checkpoint is an error.
+        rank: Rank of this process.
+        num_ranks: Number of ranks of this run.
     """
 
     def __init__(
@@ -144,37 +146,37 @@ class ResumableRun:
         self.device, self.replays, self.refuses_changes = device, replays, refuses_changes
         self.rank, self.num_ranks = rank, num_ranks
         self.loaders: list[Any] = []
-        """Each an `ExactLoader`."""
-        self.num_ahead: Callable[[], int] = int  # none
-        """Returns how many batches were handed out that are not trained on yet."""
+        """The `ExactLoader`s of this rank."""
+        self.num_ahead: Callable[[], int] = int  # int() is 0
+        """Returns the number of batches that were handed out but not trained on yet."""
         self.epoch: Callable[[], int] = int
-        """Returns the number of the epoch, for a sampler that does not show its own."""
+        """Returns the number of the epoch, for samplers without an attribute `epoch`."""
         self.pending: RankPosition | None = None
-        """The position to resume, until its first batch is asked for."""
+        """The position to resume; None once its random states are restored."""
         self.num_saved_ranks = 1
         self.is_begun = False
         """Whether a pass has begun at the pending position."""
         self.is_before_epoch = False
-        """Whether the pass of the epoch after the saved one is not to begin yet."""
+        """Whether the pass of the epoch after the saved one must not begin yet."""
         self.num_remaining: list[int] = []
-        """Batches that other ranks than the checkpoint's have left of the epoch, a number for each loader."""
+        """Remaining batches of the epoch per loader, if the number of ranks has changed."""
         self.did: list[str] = []
         self.inexact: list[str] = []
-        """What will differ from the run that was saved."""
+        """Differences from the saved run."""
         self.is_order_checked = True
-        """Whether hashes of indices have proved the order of every loader."""
+        """Whether hashes of indices have verified the order of every loader."""
         self.report: Callable[[], None] | None = None
-        """Called when the first batch of a resumed run has been fetched: all is known then."""
+        """Called after the first batch of a resumed run, when all differences are known."""
         self.refusal = ""
-        """How the data has changed: raised after `iter(loader)`, whose errors Lightning hides."""
+        """Change of the data, raised after `iter(loader)`, because Lightning hides errors raised in it."""
         self.isolated: RandomStates | None = None
-        """States to which training returns after the validation that runs now."""
+        """Random states to which training returns after the running validation."""
         self.undo = ExitStack()
-        """Gives loaders their own samplers back."""
+        """Restores the loaders' own samplers."""
         self._num_requests = 0
 
     def unwrap(self) -> None:
-        """Give all loaders their own samplers back."""
+        """Restore the own samplers of all loaders."""
         self.undo.close()
         self.loaders.clear()
 
@@ -183,20 +185,20 @@ class ResumableRun:
         return random_states.capture(self.device, self._generators())
 
     def restore(self, states: RandomStates) -> None:
-        """Set them."""
+        """Set the random states that `capture` returned."""
         random_states.restore(states, self.device, self._generators())
 
     def position(
         self, *, is_over: bool = False, is_in_step: bool = False, notes: Sequence[str] = ()
     ) -> RankPosition:
-        """Return where this rank is.
+        """Return the position of this rank.
 
         Args:
             is_over: Whether the epoch has ended.
-            is_in_step: Whether the last batch is still trained on: a resumed run begins with it.
-            notes: What of the save a resumed run cannot repeat.
+            is_in_step: Whether the last batch is still being trained on; a resumed run then begins with it.
+            notes: Reasons that a resumed run is not exact.
         """
-        if self.pending is not None:  # nothing was trained on since
+        if self.pending is not None:  # no batch was trained on since the resume
             changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks went on"]
             return replace(self.pending, notes=[*self.pending.notes, *changed])
         num_ahead = self.num_ahead()
@@ -208,9 +210,9 @@ class ResumableRun:
         return RankPosition(now, num_ahead, is_over, loaders, notes)
 
     def resume(self, positions: list[RankPosition]) -> None:
-        """Begin the next passes at the positions that a checkpoint has of each rank.
+        """Begin the next passes at the checkpoint's positions, one per rank.
 
-        Another number of ranks shares the rest of the epoch among them; random states are then other ones.
+        If the number of ranks has changed, they divide the remaining epoch, with different random states.
         """
         self.num_saved_ranks = len(positions)
         self.pending = positions[min(self.rank, len(positions) - 1)]
@@ -224,7 +226,7 @@ class ResumableRun:
             self.pending.now = self.capture()
 
     def begin(self, loader: object) -> Position | None:
-        """Note that a pass of a loader begins; return the position where it does in a resumed run."""
+        """Register the start of a loader's pass; return its saved position in a resumed run, else None."""
         if self.pending is None:
             return None
         self.is_begun, index = True, self.loaders.index(loader)
@@ -238,14 +240,14 @@ class ResumableRun:
 
     @property
     def num_pending_ahead(self) -> int:
-        """Return how many batches had been fetched, and not trained on, at the pending position."""
+        """Number of batches that had been fetched but not trained on at the pending position."""
         return 0 if self.pending is None else self.pending.num_ahead
 
     def before_batch(self, loader: object) -> None:
-        """Set the random states of the save, before the first batch that had not been fetched then.
+        """Set the saved random states before the first batch that was not yet fetched at the save.
 
         Raises:
-            ConfigError: The dataset or the batch size has changed in the middle of an epoch.
+            ConfigError: The dataset or the batch size has changed, in the middle of an epoch.
         """
         if self.refusal:
             raise ConfigError(key="state_dict", value="in mid-epoch", allowed=self.refusal)
@@ -259,7 +261,7 @@ class ResumableRun:
             self.pending = None
 
     def _generators(self) -> dict[str, torch.Generator | np.random.Generator]:
-        """Return the generators that users gave their loaders, samplers and datasets, each once."""
+        """Return the users' generators in loaders, samplers and datasets, without duplicates."""
         found: dict[int, Any] = {}
         for loader in self.loaders:
             values = [getattr(loader.loader, "generator", None)]
@@ -273,7 +275,7 @@ class ResumableRun:
 
 
 def _held(owner: Any) -> list[Any]:
-    """Return the attributes of an object, and of the samplers and datasets among them."""
+    """Return the attributes of an object and, recursively, of its samplers and datasets."""
     values: list[Any] = []
     owners, seen = [owner], set[int]()
     while owners:
