@@ -6,11 +6,11 @@ is NaN or infinite. With `max_deviations`, it also skips an update whose norm is
 more than that many robust standard deviations above the median of the last norms. One such deviation is
 1.4826 times the median absolute deviation, and at least 1 % of the median.
 
-A skipped step changes nothing: weights and optimizer state stay, and buffers, random states and logged values
-are restored. Neither `global_step` nor the learning-rate schedule advances. The run continues as if its
-loader did not have these batches, bit for bit; the log and the report list their numbers. All ranks decide
-alike, because they have the same gradient: a NaN loss on one rank makes it NaN on all. Steps that a float16
-loss scaler skips are not counted here.
+Of a skipped step nothing stays: weights and optimizer state are not updated; buffers, random states, logged
+values and the module's attributes are restored. Neither `global_step` nor the learning-rate schedule
+advances. The run continues as if its loader did not have these batches, bit for bit; the log and the report
+list their numbers. All ranks decide alike, because they have the same gradient: a NaN loss on one rank makes
+it NaN on all. Steps that a float16 loss scaler skips are not counted here.
 
 After `max_in_a_row` consecutive skipped steps, the run stops with an error. It first saves a checkpoint with
 the weights before these steps.
@@ -19,20 +19,20 @@ Saves: a run that one bad batch would ruin.
 Costs: one pass over the gradients and one wait for the device per step, to read the norm; a copy of the
     buffers.
 When not: bad batches are frequent: repair the data.
-Conflicts: manual optimization, DeepSpeed and Lightning's FSDPStrategy, optimizers that free gradients in the
-    backward pass, and optimizers that evaluate the closure again (LBFGS), all rejected.
+Conflicts: manual optimization, DeepSpeed and Lightning's FSDPStrategy, and optimizers that free gradients in
+    the backward pass, all rejected. An optimizer that has moved weights when it evaluates its closure (LBFGS
+    in a line search) ends the run at a bad gradient. The Trainer's own `accumulate_grad_batches` makes the
+    steps of GradientAccumulation.
 Source: none
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,6 +45,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core.arguments import Count, Positive, check_arguments
+from lightning_eff.core.call_state import version
 from lightning_eff.core.checkpoint_stamp import save_nothing_on_exception
 from lightning_eff.core.errors import ConfigError, Remedy
 from lightning_eff.core.managed import Managed
@@ -72,8 +73,8 @@ class SkipBadSteps(Managed):
         max_in_a_row: Number of consecutive skipped steps that stops the run; None never stops it.
 
     Raises:
-        ConfigError: An argument is outside its range, or the optimizer frees gradients in the backward pass
-            or evaluates the closure again.
+        ConfigError: An argument is outside its range, or the optimizer frees gradients in the backward pass,
+            or it has moved weights before a bad gradient.
         GradientError: `max_in_a_row` consecutive steps were skipped.
 
     Example:
@@ -118,6 +119,9 @@ class SkipBadSteps(Managed):
         if stage == "fit":
             super().setup(trainer, pl_module, stage)
             self._left_out, self._num_steps, self._num_in_row = [], 0, 0
+            self._norms.clear()
+            self._is_bad = self._is_left_out = False
+            self._gated: Optimizer | None = None
             self._loop = lightning_loop.install(trainer)
             self.cleanup.callback(lightning_loop.uninstall, trainer)
 
@@ -129,16 +133,16 @@ class SkipBadSteps(Managed):
         # Lightning's collection of values that `self.log` received in this epoch.
         logged: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         self._snapshot = StepSnapshot(pl_module, trainer.strategy.root_device, logged)
-        self._is_bad = False
         # A loss scaler itself skips steps without a finite gradient, and lowers its scale.
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._loop.before_window.append(lambda: self._begin(trainer))
-        self._loop.is_left_out = lambda: self._is_bad
-        self._gate(optimizer, trainer)
+        self._loop.is_left_out = lambda: self._is_left_out
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Save the state before the batches of a step."""
-        self._is_bad = False
+        self._is_bad = self._is_left_out = False
+        if trainer.optimizers[0] is not self._gated:  # in the first step, and where a callback replaced it
+            self._gate(trainer.optimizers[0], trainer)
         self._first_batch = trainer.fit_loop.epoch_loop.batch_idx
         self._snapshot.keep()
 
@@ -154,7 +158,9 @@ class SkipBadSteps(Managed):
     ) -> None:
         groups = optimizer.param_groups
         gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
-        norm = get_total_norm(gradients)
+        gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        # The largest float16, 65504, would be the largest norm.
+        norm = get_total_norm([each.float() if each.dtype == torch.float16 else each for each in gradients])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._norm = float(norm)  # waits for the device
         is_finite = math.isfinite(self._norm)
@@ -169,7 +175,7 @@ class SkipBadSteps(Managed):
         return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
 
     def _gate(self, optimizer: Optimizer, trainer: pl.Trainer) -> None:
-        """Replace the optimizer's `step` for this fit by one that checks the gradient first.
+        """Replace the optimizer's `step` for this fit by one that stops when its closure gave a bad gradient.
 
         Why not set gradients to None instead: some optimizers (schedule-free) still update their state.
         """
@@ -177,36 +183,48 @@ class SkipBadSteps(Managed):
 
         @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
         def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-                evaluations = itertools.count()
-
-                def evaluated() -> Any:
-                    if next(evaluations):
-                        raise _optimizer_error(optimizer, "one that evaluates its closure once")
-                    return loss
-
-                keywords |= {"closure": evaluated}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            versions = [version(parameter) for parameter in parameters]
             self._num_steps += 1
-            if self._is_bad:
-                self._leave_out(trainer)
+
+            def evaluated() -> Any:
+                loss = None if closure is None else closure()
+                if self._is_bad:
+                    raise _BadStep(loss)
                 return loss
+
+            try:
+                if closure is None:
+                    evaluated()
+                    found = step(**keywords)
+                else:
+                    found = step(closure=evaluated, **keywords)
+            except _BadStep as bad:
+                if versions != [version(parameter) for parameter in parameters]:
+                    save_nothing_on_exception(trainer)
+                    raise _optimizer_error(optimizer, "one that moves no weights before it steps") from None
+                self._leave_out(trainer)
+                return bad.loss
             self._num_in_row = 0
-            if math.isfinite(self._norm):
+            if 0 < self._norm < math.inf:  # most losses of a hinge may be 0, which is no usual norm
                 self._norms.append(self._norm)
-            return step(**keywords)
+            return found
 
         if "step" in vars(optimizer):  # a learning-rate scheduler has replaced it
             self.cleanup.callback(setattr, optimizer, "step", step)
         else:
             self.cleanup.callback(vars(optimizer).pop, "step", None)
         optimizer.step = gated
+        self._gated = optimizer
 
     def _leave_out(self, trainer: pl.Trainer) -> None:
         """Restore the state before the batches of this step, and log the batches."""
+        # Lightning's name of the hook that runs, the module's `optimizer_step`: `self.log` reads it.
+        attributes = vars(trainer.lightning_module)
+        hook = attributes.get("_current_fx_name")
         self._snapshot.restore()
+        attributes["_current_fx_name"] = hook
+        self._is_left_out = True
         self._num_in_row += 1
         last = trainer.fit_loop.epoch_loop.batch_idx
         # JSON has no NaN.
@@ -219,11 +237,11 @@ class SkipBadSteps(Managed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_bad or self._num_in_row != self.max_in_a_row:
+        if not self._is_left_out or self._num_in_row != self.max_in_a_row:
             return
         saver = trainer.checkpoint_callback
-        folder = Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
-        path = folder / f"before_bad_steps-step={trainer.global_step}.ckpt"
+        folder = str(getattr(saver, "dirpath", None) or trainer.default_root_dir)  # or a URL
+        path = f"{folder.rstrip('/')}/before_bad_steps-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         save_nothing_on_exception(trainer)
         batches = "; ".join(map(_batches, self._left_out[-MAX_SHOWN:]))
@@ -240,6 +258,7 @@ class SkipBadSteps(Managed):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._norms.clear()
         self._norms.extend(float(norm) for norm in state_dict["norms"])
 
     def outcome(self) -> Outcome:
@@ -253,6 +272,14 @@ class SkipBadSteps(Managed):
             effective=steps > 0,
             numbers={"steps": steps, "left_out": self._left_out},
         )
+
+
+class _BadStep(Exception):  # noqa: N818
+    """Ends an optimizer's `step` when its closure has returned, before anything is updated."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 def _batches(row: dict[str, Any]) -> str:

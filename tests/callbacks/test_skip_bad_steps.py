@@ -157,6 +157,50 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_before(tmp_path: Pa
     assert [row["batches"][0] for row in skip.outcome().numbers["left_out"]] == [5, 6, 7]
 
 
+def test_an_optimizer_that_evaluates_its_closure_again_is_left_out_only_at_first() -> None:
+    def train(loader: DataLoader[Any], *callbacks: Any, bad_call: int = 0) -> Any:
+        class Failing(LineSearch):
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                return loss * NAN if self.num_calls == bad_call else loss
+
+        torch.manual_seed(0)
+        trainer = make_trainer(callbacks=list(callbacks), max_epochs=1, max_steps=-1)
+        trainer.fit(Failing(), loader)
+        return trainer.lightning_module.state_dict()
+
+    bad = {2: NAN}
+    assert is_equal(train(data(bad, 4), SkipBadSteps()), train(data(bad, 4, left_out=(2,))))
+    with pytest.raises(ConfigError, match="LBFGS"):
+        train(data({}, 4), SkipBadSteps(), bad_call=2)
+
+
+def test_an_optimizer_that_is_replaced_is_watched_too() -> None:
+    class Replace(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.strategy.setup_optimizers(trainer)
+
+    skip = SkipBadSteps()
+    trainer = fit(data({4: NAN}, 6), skip, Replace())
+    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[4, 4]]
+    assert all(torch.isfinite(each).all() for each in trainer.lightning_module.parameters())
+
+
+def test_sparse_gradients_and_large_ones_of_16_bits_have_a_norm() -> None:
+    skip = SkipBadSteps()
+    for gradient, norm in (
+        (torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True), 3.0),
+        (torch.full((4,), 6e4, dtype=torch.float16), 1.2e5),
+    ):
+        parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+        parameter.grad = gradient
+        skip._has_scaler = False
+        skip.on_before_optimizer_step(pl.Trainer(logger=False), Norms(), torch.optim.SGD([parameter]))
+        assert skip._norm == pytest.approx(norm, rel=1e-3)
+        assert not skip._is_bad
+
+
 def test_the_optimizer_steps_by_itself_again_afterwards() -> None:
     trainer = fit(data({}, 2), SkipBadSteps())
     (optimizer,) = trainer.optimizers
@@ -164,19 +208,21 @@ def test_the_optimizer_steps_by_itself_again_afterwards() -> None:
     assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == "_AutomaticOptimization"
 
 
-def test_norms_are_kept_in_a_checkpoint() -> None:
+def test_norms_are_kept_in_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    fit(data({}, 6), SkipBadSteps(max_deviations=20, last_n_steps=4)).save_checkpoint(path)
     skip = SkipBadSteps(max_deviations=20, last_n_steps=4)
-    fit(data({}, 6), skip)
-    again = SkipBadSteps(max_deviations=20, last_n_steps=4)
-    again.load_state_dict(skip.state_dict())
-    found = fit(data({0: LARGE}, 6), again)
-    assert [row["batches"] for row in again.outcome().numbers["left_out"]] == [[0, 0]]
-    assert found.global_step == 5
+    make_trainer(callbacks=[skip], max_epochs=2, max_steps=-1).fit(
+        Norms(), data({0: LARGE}, 6), ckpt_path=str(path)
+    )
+    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[0, 0]]
+    fit(data({}, 2), skip)
+    assert len(skip._norms) == 2, "another fit has its own norms"
 
 
-class Rejected(Norms):
+class LineSearch(Norms):
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
 class Manual(Norms):
@@ -184,9 +230,6 @@ class Manual(Norms):
 
 
 def test_what_keeps_its_gradients_elsewhere_is_rejected() -> None:
-    trainer = make_trainer(callbacks=[SkipBadSteps()])
-    with pytest.raises(ConfigError, match="LBFGS"):
-        trainer.fit(Rejected(), data({}, 4))
     with pytest.raises(ConflictError, match="manual optimization"):
         make_trainer(callbacks=[SkipBadSteps()]).fit(Manual(), data({}, 4))
     frees = OptimizerChoice(optimizer=lambda params: InBackward(params, lr=0.01))
