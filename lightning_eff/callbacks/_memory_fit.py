@@ -39,6 +39,7 @@ from typing_extensions import override
 
 from lightning_eff.callbacks._recomputed_block import KEEP, Policies, recompute
 from lightning_eff.core import allocator, model_surgery, random_states, rules
+from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, Remedy, root_cause_line
 from lightning_eff.core.model_surgery import BlockSelector, Stage
 from lightning_eff.core.technique import Outcome, Technique, name_of
@@ -166,6 +167,11 @@ class MemoryFit:
         except Exception as error:  # a user's module may hold objects that cannot be copied
             raise _not_predicted(root_cause_line(error)) from error
         model_surgery.restore(self._twin)
+        # The batch to predict with has been transferred, and changed by the module's hooks.
+        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            setattr(self._twin, hook, lambda batch, *_: batch)
+        if is_compiled(module):
+            raise _not_predicted("what its own compiled modules keep is the compiler's choice")
 
     def choose(self, module: pl.LightningModule, batch: Any) -> None:
         """Choose policies before the module's first step, the same on all ranks.
@@ -242,8 +248,12 @@ class MemoryFit:
                 stack.enter_context(self._fakes)
                 stack.enter_context(CudaOperators(gpu.capability if gpu is not None else 0))
                 stack.enter_context(devices.predicted(gpu))
+            try:
+                twin_trainer = self._new_trainer(marks)
+            except Exception as error:  # the constructor of a user's subclass may raise anything
+                raise UnpredictableError(root_cause_line(error)) from error
             found = predict_inside(
-                self._fakes, self._twin, batch, trainer=lambda: self._new_trainer(marks), recorder=recorder,
+                self._fakes, self._twin, batch, trainer=twin_trainer, recorder=recorder,
                 num_batches=None if num_batches == math.inf else num_batches,
                 batch_size=getattr(trainer.train_dataloader, "batch_size", None),
             )  # fmt: skip

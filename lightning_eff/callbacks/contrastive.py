@@ -30,7 +30,8 @@ Costs: one more forward pass of `embed`. Each micro-batch keeps its random state
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,
-    and a `training_step` without `embed`, stop the run.
+    and a `training_step` without `embed`, stop the run. Not detected are changes through `.data` (a momentum
+    encoder inside `embed`), which happen once per micro-batch.
 Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
     https://arxiv.org/abs/2101.06983
 """

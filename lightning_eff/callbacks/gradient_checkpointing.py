@@ -154,6 +154,8 @@ class GradientCheckpointing(Managed):
             sharded = "a step is predicted with the full model on one device"
             reasons = dict.fromkeys(SHARDED, sharded) | {
                 "callbacks/torch_compile": "what a compiled block keeps is the compiler's choice",
+                "lightning/GradientAccumulationScheduler": "no step is predicted with its number of batches",
+                "lightning/BaseFinetuning": "no step is predicted with the weights that it freezes",
                 "run/dataloader_iter": "the module fetches its batches itself, so that no step is predicted",
             }
             excludes += [Rule(name=name, reason=why, remedies=(full,)) for name, why in reasons.items()]

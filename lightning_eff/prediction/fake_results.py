@@ -49,9 +49,12 @@ class FakeResults:
         recipe = self._recipes.get(found)
         if recipe is None:
             storages = [_storage(each) for each in operands]
+            sizes = [(each.shape, each.untyped_storage().nbytes()) for each in operands]
             out = func(*args, **kwargs)
             # Without operands it is a factory, whose result depends on the default device.
             is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
+            # An empty `out=` is resized, which a recipe would not repeat.
+            is_kept &= sizes == [(each.shape, each.untyped_storage().nbytes()) for each in operands]
             self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
             return out
         if recipe is False:

@@ -30,7 +30,7 @@ from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.prediction.predict import Prediction, predict
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.command_line import Command
-from tests.support.models import make_trainer
+from tests.support.models import Deep, fit, make_loader, make_trainer
 from tests.support.ranks import is_equal, results_of_two_ranks
 
 WIDTH, BATCH = 32, 8
@@ -307,7 +307,7 @@ def main(folder: str) -> list[Any]:
     rank = int(os.environ["LOCAL_RANK"])
     found: list[Any] = []
     budget = (peak_of("full") + peak_of("keep")) // 2 / 1024
-    for fit in (
+    for technique in (
         GradientCheckpointing(policy="fit", memory=f"{budget}KiB"),
         GradientCheckpointing(),
         GradientCheckpointing(policy="fit", memory="1KiB"),
@@ -319,12 +319,12 @@ def main(folder: str) -> list[Any]:
             "use_distributed_sampler": False,
         }
         try:
-            make_trainer(max_steps=2, callbacks=[fit], **options).fit(module, batches)
+            make_trainer(max_steps=2, callbacks=[technique], **options).fit(module, batches)
         except ConfigError as error:
             found.append(str(error))
             continue
         found.append(
-            ({name: each.detach() for name, each in module.named_parameters()}, fit.outcome().numbers)
+            ({name: each.detach() for name, each in module.named_parameters()}, technique.outcome().numbers)
         )
     return found
 
@@ -339,3 +339,32 @@ def test_two_ranks_choose_alike_for_the_one_with_more_samples(tmp_path: Path) ->
     assert is_equal([*weights.values()], [*full.values()])
     assert rejected == second[2]
     assert "expected at least" in rejected
+
+
+class Doubled(Deep):
+    """Its hook makes another batch, which must not happen twice."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": torch.cat([batch[0]] * 2), "y": torch.cat([batch[1]] * 2)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+def test_the_modules_hooks_around_a_batch_are_not_run_again() -> None:
+    found: list[Any] = []
+    for model, batch_size in ((Doubled(), 4), (Deep(), 8)):
+        callback = GradientCheckpointing(policy="fit", memory="1GiB")
+        fit(model, callback, loader=make_loader(batch_size=batch_size))
+        found.append(callback.outcome().numbers)
+    assert found[0] == found[1]
+
+
+def test_compiled_modules_and_lightnings_callbacks_that_change_the_step_are_rejected() -> None:
+    model = Deep()
+    model.blocks[0].compile(backend="eager")
+    with pytest.raises(ConfigError, match="compiled"):
+        fit(model, GradientCheckpointing(policy="fit", memory="1GiB"))
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 2})
+    with pytest.raises(ConflictError, match="number of batches"):
+        fit(Deep(), GradientCheckpointing(policy="fit", memory="1GiB"), scheduler)
