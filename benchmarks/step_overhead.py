@@ -34,6 +34,7 @@ from lightning_eff import (
     GradientCheck,
     MicroBatch,
     Progress,
+    SkipBadSteps,
 )
 
 WARM_UP, TURN = 50, 10
@@ -126,6 +127,7 @@ def sets() -> dict[str, list[pl.Callback]]:
         "all of these": of_lm(),
         "MicroBatch(4)": [MicroBatch(micro_batch_size=4)],
         "MicroBatch()": [MicroBatch()],
+        "SkipBadSteps": [SkipBadSteps()],
     }
 
 
