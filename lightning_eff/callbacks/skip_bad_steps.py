@@ -17,7 +17,7 @@ the weights before these steps.
 
 Saves: a run that one bad batch would ruin.
 Costs: one pass over the gradients and one wait for the device per step, to read the norm; a copy of the
-    buffers.
+    buffers and of the modules' attributes (0.5 ms of Python per step for a model of one layer).
 When not: bad batches are frequent: repair the data.
 Conflicts: manual optimization, DeepSpeed and Lightning's FSDPStrategy, and optimizers that free gradients in
     the backward pass, all rejected. An optimizer that has moved weights when it evaluates its closure (LBFGS
