@@ -171,7 +171,7 @@ def test_every_command_runs(
                 extra = [*own_data, "trainer.max_steps=2", "trainer.limit_val_batches=1"]
             if "images_large" in words:
                 extra = [*own_data, "trainer.max_steps=2", "data.image_size=32", "data.num_val_images=2"]
-            if {"numbers", "data=numbers", "mine/numbers.yaml", "gan"} & {*words}:
+            if {"numbers", "data=numbers", "mine/numbers.yaml", "gan"} & {*words} or words[2] == "mine":
                 extra = [*own_data, "trainer.max_steps=2"]
             if "mine/checked.yaml" in words:  # with an epoch's end, at which `best` is known
                 extra = [*own_data, "trainer.max_steps=20"]

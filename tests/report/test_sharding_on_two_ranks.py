@@ -1,4 +1,7 @@
-"""What a rank of two needs is at most what was predicted, and at least five sixths of it."""
+"""What a rank of two needs is at most what was predicted, and at least five sixths of it.
+
+A gradient that autograd frees late, which depends on the threads' timing, may come on top.
+"""
 
 from __future__ import annotations
 
@@ -102,4 +105,6 @@ def test_a_rank_of_two_needs_what_is_predicted(tmp_path: Path) -> None:
     model = ModelWeights.of(net, net.blocks, net.configure_optimizers())
     for name, num_bytes in results_of_two_ranks(__name__, tmp_path)[0].items():
         predicted = STRATEGIES[name]().scheme().share(model, 2).device(found.peak.passing_bytes)
-        assert 0.999 < predicted / num_bytes < 1.2, name
+        late_bytes = 4 * WIDTH * 4 * WIDTH + 4 * 4 * WIDTH + 100_000  # of one layer's weight and bias
+        assert 0.999 < predicted / (num_bytes - late_bytes), name
+        assert predicted / num_bytes < 1.2, name
