@@ -125,7 +125,7 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
     verb.add_argument("--steps", type=_at_least(6), default=8, metavar="N", help=about)
     about = "runs of each trial (3); the fastest counts"
     verb.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help=about)
-    about = "a trial is killed after so many seconds (180); it starts no batch a third of them after its first"
+    about = "seconds until a trial is killed (180); a third of them after its first batch, it starts no other"
     verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
     about = "these rows besides the baseline and the recipe as it is; * matches anything"
     verb.add_argument("--only", metavar="NAME,...", help=about)
