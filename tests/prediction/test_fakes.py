@@ -89,3 +89,10 @@ def test_a_result_that_is_made_again_is_like_the_one_that_torch_made() -> None:
             assert [*map(looks, made)] == first
             assert made[-1] is again
             assert made[1].untyped_storage()._cdata == again.untyped_storage()._cdata
+
+
+def test_an_empty_output_is_resized_each_time() -> None:
+    with Fakes(), torch.no_grad():
+        for _ in range(2):
+            x = torch.ones(4, 4)
+            assert torch.mul(x, 2, out=x.new_empty(0)).shape == (4, 4)
