@@ -1,13 +1,14 @@
 """Measured choices per GPU: who computes each shape, and how our kernels compare with torch's library.
 
 `dispatch.choices_of` returns them. They are kept in files of the user's cache folder. A file's key is the
-kind of GPU, the versions of torch and Triton, and a hash of the kernels' sources; the file is valid for this
-key only. Any edit of these sources changes the hash, comments included. Files in the folder `measured` ship
-with the package and are read first. A damaged or foreign file counts as empty.
+kind of GPU, the versions of torch and Triton, and a hash of the kernels' code; the file is valid for this key
+only. Comments, docstrings and layout do not change the hash. Files in the folder `measured` ship with the
+package and are read first. A damaged or foreign file counts as empty.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -52,7 +53,7 @@ class Choices:
         gpu: Any = torch.cuda.get_device_properties(device)
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
-            kernels.update(Path(__file__).with_name(source).read_bytes())
+            kernels.update(_code(Path(__file__).with_name(source)).encode())
         self.key = {
             "device": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "torch": str(torch.__version__),
             "triton": str(triton.__version__), "kernels": kernels.hexdigest()[:16],
@@ -118,3 +119,13 @@ class Choices:
         return [
             {shape.M, shape.N, shape.K} for shape, choice in known if choice is not None and choice.config
         ]
+
+
+def _code(path: Path) -> str:
+    """Return the code of a module in one layout, without comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            texts = [s for s in node.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)]
+            node.body = [statement for statement in node.body if statement not in texts] or [ast.Pass()]
+    return ast.unparse(tree)

@@ -1,7 +1,8 @@
-"""The epilogue of the GEMM's kernels: all that is computed on a tile between its last product and its stores.
+"""The epilogue of the GEMM's kernels: computed on a finished tile, between its last product and its stores.
 
-A tile x = alpha * A @ B + beta * C + bias [BLOCK_M, BLOCK_N] is in registers, in float32. What it is combined
-with is read once. MLPs of Transformers need this, with g for `gate`, u for `up`, and f for the activation:
+A tile x = alpha * A @ B + beta * C + bias [BLOCK_M, BLOCK_N] is in registers, in float32, and every other
+operand is read once. MLPs of Transformers use the rows below, with g for `gate`, u for `up`, and f for the
+activation. gemm_kernels.py calls `finish`:
 
     GRADIENT  gate  up    d                pre        d2
     no        None        f(x)             x
@@ -9,8 +10,8 @@ with is read once. MLPs of Transformers need this, with g for `gate`, u for `up`
     yes       g     None  x * f'(g)        f(g)                  x is the gradient of f(g)
     yes       g     u     x * u * f'(g)    f(g) * u   x * f(g)   x is the gradient of f(g) * u
 
-`pre` and `d2` are stored if there is memory for them. The `pre` of a gradient is what the forward pass stored
-in d, recomputed: the next GEMM of the gradient needs it, and the forward pass need not keep it.
+`pre` and `d2` are stored if memory is passed for them. The `pre` of a gradient recomputes what the forward
+pass stored in d. The next GEMM of the gradient needs it, so the forward pass does not have to keep it.
 """
 
 # pyright: basic, reportInvalidTypeForm=false
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Triton has wheels for Linux only: elsewhere launching a kernel raises an ImportError with the remedy.
+# Triton has wheels for Linux only. Elsewhere, launching a kernel raises an ImportError with the remedy.
 triton: Any = None
 tl: Any = None
 try:
@@ -31,7 +32,7 @@ else:
 
 
 class _MissingKernel:
-    """Replace `triton.jit` where Triton is not installed."""
+    """Stand in for `triton.jit` if Triton is not installed."""
 
     def __init__(self, function: Any) -> None:
         self.__doc__ = function.__doc__
@@ -44,18 +45,18 @@ class _MissingKernel:
 
 jit: Any = triton.jit if triton is not None else _MissingKernel
 INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, also on a CPU: TRITON_INTERPRET=1 was set at import."""
+"""Whether Triton's interpreter runs the kernels, also on a CPU (TRITON_INTERPRET=1 was set at import)."""
 
 
 @jit
 def address(matrix, row, column, stride_m, stride_n):
-    """Return the address of an element of a matrix, which may have more elements than 32 bits count."""
+    """Return the address of an element, in 64 bits: a matrix may have more elements than 32 bits count."""
     return matrix + tl.cast(row, tl.int64) * stride_m + tl.cast(column, tl.int64) * stride_n
 
 
 @jit
 def indices(LENGTH: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows or columns of a tile: 0, 1, ... WIDE: their offsets may not fit in 32 bits."""
+    """Return the rows or columns of a tile: 0, 1, ... WIDE: in 64 bits, as offsets may exceed 32."""
     return tl.arange(0, LENGTH).to(tl.int64 if WIDE else tl.int32)
 
 
@@ -64,10 +65,10 @@ def finish(
     acc, m, n, inside_m, inside_n, N, c, stride_cm, stride_cn, bias, gate, up, column, packed, alpha, beta,
     ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Return what `pre`, `d2` and `d` receive of the tile acc [BLOCK_M, WIDTH], in float32.
+    """Return the values of `pre`, `d2` and `d` for the tile acc [BLOCK_M, WIDTH], in float32.
 
-    c begins at the tile, bias [N] at column 0; gate and up [batch, M, N] are contiguous, and have the tile at
-    their element `packed`.
+    c points to the tile, bias [N] to column 0; gate and up [batch, M, N] are contiguous, and the tile starts
+    at their element `packed`.
     """
     inside = inside_m[:, None] & inside_n[None, :]
     x = acc * alpha

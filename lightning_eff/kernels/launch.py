@@ -1,9 +1,9 @@
 """Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K.
 
-A `Launch` binds a config, in its first call, to the sizes, strides and formats of one GEMM. Later calls pass
-addresses and factors to the compiled kernel, past Triton's own look-up, which takes longer than all the rest.
-Whoever keeps one (dispatch.py) keys it by everything that the compiler specializes on: sizes, strides,
-dtypes, and which addresses are multiples of 16 bytes.
+On its first call, a `Launch` binds a config to the sizes, strides and formats of one GEMM. Later calls pass
+addresses and factors straight to the compiled kernel. They skip Triton's own lookup, which takes longer than
+the rest of the call. dispatch.py caches launches, keyed by everything that the compiler specializes on:
+sizes, strides, dtypes, and which addresses are multiples of 16 bytes.
 """
 
 # pyright: basic
@@ -27,7 +27,7 @@ GROUP_M = 8
 SUM_M, SUM_N = 16, 128
 """Tile of `reduce_split_k`."""
 Matrices = Sequence[Any]
-"""Tensors, or None, in the order in which a kernel takes them."""
+"""Tensors or None, in the order of a kernel's arguments."""
 
 
 class CannotCompileError(RuntimeError):
@@ -37,12 +37,12 @@ class CannotCompileError(RuntimeError):
 def launch(
     operands: Operands, config: TileConfig, d: Tensor, *, pre: Tensor | None = None, d2: Tensor | None = None
 ) -> Tensor:
-    """Run the kernels with a config once, and return the result; see `Launch`."""
+    """Run the kernels once with a config, and return the result; see `Launch`."""
     return Launch(config)(operands, d, pre, d2)
 
 
 class Launch:
-    """The kernels with a config, for one kind of operands.
+    """The kernels with a config, bound to one kind of operands.
 
     Args:
         config: One that fits the operands (`tiles.fits`).
@@ -56,24 +56,24 @@ class Launch:
     def __call__(
         self, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
     ) -> Tensor:
-        """Compute into `d`, and return it.
+        """Compute into `d` and return it.
 
         Args:
             operands: Checked, of sizes above 0.
-            d: Receives the result, `[*batch, M, N]` of any strides; a config that adds adds to it.
-            pre: Receives the input of the activation, `[*batch, M, N]`, contiguous; or None. In a gradient
-                it receives the activation's result (epilogue.py).
+            d: Receives the result, `[*batch, M, N]` of any strides; a config with `adds` adds to it.
+            pre: Receives the activation's input, `[*batch, M, N]`, contiguous; or None. In a gradient it
+                receives the activation's result (epilogue.py).
             d2: Receives the gradient of `up`, `[*batch, M, N]`, contiguous; or None.
 
         Raises:
-            CannotCompileError: In the first call.
+            CannotCompileError: On the first call.
         """
         if d.is_cuda and d.device.index != torch.cuda.current_device():
             with torch.cuda.device(d.device):  # Triton compiles for, and launches on, the current device
                 return self(operands, d, pre, d2)
         batch, bias = operands.batch, operands.bias
         a, b, target = (_one_batch_axis(tensor, batch) for tensor in (operands.a, operands.b, d))
-        # A config that adds never reads C: it is d.
+        # A config with `adds` never reads C, because C is d.
         c = None if self.config.adds else _one_batch_axis(operands.c, batch)
         if self.config.kernel == "tma":  # descriptors need scratch memory, from this thread's allocator
             triton.set_allocator(partial(_scratch_memory, d.device))
@@ -94,7 +94,7 @@ class Launch:
             self._sum = self._sum or self._bind_sum(operands, sums)
             self._gemm(products, 1.0, 0.0)
             self._sum(sums, operands.alpha, operands.beta)
-        if target.data_ptr() != d.data_ptr():  # d has batch axes that no single stride describes
+        if target.data_ptr() != d.data_ptr():  # no single stride describes the batch axes of d
             d.copy_(target.reshape(d.shape))
         return d
 
@@ -140,9 +140,9 @@ def _bind(
     kernel: Any, num_programs: int, tensors: Matrices, sizes: Sequence[int], constants: dict[str, Any],
     config: TileConfig | None,
 ) -> Callable[[Matrices, float, float], None]:  # fmt: skip
-    """Compile a kernel, and return it with everything but tensors and factors; `sizes` include strides."""
+    """Compile a kernel, and bind everything but tensors and factors; `sizes` include strides."""
     grid = (num_programs, 1, 1)
-    run = kernel[grid]  # where Triton is missing, this says so
+    run = kernel[grid]  # raises the remedy if Triton is missing
     options = {} if config is None else {"num_warps": config.num_warps, "num_stages": config.num_stages}
     in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
     if INTERPRETED:
@@ -152,7 +152,7 @@ def _bind(
             run = kernel.warmup(*tensors, *sizes, 1.0, 1.0, *in_order, grid=grid, **options)[grid]
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the compiler's passes, the assembler and the driver: no common class
+        except Exception as error:  # compiler passes, assembler and driver have no common error class
             raise CannotCompileError(
                 f"{config or 'the sum of splits of K'} cannot be compiled: {type(error).__name__}: {error}"
             ) from error
@@ -164,7 +164,7 @@ def _scratch_memory(device: torch.device, size: int, *_: Any) -> Tensor:
 
 
 def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
-    """Return `[batch, rows, columns]`, or a matrix that has no batch axes as it is."""
+    """Return `[batch, rows, columns]`; a matrix without batch axes is returned unchanged."""
     if tensor is None or not batch:
         return tensor
     matrix = tensor.shape[-2:]
