@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import pages
+from tests.support import benchmarks, pages
 from tests.support.techniques import ROOT, TECHNIQUES
 
 SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
@@ -28,9 +28,9 @@ def test_every_page_has_one_place_in_the_menu() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of a page's headings."""
     found = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+    return {benchmarks.anchor(heading) for heading in found}
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *FILES], ids=lambda path: path.stem)

@@ -71,11 +71,24 @@ def measured_on(content: Mapping[str, Any]) -> str:
     return f"Measured by `{known['command']}`: {date}{packages}; {known['machine']}."
 
 
+def page_of(name: str) -> str | None:
+    """Return the page that holds a benchmark, with the anchor of its heading; None for no benchmark."""
+    for page in sorted(PAGES.glob("*.md")):
+        before, marker, _ = page.read_text(encoding="utf-8").partition(f"from benchmarks/{name} -->")
+        if marker:
+            heading = re.findall(r"^#+ (.+)$", before, re.MULTILINE)[-1]
+            return f"{page.name}#{anchor(heading)}"
+    return None
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
 def frame(source: str) -> str:
-    """Return what is between the markers of a page: of a benchmark, of all comparisons, or of all pages."""
+    """Return what is between the markers of a page: of a benchmark, or of all comparisons."""
     with redirect_stdout(io.StringIO()):  # tables are as wide as they are, not as a terminal is
-        if source == "benchmarks":
-            return "\n".join(_list())
         if source == "benchmarks/compare":
             return "\n\n".join(_comparisons()) or "No comparison has been kept yet."
         name = source.rpartition("/")[2]
@@ -105,12 +118,3 @@ def _comparisons() -> Iterator[str]:
         yield table(HEADER, [cells(row) for row in rows])
         rounds = f"{content['steps']} steps a trial, rounds: {content['rounds']}. {describe_noise(rows)}"
         yield f"{measured_on(content)} {rounds}".strip()
-
-
-def _list() -> Iterator[str]:
-    """Yield a line for each benchmark, in the words of its page's title."""
-    for name, content in kept().items():
-        if not name.startswith(COMPARE):
-            title = (PAGES / f"{name}.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-            date, torch = stated(content)["date"][:10], versions(content)["torch"]
-            yield f"- [{title}]({name}.md): {date}, torch {torch}"

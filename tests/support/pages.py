@@ -177,8 +177,8 @@ def measured(name: str) -> str:
         for row in found
         if row.technique in wanted
     ]
-    has_page = (benchmarks.PAGES / f"{option}.md").is_file()
-    page = f"More: [benchmark](../benchmarks/{option}.md)." if has_page else ""
+    page = benchmarks.page_of(option)
+    page = f"More: [benchmark](../benchmarks/{page})." if page else ""
     if not rows:
         return page or "Not measured yet."
     head = ["recipe", *COMPARED, "status"]
