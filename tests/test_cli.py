@@ -110,7 +110,6 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
         (["train", "lm", "model=my.Net"], "try: model._target_=my.Net"),
         (["train", "lm", "+callbacks=micro_batch,tiled_mlp"], "try: +callbacks=[micro_batch,tiled_mlp]"),
-        (["train", "lm", "launch=slurm"], "try: lightning-eff launch slurm RECIPE"),
         (
             ["plan", "lm", "launch=ray", "launch.workers=0"],
             "launch.workers=0: expected a whole number of at least 1",

@@ -66,9 +66,6 @@ FORMAT = "lightning_eff/shards"
 VERSION = 1
 SHARD_FILE = re.compile(r"part-[0-9a-f]{16}-[0-9]{1,6}-of-[0-9]{1,6}\.ckpt")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
-NO_INDEX = f"""a folder without {INDEX}: an incomplete save, or the format of another library
-  try: that library's own script, which converts it to one file"""
-"""Describes a folder that is not a checkpoint of this package, and what to do with it."""
 _NEED_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout")),
     *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
@@ -196,7 +193,7 @@ def read_index(path: Path) -> Index:
     """
     if not is_sharded_checkpoint(path):
         if path.is_dir():
-            raise CheckpointError(f"checkpoint {path} is not loaded: it is {NO_INDEX}")
+            raise CheckpointError(f"checkpoint {path} is not loaded: it is a folder without {INDEX}")
         raise FileNotFoundError(f"checkpoint {path}: there is no such folder")
 
     def content(file: IO[bytes]) -> Any:

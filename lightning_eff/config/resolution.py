@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_eff.config import validate
-from lightning_eff.config.loggers import check_loggers
 from lightning_eff.config.recipes import RecipeChain
 from lightning_eff.config.validate import TOP_LEVEL, check_folders
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
@@ -37,7 +36,6 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
     Raises:
         ConfigError: A key, class, type or path cannot be used, or the config itself contains a secret.
-        EnvironmentLacksError: The package of a logger is not installed.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
     check_keys(cfg, overrides, chain)
@@ -47,7 +45,6 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     values = {str(key): value for key, value in resolved.items()}
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
-    check_loggers(values)
     return keep_variables(values, OmegaConf.to_container(own, resolve=False))
 
 
@@ -71,7 +68,7 @@ def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChai
 
 
 def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Reject a list that contains `none`, and options that Hydra dropped from a list."""
+    """Reject options that Hydra dropped from a list."""
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)
@@ -80,10 +77,6 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
         value = item.value()
         options: list[Any] = value if isinstance(value, list) else [value]
         present = list(cfg.get(group) or {})
-        if NO_LOGGER in options and len(options) > 1:
-            others = ",".join(str(name) for name in options if name != NO_LOGGER)
-            allowed, remedies = f"{NO_LOGGER} alone, or a list of loggers", [f"{group}=[{others}]"]
-            raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=remedies)
         for option in options:
             names = chain.names(group, [str(option)])
             dropped = [name for name in names if name not in present and f"{group}.{name}" not in removed]

@@ -63,10 +63,6 @@ EXTRAS = {
     "bitsandbytes": "optimizers",
     "schedulefree": "optimizers",
     "pytorch_optimizer": "optimizers",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet_ml": "comet",
 }
 """Packages that an option may need, and the extra of this package that installs them."""
 WRITTEN_FOLDERS = (
@@ -342,9 +338,6 @@ def check_inside(key: str, value: str, root: Path) -> None:
 def check_folders(values: Mapping[str, Any], root: Path) -> None:
     """Reject folders outside `root`, and names that lead out of their folder."""
     check_path("output_root", root)
-    if not str(root.resolve()).isprintable():  # the run's own YAML could not be read again
-        allowed = "a folder without control characters in its path"
-        raise ConfigError(key="output_root", value=str(root.resolve()), allowed=allowed)
     if values.get("task_name") == "":
         raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
     for path, key, value in walk_leaves(values):

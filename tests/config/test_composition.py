@@ -301,12 +301,6 @@ def test_a_missing_extra_is_one_line_and_the_pip_command(
     assert exit_code(error.value) == 3
 
 
-def test_a_word_that_is_a_file_here_is_said_to_be_one(empty_folder: Path) -> None:
-    Path("vit.yaml").touch()
-    with pytest.raises(UsageError, match=r"did you mean the file vit\.yaml here\?"):
-        compose(recipe="vit")
-
-
 def test_every_extra_is_declared() -> None:
     text = (RECIPES.parent / "pyproject.toml").read_text()
     declared = tomllib.loads(text)["project"]["optional-dependencies"]
