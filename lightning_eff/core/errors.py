@@ -212,21 +212,11 @@ class RankError(Exception):
         self.exit_code = exit_code
 
 
-class SweepRunError(Exception):
+class SweepRunError(RankError):
     """A run of a sweep failed in another process, or returned nothing to its sweeper.
 
-    Args:
-        text: The run's error, with the path of its traceback.
-        exit_code: The run's exit code.
+    The text has the run's error, with the path of its traceback.
     """
-
-    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.exit_code)
 
 
 class RunOutOfMemoryError(Exception):

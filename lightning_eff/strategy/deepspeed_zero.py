@@ -54,7 +54,7 @@ from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
 from lightning_eff.strategy import _zero_config as zero_config
 from lightning_eff.strategy._shared import fabric_checkpoint
-from lightning_eff.strategy._shared.checks import ZERO, check_set_up_with, conflict
+from lightning_eff.strategy._shared.checks import ZERO, conflict
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
 from lightning_eff.strategy._zero_engine import (
     EngineOptimizer,
@@ -393,7 +393,6 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         self._check_module(module, is_trained=True)
-        check_set_up_with(ZERO, optimizers)
         if len(optimizers) != 1:
             problem = f"DeepSpeed steps one optimizer, not {len(optimizers)}"
             raise conflict(ZERO, problem, "parameter groups of one optimizer", "FSDP2Fabric()")

@@ -365,7 +365,6 @@ class FSDP2Fabric(FabricStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        checks.check_set_up_with(checks.FSDP2, optimizers)
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
             inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
