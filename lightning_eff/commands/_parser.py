@@ -81,8 +81,6 @@ def _train(verb: Parser) -> None:
     verb.add_argument("-m", "--multirun", action="store_true", help=about)
     about = "print the composed config and stop"
     verb.add_argument("-c", "--cfg", choices=["job", "hydra", "all"], help=about)
-    verb.add_argument("-r", "--resolve", action="store_true", help="with --cfg: with interpolations resolved")
-    verb.add_argument("-p", "--package", metavar="PATH", help="with --cfg: this part of it only")
     topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     about = f"print what Hydra knows about the config and stop: {', '.join(topics)}"
     verb.add_argument("-i", "--info", nargs="?", const="all", choices=topics, metavar="WHAT", help=about)
