@@ -80,10 +80,6 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
         paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
         hint = f"did you mean {' or '.join(paths[:3])}?" if paths else suggest_name(key, TOP_LEVEL)
         return f"{key}: no such key; {hint}"
-    if first.startswith("Multiple values for "):
-        group = first.split()[3].rstrip(".")
-        remedy = f"leave one of them out, or write `override {group}: OPTION`"
-        return f"{group} is set more than once, and takes one option: {remedy}"
     while cause is not None and not str(cause).strip() and cause.__cause__ is not None:
         cause = cause.__cause__
     reason = f" ({str(cause).strip().splitlines()[0]})" if str(error) and str(cause or "").strip() else ""

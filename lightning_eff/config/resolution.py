@@ -56,9 +56,9 @@ def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChai
             group, _, option = str(key).partition("/")
             is_choice = option and group in MULTI_CHOICE_GROUPS
             remedies = [f"{group}=[{option}] or +{group}={option}"] if is_choice else []
-            if group == "experiment":
-                raise _no_experiment(content[key])
             allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
+            if group == "experiment":
+                allowed = "experiment/NAME.yaml in a --config-dir, which begins with `# @package _global_`"
             raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedies)
     for group in MULTI_CHOICE_GROUPS:
         if "_target_" in (cfg.get(group) or {}):
@@ -84,15 +84,6 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
                 remedy = f"{group}=[{','.join([*present, str(option)])}]"
                 allowed = f"one list: Hydra dropped {option!r} and kept {present}"
                 raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
-
-
-def _no_experiment(value: Any) -> ConfigError:
-    """Return the error for an experiment that became a key: its folder or its package line is missing."""
-    if isinstance(value, str):
-        allowed = f"a file experiment/{value}.yaml in a folder that --config-dir names; none has experiments"
-    else:
-        allowed = "a file whose first line is `# @package _global_`, so that its keys are those of a recipe"
-    return ConfigError("experiment", value, allowed=allowed)
 
 
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:

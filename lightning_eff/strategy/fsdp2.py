@@ -283,21 +283,13 @@ class ReductionControl:
 class FSDP2Fabric(FabricStrategy):
     """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
 
+    It has FSDP2's arguments, except for `sync_every_micro_batch`: a loop uses `fabric.no_backward_sync`.
     `fabric.setup(model, optimizer)` gives the optimizer the sharded parameters. Checkpoints have the layout
     of a single device and appear in one step, even without `plugins=[Durable()]`.
 
     Lightning's own ModelParallelStrategy leaves sharding to a user's function. It resumes an optimizer only
     if it was built afterwards, overwrites the previous checkpoint, and leaves reduction off after a
     `no_backward_sync(enabled=False)`.
-
-    Args:
-        blocks: Modules to gather at a time: class names or patterns of module names; None finds the blocks.
-        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for the weights' own.
-        reduce_dtype: Dtype to reduce gradients in; None for the gathered weights' dtype.
-        cpu_offload: Keep shards, gradients and optimizer state on the host, and step there.
-        reshard_after_forward: Free a block's full weights after its forward; False keeps them until its
-            backward, for less communication.
-        checkpoints: `full`, one file, or `sharded`, a folder with a file per rank; any strategy loads both.
 
     Raises:
         CheckpointError: A rank cannot write (the previous checkpoint is unchanged), or a file is damaged.

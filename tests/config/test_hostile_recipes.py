@@ -52,8 +52,8 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
         "defaults:\n  - lm\n  - override precision: atuo\n",
         "mine/no_option.yaml: precision=atuo: no such option; did you mean 'auto'?",
     ),
-    "two_recipes": ("defaults: [lm, baseline]\n", "leave one of them out, or write `override"),
-    "two_options": ("defaults:\n  - baseline\n  - data: text\n", "data is set more than once"),
+    "two_recipes": ("defaults: [lm, baseline]\n", "Multiple values for"),
+    "two_options": ("defaults:\n  - baseline\n  - data: text\n", "Multiple values for data"),
     "unread": (f"{TOP}x: {{a: 1}}\n", "x={'a': 1}: expected a known key"),
 }
 """A recipe's content, and what is said about it."""
