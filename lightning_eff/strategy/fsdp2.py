@@ -49,7 +49,7 @@ from lightning_eff.checkpoint import full_state
 from lightning_eff.checkpoint.sharded import is_sharded_checkpoint
 from lightning_eff.core import rules, shards
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import TO_AUTO_STRATEGY, TO_DDP, TO_TWO_DEVICES, TO_ZERO, Remedy, for_fabric
+from lightning_eff.core.errors import TO_AUTO_STRATEGY, TO_DDP, TO_TWO_DEVICES, TO_ZERO, Remedy
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
@@ -73,7 +73,7 @@ _ONE_DEVICE = Rule(
     remedies=(
         TO_TWO_DEVICES,
         TO_AUTO_STRATEGY,
-        Remedy("strategy.cpu_offload=true", "FSDP2(cpu_offload=True)"),
+        Remedy("strategy.cpu_offload=true", "cpu_offload=True"),
     ),
 )
 
@@ -345,8 +345,7 @@ class FSDP2Fabric(FabricStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         attributes = parameter_attributes(module)
-        with for_fabric():
-            super().setup_module(module)
+        super().setup_module(module)
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             module.to(self.root_device)
         restore_attributes(module, attributes)
@@ -381,10 +380,9 @@ class FSDP2Fabric(FabricStrategy):
         return optimizer
 
     def _check_optimizer(self, optimizer: Optimizer, module: nn.Module | None = None) -> None:
-        with for_fabric():
-            if module is not None:
-                checks.check_optimizer(optimizer, module, "an optimizer of the model's own parameters")
-            rules.raise_rejected(rules.check_rules([FSDP2(), type(optimizer)], {}))
+        if module is not None:
+            checks.check_optimizer(optimizer, module, "an optimizer of the model's own parameters")
+        rules.raise_rejected(rules.check_rules([FSDP2(), type(optimizer)], {}))
 
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
@@ -396,9 +394,8 @@ class FSDP2Fabric(FabricStrategy):
             raise checks.conflict(checks.FSDP2, problem, last)
         self._reduction.is_in_window = False
         result = super().optimizer_step(optimizer, **keywords)
-        with for_fabric():
-            for check in self._divergence:
-                check.compare()
+        for check in self._divergence:
+            check.compare()
         return result
 
     @override
