@@ -104,7 +104,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del node[key]
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
-    _drop_beside_module_optimizer(cfg, explicit, overrides)
+    _drop_beside_module_optimizer(cfg, overrides)
     # A recipe's settings of an option that an override removed from the recipe's list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
@@ -121,7 +121,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del cfg[group]
 
 
-def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides: Sequence[Override]) -> None:
+def _drop_beside_module_optimizer(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """With `optimizer=module`, drop a recipe's own settings of optimizer and scheduler, and log it.
 
     Raises:
@@ -131,25 +131,17 @@ def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides
     if not isinstance(node, DictConfig) or node.get("_target_") != validate.MODULE_OPTIMIZER:
         return
     foreign = [str(key) for key in node if key != "_target_"]
-    for key in foreign:
-        if f"optimizer.{key}" in explicit:
+    unread = [f"optimizer.{key}" for key in foreign] + ["scheduler"] * (cfg.get("scheduler") is not None)
+    for item in overrides:
+        key = str(item.key_or_group)
+        if not item.is_delete() and {key, key.partition(".")[0]} & {*unread}:
             allowed = "nothing beside optimizer=module: the module sets its own, for example as model.lr"
-            raise ConfigError(f"optimizer.{key}", node[key], allowed=allowed, remedies=["optimizer=adamw"])
+            remedies = ["scheduler=none", "optimizer=adamw"]
+            raise ConfigError(key, item.value(), allowed=allowed, remedies=remedies)
     with open_dict(node):
         for key in foreign:
             del node[key]
-    chosen = [item for item in overrides if str(item.key_or_group).partition(".")[0] == "scheduler"]
-    scheduler: Any = cfg.get("scheduler")
-    if scheduler is not None and any(not item.is_delete() for item in chosen):
-        typed = " ".join(str(item.input_line) for item in chosen)
-        raise ConfigError(
-            key="",
-            value=f"{typed} with optimizer=module, which keeps the module's own schedulers",
-            allowed="no scheduler beside it",
-            remedies=["scheduler=none", "optimizer=adamw"],
-        )
-    dropped = [f"optimizer.{key}" for key in foreign] + (["scheduler"] if scheduler is not None else [])
-    if scheduler is not None:
+    if "scheduler" in unread:
         cfg.scheduler = None
-    if dropped:
-        log.warning("optimizer=module keeps the module's own; %s of the recipe left out", ", ".join(dropped))
+    if unread:
+        log.warning("optimizer=module keeps the module's own; %s of the recipe left out", ", ".join(unread))
