@@ -110,10 +110,6 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
         (["train", "lm", "-m", "precision=fp32,fp23"], "precision=fp23: no such option"),
         (["train", "lm", "model=my.Net"], "try: model._target_=my.Net"),
         (["train", "lm", "+callbacks=micro_batch,tiled_mlp"], "try: +callbacks=[micro_batch,tiled_mlp]"),
-        (
-            ["plan", "lm", "launch=ray", "launch.workers=0"],
-            "launch.workers=0: expected a whole number of at least 1",
-        ),
         (["train", "lm", "ckpt_path=last"], "a checkpoint; there is none under outputs/lm"),
         (["train", "lm", "model.num_heads=5"], "model: d_model=192 must be a multiple of 2 * num_heads = 10"),
         (["train", "lm", "trainer.accelerator=gpuu"], "trainer: You selected an invalid accelerator name"),

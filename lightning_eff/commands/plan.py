@@ -25,7 +25,7 @@ from lightning_eff.core.text import (
     print_json,
     text_table,
 )
-from lightning_eff.launch.job import num_ranks
+from lightning_eff.launch.job import check_local, num_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -63,15 +63,15 @@ def main(options: argparse.Namespace) -> int:
     from lightning_eff.config.ckpt_path import find_checkpoint, task_folder, with_base
     from lightning_eff.core.rules import raise_rejected
     from lightning_eff.kernels import devices
-    from lightning_eff.launch.ray import as_devices
     from lightning_eff.planner.forecast import DeviceMemory
     from lightning_eff.run import build_trainer
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
         words = [*options.overrides, *words]
-        return as_devices(compose_recipe(options.recipe, words, path, writes=False).values)
+        return compose_recipe(options.recipe, words, path, writes=False).values
 
-    values = as_devices(composed.values)
+    values = composed.values
+    check_local(values, "plan as many trainer.devices as there are workers")
     ckpt_path = find_checkpoint(values, task_folder(values, options.recipe))
     with_base(values, ckpt_path)
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which may be JSON
