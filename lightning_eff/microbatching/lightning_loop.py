@@ -277,7 +277,8 @@ class ExactStep(_AutomaticOptimization):
     ) -> ClosureResult:
         """Run a forward pass, and scale the loss of `part` as a summand of the window's."""
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
-        output = self._training_step_output(arguments)
+        with self.uneven.without_trace() if self.uneven.is_idle else nullcontext():
+            output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
         returned = output
         if self.weigh is not None:
@@ -314,8 +315,7 @@ class ExactStep(_AutomaticOptimization):
     def _training_step_output(self, arguments: Arguments) -> Any:
         is_guarded = self.may_have_several_passes
         guard = register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext()
-        repeated = self.uneven.without_trace() if self.uneven.is_idle else nullcontext()
-        with guard, self.around_training_step(), repeated:
+        with guard, self.around_training_step():
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -9,14 +9,14 @@ DistributedSampler fills up.
 
 Why not torch's `Join`: it wraps the training loop, which is Lightning's, and knows DDP only.
 
-Private names of Lightning (`_combined_loader`, `_DataLoaderIterDataFetcher`) are those of 2.6.6.
+Private names of Lightning (`_combined_loader`, `_evaluation_step`, ...) are those of 2.6.6.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,7 +74,8 @@ class UnevenRanks:
         return [
             (fit_loop, "setup_data", self._setup_lengths),
             (fit_loop.epoch_loop, "advance", self._advance),
-            (fit_loop.epoch_loop.val_loop, "run", self._validate),
+            (fit_loop.epoch_loop.val_loop, "on_run_start", self._begin_validation),
+            (fit_loop.epoch_loop.val_loop, "_evaluation_step", self._evaluate),
         ]
 
     def install(self) -> None:
@@ -157,15 +158,20 @@ class UnevenRanks:
             if not torch.equal(buffer, value):  # writing to others would stop their recomputation
                 buffer.data.copy_(value)
 
-    def _validate(self) -> Any:
-        """Run Lightning's validation, in which ranks of DDP need not wait for each other before its end."""
+    def _begin_validation(self) -> None:
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
-        if not isinstance(model, DistributedDataParallel):
-            return type(validation).run(validation)
-        take_buffers(model)  # once; DDP would do it in each forward pass
-        with without_collectives(model):
-            return type(validation).run(validation)
+        if isinstance(model, DistributedDataParallel):
+            take_buffers(model)  # once; DDP would do it in each forward pass
+        type(validation).on_run_start(validation)
+
+    def _evaluate(self, *args: Any) -> None:
+        """Evaluate a batch without waiting for other ranks, which may have no more of them."""
+        validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
+        model = self._trainer.strategy.model
+        is_ddp = isinstance(model, DistributedDataParallel)
+        with without_collectives(model) if is_ddp else nullcontext():
+            type(validation)._evaluation_step(validation, *args)  # noqa: SLF001
 
     def _agree(self, *own: float) -> tuple[list[float], list[float]]:
         """Return the smallest and the largest of each number over the ranks; all of them call it."""
