@@ -38,7 +38,7 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "option": ("defaults:\n  - lm\n  - override logger: circle\n", "/mine/option.yaml or "),
     "seven": ("# a recipe\ndefaults: 7\n", "defaults must be a list"),
     "entry": ("defaults:\n  - lm\n  - 7\n", "Unsupported type in defaults : int"),
-    "listed": ("defaults:\n  - {model: [7]}\n", "Unsupported item type"),
+    "listed": ("defaults:\n  - {model: [7]}\n", "nested list items must be strings"),
     "empty": ("", "mine/empty.yaml:1: expected lines of key: value"),
     "folderless": ("seed: 1\n", "output_root=None: expected a folder; a recipe that builds on baseline"),
     "unset": (f"{TOP}output_root: ${{oc.env:NO_SUCH_VARIABLE}}\n", "'NO_SUCH_VARIABLE' not found"),
