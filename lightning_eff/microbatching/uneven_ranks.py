@@ -124,7 +124,7 @@ class UnevenRanks:
             StopIteration: No rank has one.
             ConfigError: A rank has never had one.
         """
-        batch = next(self._fetcher, None)
+        batch: Any = next(self._fetcher, None)
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         if batch is not None and batch[0] is not None:  # a loader may give None, which is skipped
             self._last = batch
