@@ -7,7 +7,6 @@ Hydra.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import os
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_eff.commands import _completion, _parser
-from lightning_eff.core.errors import EXIT_FAILED, EXIT_OK, exit_code, keep_overrides, root_cause_line
+from lightning_eff.core.errors import EXIT_OK, exit_code, keep_overrides, root_cause_line
 from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import printable
 
@@ -59,30 +58,14 @@ def run() -> NoReturn:
     When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, with plain DDP too, and the
     exit code would report a failure. So a rank exits right after the libraries' exit handlers.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # `>&-`: the process was started without it
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
-        with contextlib.suppress(AttributeError):  # the caller's own stream
-            getattr(sys, name).reconfigure(errors="backslashreplace")  # for characters that the locale lacks
     code = main()
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        sys.exit(_passed_on(code))
+        sys.exit(code)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - loggers of services finish here
-    os._exit(_passed_on(code))
-
-
-def _passed_on(code: int) -> int:
-    """Return the exit code once the output is written, or a failure's if it cannot be written."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError as error:  # a full disk, or a pipe whose reader has exited
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"error: {root_cause_line(error)}\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # do not try to write the rest again
-        return code or EXIT_FAILED
-    return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -12,9 +12,9 @@ The loop is microbatching/lightning_loop.py; the gradient is divided in
 microbatching/window.py.
 
 On several ranks whose loaders give different numbers of batches (streams, WebDataset, uneven shards), a rank
-without a batch waits with weight 0 until the last one has none; all ranks count the same steps, and end
-epochs and validation together. `num_batches=1` does this alone. There ranks count by samples or by weights,
-where else, without weights, they count alike.
+without a batch repeats its last one with weight 0 until no rank has one. So all ranks count the same steps
+and end epochs together. `num_batches=1` does this alone. There ranks count by samples or by weights;
+elsewhere, without weights, they count equally.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
 `trainer.estimated_stepping_batches` counts with its first size: set `max_steps`.
@@ -26,8 +26,7 @@ Costs: a step waits for all its batches. With weights that are tensors on a GPU,
 When not: the batch fits: one large batch is faster.
 Conflicts: a loss that is no mean over samples, `optimizer.step()` in `training_step`, optimizers that
     evaluate the closure again (LBFGS, SAM), manual optimization, Lightning's own `accumulate_grad_batches`
-    and GradientAccumulationScheduler, its DeepSpeedStrategy (which accumulates itself), and ranks with
-    different numbers of batches under anything but DDP, all rejected.
+    and GradientAccumulationScheduler, and its DeepSpeedStrategy (which accumulates itself), all rejected.
 Source: the exact gradient of a weighted mean; what Lightning computes instead:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """

@@ -58,7 +58,6 @@ class AtomicFiles(CheckpointIO):
 
     Args:
         asynchronous: Write in a thread, from a copy of the state at the call.
-        require_digest: Reject checkpoints without a digest.
 
     Raises:
         CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
@@ -66,9 +65,8 @@ class AtomicFiles(CheckpointIO):
     """
 
     @check_arguments
-    def __init__(self, *, asynchronous: bool = False, require_digest: bool = False) -> None:
+    def __init__(self, *, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
-        self.require_digest = require_digest
         self._statistics = Statistics()
         self._own_files: set[Path] = set()  # written, or loaded with a digest: safe to remove
         self._own_folders: set[Path] = set()  # folders that this run saves to
@@ -179,9 +177,6 @@ class AtomicFiles(CheckpointIO):
                     state = load_plain(file, map_location="cpu" if map_location is None else map_location)
                 finally:
                     has_digest = verified.result() is not None
-            if not has_digest and self.require_digest:
-                remedy = Remedy("checkpoint_io.require_digest=false", "Durable(require_digest=False)")
-                raise CheckpointError(f"it has no SHA-256, and require_digest=True\n  try: {remedy}")
             if has_digest:
                 self._count_verified(target)
             else:

@@ -35,19 +35,7 @@ from lightning_eff.core.text import human_bytes
 TEMPORARY = re.compile(r"\.durable-[0-9a-f]{16}\.tmp")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_FEWER = "keep fewer checkpoints: ModelCheckpoint(save_top_k=1)"
-_ELSEWHERE = "a writable folder: ModelCheckpoint(dirpath=...), output_root=..."
-REMEDIES = {
-    errno.ENOSPC: f"free some space, or {_FEWER}",
-    errno.EDQUOT: f"free some of your quota, or {_FEWER}",
-    errno.EFBIG: "allow larger files: ulimit -f unlimited",
-    errno.EACCES: _ELSEWHERE,
-    errno.EPERM: _ELSEWHERE,
-    errno.EROFS: _ELSEWHERE,
-    errno.ENOTDIR: _ELSEWHERE,
-    errno.EIO: "check the system log for errors of this disk before writing more to it",
-    errno.ENAMETOOLONG: "a shorter name: ModelCheckpoint(filename=...)",
-}
+REMEDY = "free some space, keep fewer checkpoints, or choose another folder: ModelCheckpoint(dirpath=...)"
 
 
 @dataclass(frozen=True)
@@ -199,10 +187,9 @@ def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
         folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
         left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
         needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)
-        remedy = REMEDIES.get(error.errno or 0)
-        lines = [f"checkpoint {path} was not saved: {error.strerror or error}"]
-        lines += [f"  it needs {needed}, {free} are free; {left}", *([f"  try: {remedy}"] if remedy else [])]
-        raise CheckpointError("\n".join(lines)) from error
+        text = f"checkpoint {path} was not saved: {error.strerror or error}"
+        text += f"\n  it needs {needed}, {free} are free; {left}\n  try: {REMEDY}"
+        raise CheckpointError(text) from error
 
 
 def _open_temporary(folder: Path) -> tuple[int, Path]:

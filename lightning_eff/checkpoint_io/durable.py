@@ -44,7 +44,6 @@ class Durable(AtomicFiles):
     Args:
         asynchronous: Write in a thread, from a copy of the state at the call. A save after the end of a run
             is synchronous, since nothing would wait for it.
-        require_digest: Reject checkpoints without a digest, such as stock Lightning's.
 
     Raises:
         CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
@@ -53,7 +52,6 @@ class Durable(AtomicFiles):
 
     Warns:
         CheckpointWarning: A checkpoint without a digest was loaded, a file that this plugin did not write was
-            not removed, hyperparameters are dropped, or the first checkpoint holds other objects.
             not removed, hyperparameters are left out, or the first checkpoint holds other objects.
 
     Example:

@@ -6,7 +6,6 @@ Nothing here imports torch, Lightning or Hydra, so that `--help` and completion 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from typing_extensions import override
 
 from lightning_eff import __version__
 from lightning_eff.commands._recipe_file import find_recipe
-from lightning_eff.config.habits import proposals
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, suggest_name
 from lightning_eff.core.text import parse_bytes
@@ -31,11 +29,6 @@ ABOUT = """\
 overrides are Hydra's: key=value, group=option, +callbacks=name
 lightning-eff VERB --help shows a verb's options and examples
 """
-VERB_HABITS = {
-    "fit": "train", "run": "train", "finetune": "train", "resume": "train", "eval": "validate",
-    "evaluate": "validate", "infer": "predict", "list": "ls",
-}  # fmt: skip
-"""Other tools' verbs, and the equivalent verb here."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,9 +42,7 @@ class Parser(argparse.ArgumentParser):
         choice = re.match(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
         if choice is not None:
             known = re.findall(r"[\w-]+", choice[3])
-            habit = VERB_HABITS.get(choice[2], "")
-            hint = f"did you mean {habit!r}?" if habit in known else suggest_name(choice[2], known)
-            message = f"{choice[1]}; {hint}"
+            message = f"{choice[1]}; {suggest_name(choice[2], known)}"
         raise UsageError(f"{self.prog.rpartition(' ')[2]}: {message}\n  try: {self.prog} --help")
 
 
@@ -90,8 +81,6 @@ def _train(verb: Parser) -> None:
     verb.add_argument("-m", "--multirun", action="store_true", help=about)
     about = "print the composed config and stop"
     verb.add_argument("-c", "--cfg", choices=["job", "hydra", "all"], help=about)
-    verb.add_argument("-r", "--resolve", action="store_true", help="with --cfg: with interpolations resolved")
-    verb.add_argument("-p", "--package", metavar="PATH", help="with --cfg: this part of it only")
     topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     about = f"print what Hydra knows about the config and stop: {', '.join(topics)}"
     verb.add_argument("-i", "--info", nargs="?", const="all", choices=topics, metavar="WHAT", help=about)
@@ -338,13 +327,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options, rest = top.parse_known_args(words, argparse.Namespace(json=False, debug=False))
     parser = parsers.get(options.verb, top)
     unknown = [word for word in rest if word.startswith("-")]
-    if unknown and parser.takes in OF_RECIPES and (meant := as_overrides(rest)):
-        name = unknown[0].partition("=")[0]
-        raise UsageError(
-            f"{options.verb}: {name}: settings are overrides, without dashes\n  try: {' '.join(meant)}"
-        )
     if unknown:
-        parser.error(f"unknown option {unknown[0]!r}; {suggest_name(unknown[0], option_names(parser))}")
+        hint = " (settings have no dashes: key=value)" if parser.takes in OF_RECIPES else ""
+        names = suggest_name(unknown[0], option_names(parser))
+        parser.error(f"unknown option {unknown[0]!r}{hint}; {names}")
     if options.verb is None:
         return options
     options.arguments = list(words)
@@ -379,35 +365,3 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -
         recipes = [f"{options.run}/{catalog.RESOLVED}"] if options.run else recipes
     options.given = recipes[0]
     options.recipe, options.config_dir = find_recipe(options.verb, recipes[0], options.config_dir)
-
-
-def as_overrides(words: Sequence[str]) -> list[str]:
-    """Return the overrides that options like `--trainer.max_steps 5` mean; empty if one is not a setting.
-
-    Example:
-        >>> as_overrides(["--trainer.max_steps", "5", "--lr=0.1"]), as_overrides(["--rounds", "3"])
-        (['trainer.max_steps=5', 'optimizer.lr=0.1'], [])
-    """
-    recipes = {entry.name for entry in catalog.recipes()}
-    found: list[str] = []
-    for word, following in itertools.pairwise([*words, "-"]):
-        if not word.startswith("-"):
-            continue
-        name, has_value, value = word.lstrip("-").partition("=")
-        is_flag = following.startswith(("-", "~")) or "=" in following or following in recipes
-        meant = _setting(name.replace("-", "_"), value if has_value else "true" if is_flag else following)
-        if not meant:
-            return []
-        found.append(meant)
-    return found
-
-
-def _setting(key: str, value: str) -> str:
-    """Return the override that sets a key, which may be another tool's name; empty if there is none."""
-    habits = proposals(key, value)
-    if len(habits) == 1:
-        return habits[0]
-    own = {folder.name for folder in catalog.CONF.iterdir() if folder.is_dir()}
-    own |= {name for name, _, _ in catalog.yaml_parameters(catalog.CONF / "run.yaml")}
-    is_known = bool(habits) or key.partition(".")[0] in own  # if a key has several habits, `train` lists all
-    return f"{key}={value}" if is_known else ""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_eff.core import catalog
 from lightning_eff.core.errors import UsageError, check_path, suggest_name
 
 SUFFIX = ".yaml"
-OF_RUNS = ("validate", "test", "predict", "generate")
-"""Verbs that accept a run's folder instead of a recipe."""
 
 
 def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, list[str]]:
@@ -27,10 +24,10 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
         ('lm', ['mine'])
         >>> find_recipe("train", "lm.yaml", [])
         Traceback (most recent call last):
-        lightning_eff.core.errors.UsageError: train: there is no file lm.yaml here...
+        lightning_eff.core.errors.UsageError: train: there is no file lm.yaml; of recipes there are none
     """
     folders = list(config_dir)
-    if "/" not in word and not word.endswith((SUFFIX, ".yml")):
+    if "/" not in word and not word.endswith(SUFFIX):
         return word, folders
     check_path("RECIPE", word)
     file = Path(f"{word.removesuffix(SUFFIX)}{SUFFIX}")
@@ -38,7 +35,8 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
         return file.stem, [str(file.parent), *folders]
     if any(Path(folder, file).is_file() for folder in folders):
         return word.removesuffix(SUFFIX), folders
-    raise UsageError(f"{verb}: {_missing(verb, word, file)}")
+    found = [each.stem for each in file.parent.glob(f"*{SUFFIX}")]
+    raise UsageError(f"{verb}: there is no file {file}; of recipes {suggest_name(file.stem, found)}")
 
 
 def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
@@ -50,21 +48,3 @@ def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
     """
     own = str(Path(word).parent) if "/" in word or word.endswith(SUFFIX) else None
     return [word, *(part for folder in config_dir if folder != own for part in ("--config-dir", folder))]
-
-
-def _missing(verb: str, word: str, file: Path) -> str:
-    """Return the error for a missing file, with the recipes that exist instead."""
-    path = Path(word)
-    found = [each.stem for each in (path if path.is_dir() else file.parent).glob(f"*{SUFFIX}")]
-    if path.is_dir():
-        a_run = (
-            f"neither a run's folder, which would have a {catalog.RESOLVED}, nor"
-            if verb in OF_RUNS
-            else "not"
-        )
-        return f"{word} is a folder, {a_run} a recipe's file; of recipes in it {suggest_name('', found)}"
-    if path.suffix == ".yml" and path.is_file():
-        return f"{word}: a recipe's file ends in {SUFFIX}\n  try: mv {word} {path.with_suffix(SUFFIX)}"
-    if file.parent == Path() and file.stem in [entry.name for entry in catalog.recipes()]:
-        return f"there is no file {file} here\n  try: lightning-eff {verb} {file.stem}"
-    return f"there is no file {file}; of recipes {suggest_name(file.stem, found)}"

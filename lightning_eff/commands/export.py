@@ -9,6 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_eff import run
+from lightning_eff.adapters import adapter_checkpoint as adapter_state
+from lightning_eff.adapters import export as adapter_export
+from lightning_eff.checkpoint import stored_weights
+from lightning_eff.checkpoint.atomic_write import atomic_folder
+from lightning_eff.checkpoint.stored_weights import newest_valid
+from lightning_eff.config.composition import compose_recipe
+from lightning_eff.config.recipes import RecipePath
+from lightning_eff.config.validate import check_inside
+from lightning_eff.core.catalog import RESOLVED
 from lightning_eff.core.errors import (
     EXIT_OK,
     CheckpointError,
@@ -17,6 +27,7 @@ from lightning_eff.core.errors import (
     check_path,
     suggest_name,
 )
+from lightning_eff.core.model_surgery import CastsFrozen
 from lightning_eff.core.text import human_bytes, print_json, printable
 
 
@@ -27,12 +38,14 @@ def main(options: argparse.Namespace) -> int:
     named = {"--output-root": options.output_root, "RUN": options.word, "--checkpoint": options.checkpoint}
     for key, value in named.items():
         check_path(key, value)
-    from lightning_eff.config.validate import check_inside
-
     root = Path(options.output_root)
     run_dir = _find_run(options.word, root)
-    path = _find_checkpoint(options.word, run_dir, options.checkpoint)
-    values = _read_values(run_dir)
+    path = newest_valid(run_dir) if options.checkpoint == "last" else Path(options.checkpoint)
+    if path is None or not path.exists():
+        allowed = f"an existing checkpoint, or last with a complete one in {run_dir}"
+        raise ConfigError(key="--checkpoint", value=options.checkpoint, allowed=allowed)
+    # The run's own config, checked like a config for training.
+    values = compose_recipe(Path(RESOLVED).stem, [], RecipePath((run_dir.resolve(),)), writes=False).values
     is_adapted = "peft_adapter" in (values.get("callbacks") or {})
     kind = "adapter" if is_adapted and not options.merge else "model"
     out = Path(options.out) if options.out else run_dir / "export" / kind
@@ -54,9 +67,6 @@ def main(options: argparse.Namespace) -> int:
 
 def _find_run(run: str, root: Path) -> Path:
     """Return a run's folder: the named one, or the folder of a recipe's newest run."""
-    from lightning_eff.checkpoint.stored_weights import newest_valid
-    from lightning_eff.core.catalog import RESOLVED
-
     folder = Path(run)
     if (folder / RESOLVED).is_file():
         return folder
@@ -66,51 +76,12 @@ def _find_run(run: str, root: Path) -> Path:
         return newest.parent.parent
     # A folder without runs, for example a cache, does not belong to a recipe.
     recipes = {path.parents[1].name for path in root.glob(f"*/*/{RESOLVED}")}
-    has_runs = is_inside and (root / run).is_dir()
-    hint = f"{root / run} has no complete checkpoint" if has_runs else suggest_name(run, recipes)
-    allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with runs in {root}; {hint}"
-    raise ConfigError(key="RUN", value=run, allowed=allowed)
-
-
-def _find_checkpoint(run: str, folder: Path, which: str) -> Path:
-    """Return the checkpoint that `--checkpoint` names."""
-    from lightning_eff.checkpoint.stored_weights import newest_valid
-
-    if which != "last":
-        if not Path(which).exists():
-            allowed = "last, or an existing checkpoint"
-            raise ConfigError(key="--checkpoint", value=which, allowed=allowed)
-        return Path(which)
-    last = newest_valid(folder)
-    if last is None:
-        allowed = f"a run with a complete checkpoint; there is none in {folder / 'checkpoints'}"
-        raise ConfigError(key="RUN", value=run, allowed=allowed)
-    return last
-
-
-def _read_values(run_dir: Path) -> dict[str, Any]:
-    """Return the config that a run was built from, checked like a config for training."""
-    from lightning_eff.config.strict_yaml import read_yaml
-    from lightning_eff.config.validate import TOP_LEVEL, check_config_values, check_folders
-    from lightning_eff.core.catalog import RESOLVED
-
-    values = read_yaml(run_dir / RESOLVED, expect_mapping=True).content
-    unknown = [str(key) for key in values if key not in TOP_LEVEL]
-    if unknown:
-        allowed = f"a known key; {suggest_name(unknown[0], TOP_LEVEL)}"
-        raise ConfigError(unknown[0], values[unknown[0]], allowed=allowed)
-    check_config_values(values)
-    check_folders(values, Path(values["output_root"]))
-    return values
+    allowed = f"a run's folder (it has a {RESOLVED}), or a recipe with a complete checkpoint in {root}; "
+    raise ConfigError(key="RUN", value=run, allowed=allowed + suggest_name(run, recipes))
 
 
 def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is_adapted: bool) -> list[str]:
     """Build the run's model, load its checkpoint and write all files in one step; return remarks."""
-    from lightning_eff import run
-    from lightning_eff.adapters import export as adapter_export
-    from lightning_eff.checkpoint.atomic_write import atomic_folder
-    from lightning_eff.core.model_surgery import CastsFrozen
-
     model: Any = run.model_again(values)
     notes = _load(model, path, is_adapted=is_adapted)
     try:
@@ -135,9 +106,7 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
 
 
 def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
-    from lightning_eff.adapters import adapter_checkpoint as adapter_state
-
-    checkpoint = _read_checkpoint(path)
+    checkpoint = stored_weights.checkpoint(path)
     fingerprint = adapter_state.Fingerprint(exact=False)
     try:
         if is_adapted:
@@ -149,14 +118,3 @@ def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
     count = len(fingerprint.others)
     differ = f"quantized on this device, {count} tensor{'s' * (count != 1)} of the base differ in some bits"
     return [f"{differ}; all other frozen tensors match"] if count else []
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    from lightning_eff.checkpoint import stored_weights
-
-    try:
-        return stored_weights.checkpoint(path)
-    except CheckpointError as error:
-        reason, *remedies = str(error).split("\n  try: ")
-        allowed = f"a checkpoint of tensors and plain values ({reason})"
-        raise ConfigError(key="--checkpoint", value=str(path), allowed=allowed, remedies=remedies) from error

@@ -16,7 +16,7 @@ from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
 from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, ConfigError, UsageError, keep_overrides, suggest_name
+from lightning_eff.core.errors import EXIT_OK, ConfigError, keep_overrides, suggest_name
 from lightning_eff.core.text import (
     UNITS,
     WIDTH,
@@ -25,7 +25,7 @@ from lightning_eff.core.text import (
     print_json,
     text_table,
 )
-from lightning_eff.launch.job import num_ranks
+from lightning_eff.launch.job import check_local, num_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
-ANY_OTHER = "device.memory=40GiB"
-"""How to specify the memory of a GPU that is not in the table."""
 OF_THIS_MACHINE = ("machine/", "run/cpu", "run/cuda", "run/one_device", "run/many_devices")
 """Facts in rules that another machine may lack."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
@@ -65,15 +63,15 @@ def main(options: argparse.Namespace) -> int:
     from lightning_eff.config.ckpt_path import find_checkpoint, task_folder, with_base
     from lightning_eff.core.rules import raise_rejected
     from lightning_eff.kernels import devices
-    from lightning_eff.launch.ray import as_devices
     from lightning_eff.planner.forecast import DeviceMemory
     from lightning_eff.run import build_trainer
 
     def compose(words: Sequence[str]) -> dict[str, Any]:
         words = [*options.overrides, *words]
-        return as_devices(compose_recipe(options.recipe, words, path, writes=False).values)
+        return compose_recipe(options.recipe, words, path, writes=False).values
 
-    values = as_devices(composed.values)
+    values = composed.values
+    check_local(values, "plan as many trainer.devices as there are workers")
     ckpt_path = find_checkpoint(values, task_folder(values, options.recipe))
     with_base(values, ckpt_path)
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which may be JSON
@@ -129,34 +127,25 @@ def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[
 
     Raises:
         ConfigError: A name or a size is not known.
-        UsageError: There are several devices, or another key of the device.
     """
-    own = [word.partition("=") for word in words if word.startswith(("device=", "device."))]
+    own = dict(word.split("=", 1) for word in words if word.startswith(("device=", "device.memory=")))
+    others = [word for word in words if word.partition("=")[0] not in own]
     if not own:
-        return None, None, list(words)
+        return None, None, others
     from lightning_eff.kernels import devices
 
-    values: dict[str, str] = {}
-    for key, _, value in own:
-        if key not in ("device", "device.memory") or key in values:
-            raise UsageError(
-                f"plan: {key}={value}: expected one device=NAME and one device.memory=SIZE at most"
-            )
-        values[key] = value
-    others = [word for word in words if not word.startswith(("device=", "device."))]
-    size = values.get("device.memory")
+    size, name = own.get("device.memory"), own.get("device", "").lower()
     try:
         memory_bytes = None if size is None else parse_bytes(size)
     except ValueError as error:
         allowed = f"a size above 0 with its unit, one of {', '.join(UNITS)}"
-        raise ConfigError(key="device.memory", value=size, allowed=allowed, remedies=[ANY_OTHER]) from error
-    if "device" not in values:
+        raise ConfigError(key="device.memory", value=size, allowed=allowed) from error
+    if "device" not in own:
         return devices.unknown_gpu(memory_bytes or 0), memory_bytes, others
-    name, names = values["device"].lower(), [*devices.DEVICES, "cpu"]
+    names = [*devices.DEVICES, "cpu"]
     if name not in names:
-        close = suggest_name(name, names)
-        allowed = f"one of {', '.join(names)}" + (f"; {close}" if close.startswith("did") else "")
-        remedies = [f"{ANY_OTHER} for any other GPU"]
+        allowed = f"a name that is known; {suggest_name(name, names)}"
+        remedies = ["device.memory=40GiB for any other GPU"]
         raise ConfigError(key="device", value=name, allowed=allowed, remedies=remedies)
     return devices.named(name), memory_bytes, others
 

@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     path = RecipePath.of(options.config_dir)
     with recipe_app(options.recipe, options.overrides, path) as app:
         if options.cfg or options.info:
-            app.show(options.cfg, info=options.info, package=options.package, resolve=options.resolve)
+            app.show(options.cfg, info=options.info)
             return EXIT_OK  # before a log handler is added: Hydra adds one, and would print twice
         configure_logging(launch)
         job = Job(options.recipe, path, launch, as_json=options.json, is_sweep=options.multirun)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle  # to detect objects that cannot reach another process: nothing is unpickled here
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,7 +45,7 @@ def compare(
         seed: Seed of each process before it builds.
 
     Raises:
-        ConfigError: `max_steps` or `rounds` is too small, or `build` cannot be called in another process.
+        ConfigError: `max_steps` or `rounds` is too small.
 
     Example:
         >>> compare(list, {}, max_steps=2)  # compare(build, {"bf16": {"precision": "bf16-mixed"}})
@@ -62,11 +61,6 @@ def compare(
         )
         for name, own in {BASELINE: {}, **trials}.items()
     ]
-    try:
-        pickle.dumps([trial.train for trial in planned])
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        allowed = f"a function of a module or script, and keywords that another process can receive ({error})"
-        raise ConfigError(key="build", value=getattr(build, "__qualname__", build), allowed=allowed) from None
     with tempfile.TemporaryDirectory(prefix="compare-") as results:
         comparison = TrialRounds(Path(results), limit_s)
         for _ in range(rounds):

@@ -71,9 +71,8 @@ def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
     if not path.exists():
         raise ConfigError(key="ckpt_path", value=ckpt_path, allowed="an existing checkpoint, last or auto")
     if path.is_dir() and not sharded.is_sharded_checkpoint(path):
-        kind, *remedies = sharded.NO_INDEX.split("\n  try: ")
-        allowed = f"a checkpoint; this is {kind}"
-        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed, remedies=remedies)
+        allowed = f"a checkpoint; this is a folder without {sharded.INDEX}"
+        raise ConfigError(key="ckpt_path", value=ckpt_path, allowed=allowed)
     return path
 
 
@@ -239,21 +238,14 @@ def _best(newest: Path) -> Path:
     listed = recorded.values() if isinstance(recorded, Mapping) else ()
     states = [state for state in listed if isinstance(state, Mapping) and "best_model_path" in state]
     monitored = [state for state in states if state.get("monitor") is not None]
-    if len(monitored) != 1:
-        allowed = f"a run that monitors a metric; {MONITOR} was null in that of {newest}"
-        remedies = [f"{MONITOR}=val_loss when you train", "ckpt_path=last"]
-        if monitored:
-            names = ", ".join(str(state["monitor"])[:60] for state in monitored)
-            allowed = f"a path: several metrics were monitored ({names})"
-            remedies = [f"ckpt_path={newest.parent}/NAME.ckpt"]
-        raise ConfigError(key="ckpt_path", value="best", allowed=allowed, remedies=remedies)
-    best, own = (Path(str(monitored[0].get(key) or "")) for key in ("best_model_path", "dirpath"))
     # The run may have been moved, and text from a checkpoint is not trusted as a path: only the name is used,
     # in the newest checkpoint's folder. A resumed run that has not improved yet names a file of the previous
     # run.
-    found = newest.parent / best.name
-    if best.parent == own and best.name and found.exists():
-        return found
-    reason = f"it was {best}, which is not beside {newest}" if best.name else f"{newest} names none"
-    allowed = f"a run whose best checkpoint is in its folder; {reason}"
-    raise ConfigError(key="ckpt_path", value="best", allowed=allowed, remedies=["ckpt_path=PATH"])
+    if len(monitored) == 1:
+        best, own = (Path(str(monitored[0].get(key) or "")) for key in ("best_model_path", "dirpath"))
+        found = newest.parent / best.name
+        if best.parent == own and best.name and found.exists():
+            return found
+    allowed = f"a run that monitors one metric, with its best checkpoint in {newest.parent}"
+    remedies = [f"{MONITOR}=val_loss when you train", "ckpt_path=PATH"]
+    raise ConfigError(key="ckpt_path", value="best", allowed=allowed, remedies=remedies)

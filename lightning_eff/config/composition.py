@@ -159,7 +159,7 @@ class RecipeApp:
         """Let Hydra run every job of the sweep."""
         self._hydra.multirun(self.recipe, job, self._lines)
 
-    def show(self, cfg: str | None, *, info: str | None, package: str | None, resolve: bool) -> None:
+    def show(self, cfg: str | None, *, info: str | None) -> None:
         """Print the composed config or, with `info`, Hydra's information about it.
 
         Keys and choices are checked. Classes are not, since that would import them.
@@ -167,13 +167,10 @@ class RecipeApp:
         with _habits_explained(self.overrides):
             check_keys(self.config(), self.overrides, self.chain)
         with _explained():
-            try:
-                if info is not None:
-                    self._hydra.show_info(info, self.recipe, self._lines)
-                else:
-                    self._hydra.show_cfg(self.recipe, self._lines, cfg, package, resolve)
-            except SystemExit as end:  # it has printed its reason
-                raise UsageError(f"--package={package}: the config has no such part") from end
+            if info is not None:
+                self._hydra.show_info(info, self.recipe, self._lines)
+            else:
+                self._hydra.show_cfg(self.recipe, self._lines, cfg, None)
 
     def _check(
         self,

@@ -6,7 +6,8 @@ Hydra's advice to append a misspelt key with `+` is left out. `recipes.py` and `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
@@ -17,8 +18,6 @@ from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES, parameter_keys
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, suggest_name
 
-JOB_FILES = {"slurm": "slurm", "k8s": "k8s", "kubernetes": "k8s"}
-"""Launchers that a user may choose, and the kind of job file that `launch` prints for them."""
 AMBIGUOUS = "Ambiguous value for argument '"
 NO_NAME = "Config group override must be a string or a list"
 """Start of two messages of Hydra 1.3: for `callbacks=a,b` and for `precision=16`."""
@@ -36,40 +35,27 @@ def missing_file(
 ) -> UsageError | EnvironmentLacksError:
     """Return the error for a missing option, or a recipe behind one, with the nearest name.
 
-    `documents` are the files that were read, by recipe or option; one of them or an override lists it.
+    `documents` are the files that were read, by recipe or option; one of them, or an override, lists it.
     """
     wanted = str(error.missing_cfg_file)
     for begin, (extra, about) in PLUGINS.items():
         if wanted.startswith(begin):
             text = f"{wanted}: hydra's {about} is missing\n  try: pip install 'lightning-eff[{extra}]'"
             return EnvironmentLacksError(text)
-    places = (place for name in documents for place, file in _listed(name, documents) if file == wanted)
-    where = next((f"{place}: " for place in places), "")
     group, _, option = wanted.rpartition("/")
+    named = re.compile(rf"(?<![\w.]){re.escape(option)}(?![\w.])")
+    listing = (each for each in documents.values() if named.search(_defaults(each)))
+    where = next((f"{each.file}: " for each in listing), "")
     if not group:
         return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, recipes)}")
-    if group == "launch" and option in JOB_FILES:
-        text = f"launch={option}: no such option; its job file is printed"
-        return UsageError(f"{where}{text}\n  try: lightning-eff launch {JOB_FILES[option]} RECIPE")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
     text = f"{where}{group}={option}: no such option; {suggest_name(option, options)}"
     text += f"\n  try: {group}._target_={option}" if "." in option else ""  # a class, as in my_project.Net
     return UsageError(text)
 
 
-def _listed(name: str, documents: Mapping[str, YamlDocument]) -> Iterator[tuple[str, str]]:
-    """Yield each entry in the defaults lists of the files that were read, with FILE:LINE."""
-    document, group = documents[name], name.rpartition("/")[0]
-    for line, entry in document.defaults:
-        if isinstance(entry, str):
-            files = [entry.partition("@")[0]]
-        else:
-            ((key, options),) = entry.items()
-            options = options if isinstance(options, list) else [options]
-            files = [f"{key.split()[-1].partition('@')[0]}/{option}" for option in options if option]
-        for file in files:
-            is_absolute = file.startswith("/") or not group
-            yield f"{document.file}:{line}", file.lstrip("/") if is_absolute else f"{group}/{file}"
+def _defaults(document: YamlDocument) -> str:
+    return str(document.content.get("defaults", "")) if isinstance(document.content, dict) else ""
 
 
 def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
@@ -94,10 +80,6 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
         paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
         hint = f"did you mean {' or '.join(paths[:3])}?" if paths else suggest_name(key, TOP_LEVEL)
         return f"{key}: no such key; {hint}"
-    if first.startswith("Multiple values for "):
-        group = first.split()[3].rstrip(".")
-        remedy = f"leave one of them out, or write `override {group}: OPTION`"
-        return f"{group} is set more than once, and takes one option: {remedy}"
     while cause is not None and not str(cause).strip() and cause.__cause__ is not None:
         cause = cause.__cause__
     reason = f" ({str(cause).strip().splitlines()[0]})" if str(error) and str(cause or "").strip() else ""

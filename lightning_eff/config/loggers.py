@@ -1,15 +1,12 @@
-"""Check that loggers' packages are installed, filter what they log, and close them after a run."""
+"""Keep secrets out of what loggers log, and close them after a run."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_eff.config.validate import EXTRAS, resolve_class
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.core.secret_values import without_secrets
 
 if TYPE_CHECKING:
@@ -17,34 +14,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
 GROUP = "logger"
-PACKAGES = {
-    "lightning.pytorch.loggers.tensorboard.TensorBoardLogger": ("tensorboard", "tensorboardX"),
-    "lightning.pytorch.loggers.wandb.WandbLogger": ("wandb",),
-    "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow",),
-    "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml",),
-}
-"""Lightning's loggers, and the packages of which each needs one; Lightning imports them on first use."""
-
-
-def check_loggers(values: Mapping[str, Any]) -> None:
-    """Check that each logger's package is installed, and that the logger would log something.
-
-    Raises:
-        ConfigError: Comet would log nothing.
-        EnvironmentLacksError: A package is not installed.
-    """
-    for name, node in (values.get(GROUP) or {}).items():
-        for base in resolve_class(f"{GROUP}.{name}", node["_target_"]).__mro__ if node else ():
-            packages = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", ())
-            if "comet_ml" in packages and node.get("online") is False:
-                path = f"{GROUP}.{name}.online"
-                allowed = "null; with false, Lightning 2.6 logs nothing at all"
-                remedies = [f"{path}=null, with COMET_START_ONLINE=false in the environment"]
-                raise ConfigError(path, node["online"], allowed=allowed, remedies=remedies)
-            if packages and not any(_is_installed(package) for package in packages):
-                text = f"{GROUP}={name} needs the package {packages[0]}"
-                text += f"\n  try: pip install 'lightning-eff[{EXTRAS[packages[0]]}]'"
-                raise EnvironmentLacksError(text)
 
 
 def log_no_secrets(logger: Logger) -> Logger:
@@ -85,7 +54,3 @@ def ended(trainer: pl.Trainer) -> Generator[None]:
                 experiment = sys.modules["comet_ml"].get_running_experiment()
                 if experiment is not None:
                     experiment.end()
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -15,11 +15,6 @@ from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS, OPTIONAL_GROUPS
 from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
-REASONS: dict[type[Exception], str] = {
-    RecursionError: "nested too deep",
-    ValueError: "a number with too many digits",
-}
-"""Python errors that Hydra 1.3's parser raises instead of its own."""
 MAX_SHOWN = 100
 """Longest part of an override shown in a message, in characters."""
 
@@ -36,7 +31,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([line])
         except (OverrideParseException, RecursionError, ValueError) as error:
             shown = line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
-            raise UsageError(f"{shown}: {REASONS.get(type(error), NO_OVERRIDE)}{_quoted(line)}") from error
+            raise UsageError(f"{shown}: {NO_OVERRIDE}{_quoted(line)}") from error
     return parsed
 
 

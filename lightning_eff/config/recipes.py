@@ -36,7 +36,10 @@ from lightning_eff.core.errors import ConfigError, UsageError, check_path, sugge
 SEARCH_PATH = "hydra.searchpath"
 EXPERIMENT = "experiment"
 """Group of user files that change several groups of a recipe."""
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError)
+COMPOSITION_ERRORS = (
+    *(HydraException, OmegaConfBaseException, YAMLError),
+    *(ValueError, OSError, RecursionError, AssertionError),
+)
 """Errors that Hydra 1.3 raises for a config that it cannot compose."""
 SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
 RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
@@ -174,8 +177,7 @@ class RecipeLoader(ConfigLoaderImpl):
         name = f"{recipe.removesuffix('.yaml')}.yaml"
         if not (main / name).exists():
             hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
-            is_here = is_file(Path(name))
-            close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, path.names())
+            close = suggest_name(recipe, path.names())
             raise UsageError(f"recipe {recipe!r} does not exist: {close}{hint}")
         register()
         search_path = create_config_search_path(str(main))

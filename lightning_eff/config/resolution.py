@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_eff.config import validate
-from lightning_eff.config.loggers import check_loggers
 from lightning_eff.config.recipes import RecipeChain
 from lightning_eff.config.validate import TOP_LEVEL, check_folders
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
@@ -37,7 +36,6 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
     Raises:
         ConfigError: A key, class, type or path cannot be used, or the config itself contains a secret.
-        EnvironmentLacksError: The package of a logger is not installed.
         OmegaConfBaseException: A value is missing, or cannot be resolved.
     """
     check_keys(cfg, overrides, chain)
@@ -47,7 +45,6 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     values = {str(key): value for key, value in resolved.items()}
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
-    check_loggers(values)
     return keep_variables(values, OmegaConf.to_container(own, resolve=False))
 
 
@@ -59,9 +56,9 @@ def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChai
             group, _, option = str(key).partition("/")
             is_choice = option and group in MULTI_CHOICE_GROUPS
             remedies = [f"{group}=[{option}] or +{group}={option}"] if is_choice else []
-            if group == "experiment":
-                raise _no_experiment(content[key])
             allowed = f"a known key; {suggest_name(str(key), TOP_LEVEL)}"
+            if group == "experiment":
+                allowed = "experiment/NAME.yaml in a --config-dir, which begins with `# @package _global_`"
             raise ConfigError(str(key), content[key], allowed=allowed, remedies=remedies)
     for group in MULTI_CHOICE_GROUPS:
         if "_target_" in (cfg.get(group) or {}):
@@ -71,7 +68,7 @@ def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChai
 
 
 def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Reject a list that contains `none`, and options that Hydra dropped from a list."""
+    """Reject options that Hydra dropped from a list."""
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)
@@ -80,10 +77,6 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
         value = item.value()
         options: list[Any] = value if isinstance(value, list) else [value]
         present = list(cfg.get(group) or {})
-        if NO_LOGGER in options and len(options) > 1:
-            others = ",".join(str(name) for name in options if name != NO_LOGGER)
-            allowed, remedies = f"{NO_LOGGER} alone, or a list of loggers", [f"{group}=[{others}]"]
-            raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=remedies)
         for option in options:
             names = chain.names(group, [str(option)])
             dropped = [name for name in names if name not in present and f"{group}.{name}" not in removed]
@@ -91,15 +84,6 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
                 remedy = f"{group}=[{','.join([*present, str(option)])}]"
                 allowed = f"one list: Hydra dropped {option!r} and kept {present}"
                 raise ConfigError(group, str(item.get_value_string()), allowed=allowed, remedies=[remedy])
-
-
-def _no_experiment(value: Any) -> ConfigError:
-    """Return the error for an experiment that became a key: its folder or its package line is missing."""
-    if isinstance(value, str):
-        allowed = f"a file experiment/{value}.yaml in a folder that --config-dir names; none has experiments"
-    else:
-        allowed = "a file whose first line is `# @package _global_`, so that its keys are those of a recipe"
-    return ConfigError("experiment", value, allowed=allowed)
 
 
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
@@ -120,7 +104,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del node[key]
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
-    _drop_beside_module_optimizer(cfg, explicit, overrides)
+    _drop_beside_module_optimizer(cfg, overrides)
     # A recipe's settings of an option that an override removed from the recipe's list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
@@ -137,7 +121,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del cfg[group]
 
 
-def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides: Sequence[Override]) -> None:
+def _drop_beside_module_optimizer(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """With `optimizer=module`, drop a recipe's own settings of optimizer and scheduler, and log it.
 
     Raises:
@@ -147,25 +131,17 @@ def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides
     if not isinstance(node, DictConfig) or node.get("_target_") != validate.MODULE_OPTIMIZER:
         return
     foreign = [str(key) for key in node if key != "_target_"]
-    for key in foreign:
-        if f"optimizer.{key}" in explicit:
+    unread = [f"optimizer.{key}" for key in foreign] + ["scheduler"] * (cfg.get("scheduler") is not None)
+    for item in overrides:
+        key = str(item.key_or_group)
+        if not item.is_delete() and {key, key.partition(".")[0]} & {*unread}:
             allowed = "nothing beside optimizer=module: the module sets its own, for example as model.lr"
-            raise ConfigError(f"optimizer.{key}", node[key], allowed=allowed, remedies=["optimizer=adamw"])
+            remedies = ["scheduler=none", "optimizer=adamw"]
+            raise ConfigError(key, item.value(), allowed=allowed, remedies=remedies)
     with open_dict(node):
         for key in foreign:
             del node[key]
-    chosen = [item for item in overrides if str(item.key_or_group).partition(".")[0] == "scheduler"]
-    scheduler: Any = cfg.get("scheduler")
-    if scheduler is not None and any(not item.is_delete() for item in chosen):
-        typed = " ".join(str(item.input_line) for item in chosen)
-        raise ConfigError(
-            key="",
-            value=f"{typed} with optimizer=module, which keeps the module's own schedulers",
-            allowed="no scheduler beside it",
-            remedies=["scheduler=none", "optimizer=adamw"],
-        )
-    dropped = [f"optimizer.{key}" for key in foreign] + (["scheduler"] if scheduler is not None else [])
-    if scheduler is not None:
+    if "scheduler" in unread:
         cfg.scheduler = None
-    if dropped:
-        log.warning("optimizer=module keeps the module's own; %s of the recipe left out", ", ".join(dropped))
+    if unread:
+        log.warning("optimizer=module keeps the module's own; %s of the recipe left out", ", ".join(unread))

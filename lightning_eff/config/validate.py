@@ -9,17 +9,17 @@ section may name installed plugins and a sweeper's sampler, and runs no other co
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.utils import _locate  # pyright: ignore[reportPrivateUsage]
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
@@ -63,10 +63,6 @@ EXTRAS = {
     "bitsandbytes": "optimizers",
     "schedulefree": "optimizers",
     "pytorch_optimizer": "optimizers",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet_ml": "comet",
 }
 """Packages that an option may need, and the extra of this package that installs them."""
 WRITTEN_FOLDERS = (
@@ -293,41 +289,23 @@ def resolve_class(path: str, target: object) -> type:
         lightning_eff.core.errors.ConfigError: model._target_='os.system': expected a class, ...
     """
     key = f"{path}._target_"
-    names = target.split(".") if isinstance(target, str) else []
-    if not isinstance(target, str) or len(names) < 2 or not all(name.isidentifier() for name in names):
-        raise ConfigError(key, target, allowed="the dotted name of a class, for example my_project.Net")
-    found: Any = _import_module(key, target, names[0])
-    for count, name in enumerate(names[1:], start=2):
-        if hasattr(found, name):
-            found = getattr(found, name)
-        elif inspect.ismodule(found):
-            public = [attribute for attribute in vars(found) if not attribute.startswith("_")]
-            found = _import_module(key, target, ".".join(names[:count]), public)
-        else:
-            raise ConfigError(key, target, allowed=f"a class; {found!r} has no {name!r}")
+    try:
+        found: Any = _locate(str(target))
+    except (ImportError, ValueError) as error:
+        cause = error.__cause__
+        missing = str(cause.name).partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        if missing in EXTRAS:
+            text = f"{key}={target!r} needs the package {missing}"
+            raise EnvironmentLacksError(
+                f"{text}\n  try: pip install 'lightning-eff[{EXTRAS[missing]}]'"
+            ) from error
+        reason = " ".join(str(error).splitlines()[1:] or [str(error)])
+        allowed = f"a class that can be imported (the current folder is on the import path): {reason}"
+        raise ConfigError(key, target, allowed=allowed) from error
     if isinstance(found, type):
         return found
     kind = "module" if inspect.ismodule(found) else "function" if callable(found) else type(found).__name__
     raise ConfigError(key, target, allowed=f"a class, not a {kind}")
-
-
-def _import_module(key: str, target: str, module: str, siblings: Sequence[str] = ()) -> Any:
-    try:
-        return importlib.import_module(module)
-    except (ImportError, SyntaxError) as error:
-        missing = str(error.name or "") if isinstance(error, ModuleNotFoundError) else None
-        extra = EXTRAS.get((missing or "").partition(".")[0])
-        if extra is not None:
-            text = f"{key}={target!r} needs the package {str(missing).partition('.')[0]}"
-            text += f"\n  try: pip install 'lightning-eff[{extra}]'"
-            raise EnvironmentLacksError(text) from error
-        if not missing or not f"{module}.".startswith(f"{missing}."):  # an import inside the module failed
-            allowed = f"a class that can be imported; importing its module fails: {error}"
-            raise ConfigError(key, target, allowed=allowed) from error
-        parent, _, name = module.rpartition(".")
-        reason = f"{parent} has no {name!r}" if parent else f"no module {module!r}"
-        hint = suggest_name(name, siblings) if siblings else "the current folder is on the import path"
-        raise ConfigError(key, target, allowed=f"a class that can be imported; {reason}: {hint}") from error
 
 
 def check_inside(key: str, value: str, root: Path) -> None:
@@ -342,9 +320,6 @@ def check_inside(key: str, value: str, root: Path) -> None:
 def check_folders(values: Mapping[str, Any], root: Path) -> None:
     """Reject folders outside `root`, and names that lead out of their folder."""
     check_path("output_root", root)
-    if not str(root.resolve()).isprintable():  # the run's own YAML could not be read again
-        allowed = "a folder without control characters in its path"
-        raise ConfigError(key="output_root", value=str(root.resolve()), allowed=allowed)
     if values.get("task_name") == "":
         raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
     for path, key, value in walk_leaves(values):

@@ -48,9 +48,6 @@ MAX_VALUE_CHARACTERS = 300
 """Longest value in a message."""
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
-_in_fabric: ContextVar[bool] = ContextVar("_in_fabric", default=False)
-_FABRIC_NAMES = {"Trainer(": "Fabric(", "FSDP2(": "FSDP2Fabric(", "DeepSpeedZero(": "ZeroFabric("}
-"""Names in a remedy's Python, and the names for a loop of Lightning Fabric."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +72,7 @@ class Remedy:
 
     def __str__(self) -> str:
         """Return the override inside a recipe's run, else the Python."""
-        if _in_recipe.get():
-            return self.override
-        python = self.python
-        for name, fabrics in _FABRIC_NAMES.items() if _in_fabric.get() else ():
-            python = python.replace(name, fabrics)
-        return python
+        return self.override if _in_recipe.get() else self.python
 
 
 TO_ADAMW = Remedy("optimizer=adamw", "OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=...))")
@@ -88,11 +80,11 @@ TO_AUTO_PRECISION = Remedy("precision=auto", "AutoPrecision()")
 TO_BF16_MIXED = Remedy("precision=bf16_mixed", 'AutoPrecision(precision="bf16-mixed")')
 TO_FP32 = Remedy("precision=fp32", 'AutoPrecision(precision="32-true")')
 TO_ONE_BATCH_A_STEP = Remedy("trainer.accumulate_grad_batches=1", "Trainer(accumulate_grad_batches=1)")
-TO_TWO_DEVICES = Remedy("trainer.devices=2", "Trainer(devices=2)")
-TO_AUTO_STRATEGY = Remedy("strategy=auto", 'Trainer(strategy="auto")')
-TO_DDP = Remedy("strategy=ddp", 'Trainer(strategy="ddp")')
-TO_FSDP2 = Remedy("strategy=fsdp2", "FSDP2()")
-TO_ZERO = Remedy("strategy=deepspeed_zero", "DeepSpeedZero()")
+TO_TWO_DEVICES = Remedy("trainer.devices=2", "devices=2")
+TO_AUTO_STRATEGY = Remedy("strategy=auto", 'strategy="auto"')
+TO_DDP = Remedy("strategy=ddp", 'strategy="ddp"')
+TO_FSDP2 = Remedy("strategy=fsdp2", "FSDP2() or FSDP2Fabric()")
+TO_ZERO = Remedy("strategy=deepspeed_zero", "DeepSpeedZero() or ZeroFabric()")
 TO_FULL_CHECKPOINTS = Remedy("strategy.checkpoints=full", 'FSDP2(checkpoints="full")')
 
 
@@ -104,16 +96,6 @@ def keep_overrides() -> Generator[None]:
         yield
     finally:
         _in_recipe.reset(token)
-
-
-@contextmanager
-def for_fabric() -> Generator[None]:
-    """Show remedies with Lightning Fabric's names in texts created inside this context."""
-    token = _in_fabric.set(True)
-    try:
-        yield
-    finally:
-        _in_fabric.reset(token)
 
 
 WORDS = ("null", "true", "false", "nan", "inf", "yes", "no", "on", "off")
@@ -212,21 +194,11 @@ class RankError(Exception):
         self.exit_code = exit_code
 
 
-class SweepRunError(Exception):
+class SweepRunError(RankError):
     """A run of a sweep failed in another process, or returned nothing to its sweeper.
 
-    Args:
-        text: The run's error, with the path of its traceback.
-        exit_code: The run's exit code.
+    The text has the run's error, with the path of its traceback.
     """
-
-    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.exit_code)
 
 
 class RunOutOfMemoryError(Exception):

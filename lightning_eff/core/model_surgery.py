@@ -272,8 +272,6 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
     if blocks is None:
         return repeated_blocks(model)
     named = {name: module for name, module in model.named_modules() if name}
-    if isinstance(blocks, Collection) and not blocks:
-        raise ConfigError(key="blocks", value=blocks, allowed="at least one name, or null for the default")
     if callable(blocks):
         selected = {name for name, module in named.items() if blocks(name, module)}
     else:

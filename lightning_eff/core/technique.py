@@ -189,7 +189,6 @@ class Try:
         excludes: Facts that make a try useless.
         changes: What it changes in the training, besides rounding; `tune` accepts no changes.
         is_advised: Whether the planner's advice may choose it to make a recipe fit.
-        is_advised: Whether the planner's advice may choose it to make a recipe fit.
     """
 
     overrides: tuple[str, ...] = ()

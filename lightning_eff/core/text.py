@@ -14,8 +14,6 @@ from typing import Any
 
 WIDTH = 100
 """Line length of `plan` in characters if stdout is not a terminal."""
-BROKEN_WIDTH = 12
-"""Smallest width of a column of sentences; below it, names are broken first."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 """Units of sizes that a user types, in bytes."""
 
@@ -84,8 +82,8 @@ def line_width(width: int | None = None) -> int | None:
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return a plain-text table whose lines fit the terminal, or `width` if there is no terminal.
 
-    Columns of sentences are wrapped, widest first, down to their longest word. If the table is still too
-    wide, their words are broken, and last the words in columns of names.
+    Columns are wrapped, widest first, down to their longest word. If the table is still too wide, words are
+    broken.
 
     Example:
         >>> print(text_table(["name", "n"], [["a/b", "1"], ["long", "two or three"]], width=13))
@@ -99,20 +97,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     widths = [max(1, *map(len, column)) for column in columns]
     limit = (line_width(width) or sys.maxsize) - 2 * len(widths)
     longest_words = [max(1, *map(len, [title, *" ".join(cells).split()])) for title, *cells in columns]
-    # In a column of names, no cell is longer than its longest word; a title counts as one word.
-    names_whole = [
-        word if word == size else min(word, BROKEN_WIDTH)
-        for word, size in zip(longest_words, widths, strict=True)
-    ]
-    for least in (longest_words, names_whole, [1] * len(widths)):
+    for least in (longest_words, [1] * len(widths)):
         while sum(widths) > limit and widths != least:
             spare = [index for index, size in enumerate(widths) if size > least[index]]
             widths[max(spare, key=widths.__getitem__)] -= 1
-    wrappers = [textwrap.TextWrapper(size) for size in widths]
-    for wrapper in wrappers:
-        # Keep words that fit. Break others after a sign, as in overrides and paths, or anywhere.
-        fits = rf"\S{{1,{wrapper.width}}}"
-        wrapper.wordsep_re = re.compile(rf"(\s+|(?<!\S){fits}(?!\S)|{fits}(?<=[=(,/:])|{fits})")
+    wrappers = [textwrap.TextWrapper(size, break_on_hyphens=False) for size in widths]
     lines: list[str] = []
     for row in table:
         wrapped = (wrapper.wrap(cell) for wrapper, cell in zip(wrappers, row, strict=True))

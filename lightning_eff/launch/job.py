@@ -159,28 +159,23 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
     Example:
         >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})
         Traceback (most recent call last):
-        lightning_eff.core.errors.ConfigError: PET_NNODES='2': expected torchrun, which reads it: ...
+        lightning_eff.core.errors.ConfigError: PET_NNODES='2': expected torchrun or trainer.num_nodes: ...
     """
-    if environment.get("PET_NNODES", "1") != "1":
-        raise ConfigError(
-            key="PET_NNODES",
-            value=environment["PET_NNODES"],
-            allowed="torchrun, which reads it: each machine would train alone",
-            remedies=["torchrun -m lightning_eff train ..."],
-        )
     processes = environment.get("WORLD_SIZE", "1")
-    if num_nodes(trainer) == 1 and processes not in ("1", str(num_ranks(trainer))):
-        allowed = "torchrun: something started as many processes, and each would train alone"
+    is_alone = {
+        "PET_NNODES": environment.get("PET_NNODES", "1") != "1",
+        "WORLD_SIZE": num_nodes(trainer) == 1 and processes not in ("1", str(num_ranks(trainer))),
+        "NODE_RANK": trainer.get("num_nodes") == "auto"
+        and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys(),
+    }
+    for key in (key for key, is_wrong in is_alone.items() if is_wrong):
+        allowed = "torchrun or trainer.num_nodes: each of several processes would train alone"
         remedies = [
             "torchrun -m lightning_eff train ...",
-            "env -u WORLD_SIZE -u RANK lightning-eff train ...  # it is the only one",
+            "trainer.num_nodes=2",
+            f"env -u {key} lightning-eff train ...  # it is the only one",
         ]
-        raise ConfigError(key="WORLD_SIZE", value=processes, allowed=allowed, remedies=remedies)
-    if trainer.get("num_nodes") == "auto" and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys():
-        rank = environment["NODE_RANK"]
-        allowed = f"the number of machines, of which NODE_RANK={rank} says that this is one"
-        remedies = ["trainer.num_nodes=2", "trainer.num_nodes=1 (it is the only one)"]
-        raise ConfigError(key="trainer.num_nodes", value="auto", allowed=allowed, remedies=remedies)
+        raise ConfigError(key=key, value=environment[key], allowed=allowed, remedies=remedies)
 
 
 def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:

@@ -109,24 +109,3 @@ class Ray:
             allowed = f"{folder}, where a restarted run looks for them"
             raise ConfigError(key=key, value=saver["dirpath"], allowed=allowed)
         check_global_batch(values, least, most)
-
-
-def as_devices(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config for planning, with Ray's maximum number of workers as devices of one machine.
-
-    Raises:
-        ConfigError: As in `Ray`.
-
-    Example:
-        >>> values = {"trainer": {"devices": "auto"}, "launch": {"workers": [1, 4]}}
-        >>> as_devices(values)
-        {'trainer': {'devices': 4}, 'launch': None}
-    """
-    launch = values.get("launch")
-    if not launch:
-        return dict(values)
-    try:
-        _, most = Ray(**{key: value for key, value in launch.items() if key != "_target_"}).bounds
-    except ConfigError as error:
-        raise error.under("launch") from error
-    return {**values, "trainer": {**values["trainer"], "devices": most}, "launch": None}

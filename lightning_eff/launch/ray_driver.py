@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -35,8 +34,6 @@ from lightning_eff.launch.ranks import POLL_S, STOPPED, first_failure, handled
 from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
-MIN_VERSION = (2, 54)
-"""First version of Ray with the parts of Train V2 used here."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Memory of our own Ray instance for sent objects; Ray's default is 30 % of the machine's memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
@@ -62,7 +59,7 @@ def run(
         folder: The run's folder, which all workers see.
 
     Raises:
-        EnvironmentLacksError: Ray is not installed or too old, does not answer, or lacks resources.
+        EnvironmentLacksError: Ray is not installed, does not answer, or lacks resources.
         RankError: A worker failed or was lost too often; the text names it and the cause.
         KeyboardInterrupt, SystemExit: All workers have stopped after a signal to this process.
     """
@@ -103,20 +100,12 @@ def run(
 
 
 def _check_installed() -> None:
-    """Reject a Ray Train that is missing or too old."""
-    remedy = "\n  try: pip install 'lightning-eff[ray]'"
+    """Reject a Ray Train that is missing."""
     try:
-        found: Any = importlib.import_module("ray")
         importlib.import_module("ray.train.torch")
     except ImportError as error:
-        raise EnvironmentLacksError(
-            f"launch=ray needs the package ray[train], which cannot be imported ({error}){remedy}"
-        ) from error
-    version: str = found.__version__
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
-        raise EnvironmentLacksError(
-            f"launch=ray needs ray {'.'.join(map(str, MIN_VERSION))} or newer, this is {version}{remedy}"
-        )
+        text = f"launch=ray needs the package ray[train], which cannot be imported ({error})"
+        raise EnvironmentLacksError(f"{text}\n  try: pip install 'lightning-eff[ray]'") from error
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -146,9 +146,7 @@ class ExactStep(_AutomaticOptimization):
             self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
-        with nullcontext() if self._is_complete else self.uneven.together():
-            run = self._wait if self.uneven.is_idle else super().run
-            outputs = run(optimizer, batch_idx, kwargs)
+        outputs = super().run(optimizer, batch_idx, kwargs)
         if outputs and self._num_batches > 1:
             # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
             outputs["loss"] = outputs["loss"] / self._num_batches
@@ -168,29 +166,14 @@ class ExactStep(_AutomaticOptimization):
         if self.micro_batch_size is not None:
             if self._runner is None:
                 self._runner = MicroBatchRunner(self.trainer, self.micro_batch_size, self._window)
-            if self.is_search_due and not self.uneven.has_idle:
+            if self.is_search_due:
                 self.is_search_due = False
                 self._runner.find_size(kwargs, lambda arguments: self._forward(arguments).closure_loss)
             self._runner.retry.begin()
         self._epoch, self._loss = self.trainer.current_epoch, None
         is_split = self.micro_batch_size is not None and self.micro_batch_size.current is not None
-        is_weighted = is_split or self._num_batches > 1 or self.uneven.is_on
-        if self.uneven.has_idle:  # nothing can be agreed on in a forward pass
-            self._window.reference = self._window.reference or 1.0
-        elif is_weighted:
+        if is_split or self._num_batches > 1 or self.uneven.is_on:
             self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
-
-    def _wait(self, optimizer: Optimizer, batch_idx: int, _: Arguments) -> dict[str, Any]:
-        """Take part in a batch that only other ranks have."""
-        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        if zero_grad is not None:
-            zero_grad()
-        self._window.wait()
-        if self._scaler is not None:
-            self._scaler.scale(torch.zeros((), device=self.trainer.strategy.root_device))  # begins its scale
-        if self._is_complete:
-            self._optimizer_step(batch_idx, lambda: None)
-        return {}
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
         """Do as Lightning, which calls it after each batch; a batch that was not trained on made no step.
@@ -294,7 +277,8 @@ class ExactStep(_AutomaticOptimization):
     ) -> ClosureResult:
         """Run a forward pass, and scale the loss of `part` as a summand of the window's."""
         # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
-        output = self._training_step_output(arguments)
+        with self.uneven.without_trace() if self.uneven.is_idle else nullcontext():
+            output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
         returned = output
         if self.weigh is not None:
@@ -316,6 +300,12 @@ class ExactStep(_AutomaticOptimization):
         is_by_samples = self.uneven.is_on and self.around_training_step is nullcontext
         if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)
+        if self.uneven.has_idle and not is_by_samples:  # on all ranks
+            raise ConflictError(
+                "callbacks/contrastive compares the samples of all ranks, and one has no batch left\n"
+                "  try: as many batches on each rank (limit_train_batches)"
+            )
+        weight = 0.0 if self.uneven.is_idle else weight
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
@@ -325,8 +315,7 @@ class ExactStep(_AutomaticOptimization):
     def _training_step_output(self, arguments: Arguments) -> Any:
         is_guarded = self.may_have_several_passes
         guard = register_optimizer_step_pre_hook(self._reject_step) if is_guarded else nullcontext()
-        alone = self.uneven.alone() if self.uneven.has_idle else nullcontext()
-        with guard, self.around_training_step(), alone:
+        with guard, self.around_training_step():
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -419,18 +408,13 @@ class ExactStep(_AutomaticOptimization):
                     "evaluation would have the gradient of the last batch alone",
                     remedies=[WITHOUT_ACCUMULATION, "a larger batch, split by MicroBatch"],
                 )
-            with self.uneven.together():
-                loss = train_step_and_backward_closure()
+            loss = train_step_and_backward_closure()
             if retry is not None:
                 retry.finish()
-            if self.uneven.has_idle and not self._skip_backward and (retry is None or retry.replica is None):
-                average_gradients(cast(Any, self.trainer.strategy.model))
             if not self._skip_backward:  # else gradients are those of an earlier step
                 self._window.correct()
-            # Without a loss float16's scaler would not step; the window may have one of an earlier batch,
-            # or none, where only other ranks had batches.
-            loss = self._loss if loss is None else loss
-            return torch.zeros(()) if loss is None and self.uneven.is_idle else loss
+            # Without a loss float16's scaler would not step; the window may have one of an earlier batch.
+            return self._loss if loss is None else loss
 
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None else 0.0

@@ -383,9 +383,8 @@ def _versions(batch: Any) -> list[int]:
 
 def take_buffers(model: DistributedDataParallel) -> None:
     """Broadcast the first rank's buffers at the start of a step, when DDP would; every rank must call it."""
-    if not (model.broadcast_buffers and model.training):
-        return
-    for buffer in model.module.buffers():
+    # Not only while `model.training`: Lightning's first validation leaves DDP's wrapper in evaluation mode.
+    for buffer in model.module.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, 0, group=model.process_group)
 
 

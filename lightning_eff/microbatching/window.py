@@ -148,10 +148,6 @@ class Window:
             self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 
-    def wait(self) -> None:
-        """Count a batch that only other ranks have, with weight 0."""
-        self._weight = self._weight or 0.0
-
     def correct(self) -> None:
         """Multiply the gradients by what makes the scaled losses an exact mean; before they are clipped."""
         if self._weight is None:

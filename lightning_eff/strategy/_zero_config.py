@@ -35,29 +35,28 @@ from lightning_eff.core.torch_private import batch_norm_class
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
-_PRECISION = "trainer.precision or precision=", "Fabric(precision=...)"
-_BATCH = "data.batch_size", "the loop"
-_WINDOW = "trainer.accumulate_grad_batches or callbacks.gradient_accumulation", "the loop"
-_TESTED = "the strategy, which tests the optimizer itself"
+_PRECISION = "precision= of the Trainer, of Fabric or of a recipe"
+_BATCH = "the batch size of the data"
+_WINDOW = "trainer.accumulate_grad_batches, callbacks.gradient_accumulation or your loop"
 OWNED = {
     "train_batch_size": _BATCH,
     "train_micro_batch_size_per_gpu": _BATCH,
     "gradient_accumulation_steps": _WINDOW,
     "managed_gradient_accumulation": _WINDOW,
-    "gradient_clipping": ("trainer.gradient_clip_val", "fabric.clip_gradients"),
-    "optimizer": ("optimizer=", "fabric.setup"),
-    "scheduler": ("scheduler=", "the loop"),
+    "gradient_clipping": "trainer.gradient_clip_val or fabric.clip_gradients",
+    "optimizer": "optimizer= or fabric.setup",
+    "scheduler": "scheduler= or your loop",
     "fp16": _PRECISION,
     "bf16": _PRECISION,
     "amp": _PRECISION,
     "torch_autocast": _PRECISION,
-    "activation_checkpointing": ("callbacks.gradient_checkpointing", "lightning_eff.recompute"),
-    "zero_allow_untested_optimizer": (_TESTED, _TESTED),
-    "zero_optimization.stage": ("strategy.stage", "stage"),
-    "zero_optimization.offload_optimizer.device": ("strategy.offload_optimizer", "offload_optimizer"),
-    "zero_optimization.offload_param.device": ("strategy.offload_parameters", "offload_parameters"),
+    "activation_checkpointing": "callbacks.gradient_checkpointing or lightning_eff.recompute",
+    "zero_allow_untested_optimizer": "the strategy, which tests the optimizer itself",
+    "zero_optimization.stage": "strategy.stage",
+    "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
+    "zero_optimization.offload_param.device": "strategy.offload_parameters",
 }
-"""DeepSpeed's keys that are set elsewhere: the setting with a Trainer, and the one in a Fabric loop."""
+"""DeepSpeed's keys that are set elsewhere, and where."""
 FREE = (
     *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
     *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
@@ -72,7 +71,7 @@ OVERLAP_STAGE = 2
 DEFAULT_BUCKET = 500_000_000
 """Elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
 
-TO_32_TRUE = Remedy("precision=fp32", 'Trainer(precision="32-true")')
+TO_32_TRUE = Remedy("precision=fp32", 'precision="32-true"')
 ALWAYS: tuple[Rule, ...] = (
     Rule(
         name="callbacks/torch_compile",
@@ -112,12 +111,12 @@ ONE_DEVICE = Rule(
     remedies=(
         TO_TWO_DEVICES,
         TO_AUTO_STRATEGY,
-        Remedy("strategy.offload_optimizer=cpu", 'DeepSpeedZero(offload_optimizer="cpu")'),
+        Remedy("strategy.offload_optimizer=cpu", 'offload_optimizer="cpu"'),
     ),
 )
 
 
-def check(config: Mapping[str, Any], path: str = "", *, in_fabric: bool = False) -> None:
+def check(config: Mapping[str, Any], path: str = "") -> None:
     """Reject keys that are set elsewhere, and unknown keys.
 
     Raises:
@@ -134,7 +133,7 @@ def check(config: Mapping[str, Any], path: str = "", *, in_fabric: bool = False)
             raise ConfigError(
                 key=f"config.{full}",
                 value=value,
-                allowed=f"no such key, since it is set by {OWNED[full][in_fabric]}",
+                allowed=f"no such key, since it is set by {OWNED[full]}",
                 remedies=[Remedy(f"~strategy.config.{full}", f"leave out {key}")],
             )
         if not path and key not in FREE:
@@ -145,7 +144,7 @@ def check(config: Mapping[str, Any], path: str = "", *, in_fabric: bool = False)
             )
         if isinstance(value, Mapping) and full in _NESTED:
             nested: Mapping[str, Any] = value
-            check(nested, f"{full}.", in_fabric=in_fabric)
+            check(nested, f"{full}.")
 
 
 def deepspeed_config(
@@ -263,7 +262,7 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
     if config["zero_optimization"]["stage"] == 3 and compiled is not None:
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
-        stage_2 = Remedy("strategy.stage=2", "DeepSpeedZero(stage=2)")
+        stage_2 = Remedy("strategy.stage=2", "stage=2")
         raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")
     # Batch norm needs weights and running statistics of one dtype; DeepSpeed casts only the weights.
     norms = (name for name, submodule in module.named_modules() if isinstance(submodule, batch_norm_class()))

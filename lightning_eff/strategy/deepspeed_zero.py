@@ -48,13 +48,13 @@ from lightning_eff.checkpoint import full_state
 from lightning_eff.core import rules
 from lightning_eff.core.arguments import check_arguments
 from lightning_eff.core.dtypes import auto_precision
-from lightning_eff.core.errors import TO_DDP, ConfigError, Remedy, for_fabric
+from lightning_eff.core.errors import TO_DDP, ConfigError, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Facts, Outcome
 from lightning_eff.core.text import human_count
 from lightning_eff.strategy import _zero_config as zero_config
 from lightning_eff.strategy._shared import fabric_checkpoint
-from lightning_eff.strategy._shared.checks import ZERO, check_set_up_with, conflict
+from lightning_eff.strategy._shared.checks import ZERO, conflict
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck, broadcast_from_rank0
 from lightning_eff.strategy._zero_engine import (
     EngineOptimizer,
@@ -76,7 +76,7 @@ class ZeroMixin(_LIGHTNINGS):
     """Shared by the Trainer's and Fabric's class: arguments, rules, and checks around a step."""
 
     in_fabric = False
-    """Whether a Fabric loop uses it instead of a Trainer; remedies then have Fabric's names."""
+    """Whether a Fabric loop uses it instead of a Trainer."""
 
     @check_arguments
     def __init__(
@@ -87,16 +87,15 @@ class ZeroMixin(_LIGHTNINGS):
         offload_parameters: Literal["cpu"] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        with self._for_reader():
-            if offload_parameters is not None and stage != 3:
-                raise ConfigError(
-                    key="offload_parameters",
-                    value=offload_parameters,
-                    allowed=f"None under stage {stage}, where each device keeps all weights",
-                    remedies=[Remedy("strategy.stage=3", "DeepSpeedZero(stage=3)")],
-                )
-            zero_config.check(config or {}, in_fabric=self.in_fabric)
-            zero_config.import_deepspeed()
+        if offload_parameters is not None and stage != 3:
+            raise ConfigError(
+                key="offload_parameters",
+                value=offload_parameters,
+                allowed=f"None under stage {stage}, where each device keeps all weights",
+                remedies=[Remedy("strategy.stage=3", "stage=3")],
+            )
+        zero_config.check(config or {})
+        zero_config.import_deepspeed()
         super().__init__(
             config=zero_config.deepspeed_config(
                 config or {},
@@ -113,9 +112,6 @@ class ZeroMixin(_LIGHTNINGS):
         self._groups: list[list[torch.Tensor]] = []
         self._guard: Any = None  # set when DeepSpeed's engine starts, like the next attribute
         self._divergence: Any = None
-
-    def _for_reader(self) -> AbstractContextManager[None]:
-        return for_fabric() if self.in_fabric else nullcontext()
 
     @property
     def root_device(self) -> torch.device:
@@ -144,8 +140,7 @@ class ZeroMixin(_LIGHTNINGS):
         except ValueError as error:
             allowed = "bf16-mixed, bf16-true, 16-mixed, 16-true or 32-true under DeepSpeed"
             remedies = [zero_config.TO_32_TRUE, TO_DDP]
-            with self._for_reader():
-                raise ConfigError("precision", requested, allowed=allowed, remedies=remedies) from error
+            raise ConfigError("precision", requested, allowed=allowed, remedies=remedies) from error
 
     @contextmanager
     def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
@@ -164,17 +159,15 @@ class ZeroMixin(_LIGHTNINGS):
     @contextmanager
     def _checked_step(self) -> Generator[None]:
         """Check around a step that DeepSpeed trains the model's parameters, and all ranks run the same."""
-        with self._for_reader():
-            self._guard.check()
-            if self.stage == 3:
-                self._divergence.read()  # before the next forward, in which one rank alone would fail
+        self._guard.check()
+        if self.stage == 3:
+            self._divergence.read()  # before the next forward, in which one rank alone would fail
         try:
             yield
         finally:
             self.model.optimizer.custom_loss_scaler = False  # `scale_gradients` applies to one step
-        with self._for_reader():
-            self._guard.begin()
-            self._divergence.compare()
+        self._guard.begin()
+        self._divergence.compare()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of the next step by `factor`, before they are clipped."""
@@ -342,7 +335,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         >>> ZeroFabric(config={"gradient_clipping": 1.0})
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: config.gradient_clipping=1.0: expected no such key, since it is
-        set by fabric.clip_gradients
+        set by trainer.gradient_clip_val or fabric.clip_gradients
           try: leave out gradient_clipping
     """
 
@@ -361,9 +354,8 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     def setup_environment(self) -> None:
         self._backward_sync_control: Any = ReductionControl()  # Fabric warns if it is missing
         run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
-        with for_fabric():
-            rules.raise_rejected(rules.check_rules([self], run))
-            zero_config.import_deepspeed(self.root_device.type)
+        rules.raise_rejected(rules.check_rules([self], run))
+        zero_config.import_deepspeed(self.root_device.type)
         FabricDDP.setup_environment(self)  # Lightning 2.6's own strategy allows CUDA only
 
     @override
@@ -393,14 +385,12 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         self._check_module(module, is_trained=True)
-        check_set_up_with(ZERO, optimizers)
         if len(optimizers) != 1:
             problem = f"DeepSpeed steps one optimizer, not {len(optimizers)}"
             raise conflict(ZERO, problem, "parameter groups of one optimizer", "FSDP2Fabric()")
         own = optimizers[0]
-        with for_fabric():
-            check_elementwise(own)
-            rules.raise_rejected(rules.check_rules([self, type(own)], {}))
+        check_elementwise(own)
+        rules.raise_rejected(rules.check_rules([self, type(own)], {}))
         if own.state:
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
@@ -415,8 +405,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
             problem = "it shards one model, and another was set up before"
             raise conflict(ZERO, problem, "fabric.to_device(model) for a frozen one", "FSDP2Fabric()")
         precision = str(self.precision.precision)
-        with for_fabric():
-            zero_config.check_module(module, self.config, precision, is_trained=is_trained)
+        zero_config.check_module(module, self.config, precision, is_trained=is_trained)
 
     def discard_gradients(self) -> None:
         """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.

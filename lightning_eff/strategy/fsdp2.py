@@ -49,7 +49,7 @@ from lightning_eff.checkpoint import full_state
 from lightning_eff.checkpoint.sharded import is_sharded_checkpoint
 from lightning_eff.core import rules, shards
 from lightning_eff.core.arguments import check_arguments
-from lightning_eff.core.errors import TO_AUTO_STRATEGY, TO_DDP, TO_TWO_DEVICES, TO_ZERO, Remedy, for_fabric
+from lightning_eff.core.errors import TO_AUTO_STRATEGY, TO_DDP, TO_TWO_DEVICES, TO_ZERO, Remedy
 from lightning_eff.core.model_surgery import BlockSelector, Stage, queue
 from lightning_eff.core.optimization.composite import WrapperOptimizer
 from lightning_eff.core.technique import SHARDED_CHECKPOINTS, Facts, Outcome, Rule
@@ -73,7 +73,7 @@ _ONE_DEVICE = Rule(
     remedies=(
         TO_TWO_DEVICES,
         TO_AUTO_STRATEGY,
-        Remedy("strategy.cpu_offload=true", "FSDP2(cpu_offload=True)"),
+        Remedy("strategy.cpu_offload=true", "cpu_offload=True"),
     ),
 )
 
@@ -283,21 +283,13 @@ class ReductionControl:
 class FSDP2Fabric(FabricStrategy):
     """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
 
+    It has FSDP2's arguments, except for `sync_every_micro_batch`: a loop uses `fabric.no_backward_sync`.
     `fabric.setup(model, optimizer)` gives the optimizer the sharded parameters. Checkpoints have the layout
     of a single device and appear in one step, even without `plugins=[Durable()]`.
 
     Lightning's own ModelParallelStrategy leaves sharding to a user's function. It resumes an optimizer only
     if it was built afterwards, overwrites the previous checkpoint, and leaves reduction off after a
     `no_backward_sync(enabled=False)`.
-
-    Args:
-        blocks: Modules to gather at a time: class names or patterns of module names; None finds the blocks.
-        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for the weights' own.
-        reduce_dtype: Dtype to reduce gradients in; None for the gathered weights' dtype.
-        cpu_offload: Keep shards, gradients and optimizer state on the host, and step there.
-        reshard_after_forward: Free a block's full weights after its forward; False keeps them until its
-            backward, for less communication.
-        checkpoints: `full`, one file, or `sharded`, a folder with a file per rank; any strategy loads both.
 
     Raises:
         CheckpointError: A rank cannot write (the previous checkpoint is unchanged), or a file is damaged.
@@ -353,8 +345,7 @@ class FSDP2Fabric(FabricStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         attributes = parameter_attributes(module)
-        with for_fabric():
-            super().setup_module(module)
+        super().setup_module(module)
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             module.to(self.root_device)
         restore_attributes(module, attributes)
@@ -365,7 +356,6 @@ class FSDP2Fabric(FabricStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        checks.check_set_up_with(checks.FSDP2, optimizers)
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
             inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -390,10 +380,9 @@ class FSDP2Fabric(FabricStrategy):
         return optimizer
 
     def _check_optimizer(self, optimizer: Optimizer, module: nn.Module | None = None) -> None:
-        with for_fabric():
-            if module is not None:
-                checks.check_optimizer(optimizer, module, "an optimizer of the model's own parameters")
-            rules.raise_rejected(rules.check_rules([FSDP2(), type(optimizer)], {}))
+        if module is not None:
+            checks.check_optimizer(optimizer, module, "an optimizer of the model's own parameters")
+        rules.raise_rejected(rules.check_rules([FSDP2(), type(optimizer)], {}))
 
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
@@ -405,9 +394,8 @@ class FSDP2Fabric(FabricStrategy):
             raise checks.conflict(checks.FSDP2, problem, last)
         self._reduction.is_in_window = False
         result = super().optimizer_step(optimizer, **keywords)
-        with for_fabric():
-            for check in self._divergence:
-                check.compare()
+        for check in self._divergence:
+            check.compare()
         return result
 
     @override

@@ -120,7 +120,7 @@ def hostile(path: Path, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({"token": "../../precious00"}, "does not list its shards"),
-        ({"version": 2}, "not an index of version 1, but of version 2"),
+        ({"version": 2}, "not an index of version 1"),
         *(
             ({"version": version}, "not an index of version 1")
             for version in ("banana", True, torch.ones(2))
@@ -307,9 +307,9 @@ def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
     path.mkdir()
     (path / ".metadata").touch()  # of torch.distributed.checkpoint
-    with pytest.raises(ConfigError, match="the format of another library"):
+    with pytest.raises(ConfigError, match=r"a folder without index\.ckpt"):
         ckpt_path.find_checkpoint({"ckpt_path": str(path)}, tmp_path)
-    with pytest.raises(CheckpointError, match="the format of another library"):
+    with pytest.raises(CheckpointError, match=r"a folder without index\.ckpt"):
         io.load_checkpoint(path)
     with pytest.warns(CheckpointWarning, match="is not removed"):
         io.remove_checkpoint(path)

@@ -34,20 +34,18 @@ def test_nothing_is_overwritten_and_what_cannot_be_copied_is_an_error(
     command: Command, empty_folder: Path
 ) -> None:
     Path("there.yaml").write_text("mine")
-    Path("folder").mkdir()
     for words, text in [
-        (["lm", "there.yaml"], "FILE='there.yaml': expected a file that does not exist yet"),
+        (["lm", "there.yaml"], "FILE='there.yaml': expected a new file"),
         (["lmm", "x.yaml"], "did you mean 'lm'?"),
-        (["lm", "nowhere/x.yaml"], "try: mkdir -p nowhere"),
-        (["lm", "folder"], "try: folder/lm.yaml"),
-        (["lm", "x"], "try: x.yaml"),
+        (["lm", "nowhere/x.yaml"], "FILE='nowhere/x.yaml'"),
+        (["lm", "x"], "expected a file that ends in .yaml"),
         (["lm", "a=b.yaml"], "FILE='a=b.yaml'"),
-        (["lm", "baseline.yaml"], "try: lightning-eff cp lm my_baseline"),
+        (["lm", "baseline.yaml"], "lm builds on baseline"),
         (["lm"], "cp: expected a recipe and the file to write, not 1 words"),
     ]:
         assert text in command("cp", *words, code=2)[2], words
     assert Path("there.yaml").read_text() == "mine"
-    assert sorted(path.name for path in empty_folder.iterdir()) == ["folder", "there.yaml"]
+    assert sorted(path.name for path in empty_folder.iterdir()) == ["there.yaml"]
 
 
 def test_a_copy_says_what_it_needs(command: Command, empty_folder: Path) -> None:
@@ -76,13 +74,9 @@ def test_a_file_that_is_not_there_is_an_error_and_completion_knows_those_that_ar
 ) -> None:
     Path("mine").mkdir()
     Path("mine/own.yaml").write_text(OWN)
-    Path("mine/old.yml").write_text(OWN)
     for word, text in [
-        ("lm.yaml", "try: lightning-eff train lm"),
         ("mine/owm.yaml", "there is no file mine/owm.yaml; of recipes did you mean 'own'?"),
         ("no/own.yaml", "there is no file no/own.yaml"),
-        ("mine/", "mine/ is a folder, not a recipe's file; of recipes in it there are: own"),
-        ("mine/old.yml", "try: mv mine/old.yml mine/old.yaml"),
     ]:
         assert text in command("train", word, code=2)[2]
     assert parse(["train", "own.yaml", "--config-dir", "mine"]).recipe == "own", "below that folder"

@@ -179,7 +179,7 @@ def test_what_cannot_be_evaluated_is_an_error_with_a_remedy(
     assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= found["metrics"].keys()
     moved = shutil.move(run, Path("elsewhere"))
     assert command("validate", str(moved), "--json", code=0)[1]
-    assert "outputs/mine is a folder" in command("validate", "outputs/mine", code=2)[2]
+    assert "no file outputs/mine.yaml" in command("validate", "outputs/mine", code=2)[2]
 
 
 def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(

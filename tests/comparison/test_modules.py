@@ -41,10 +41,3 @@ def test_trials_are_trained_alike_and_compared() -> None:
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="expected at least"):
         lightning_eff.compare(build, {}, **wrong)
-
-
-def test_what_no_other_process_can_receive_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected a function of a module or script"):
-        lightning_eff.compare(lambda: None, {})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="keywords that another process can receive"):
-        lightning_eff.compare(build, {"x": {"callbacks": [lambda: None]}})

@@ -60,7 +60,6 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         (0, '{"measured": {"first_batch_s": 40}, "fit_s": 70}', FAILED, "too slow"),
         (0, '{"measured": {"first_batch_s": 40}, "fit_s": 50}', FAILED, "too few batches"),
         (0, '{"num_steps": 2, "fit_s": 3.5}', FAILED, "too few batches"),
-        (0, '{"ledger": [{"technique": "optimizer/module", "numbers": {"manual": 1}}]}', FAILED, "--steps"),
     ],
 )
 def test_a_failure_keeps_its_reason(

@@ -148,7 +148,7 @@ def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(
     model = compose("model._target_=net_of_mine.Net", "model.width=3")["model"]
     assert model == {"_target_": "net_of_mine.Net", "width": 3, "context_length": 256}
     (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
-    with pytest.raises(ConfigError, match="fails: No module named 'module_that_is_missing'"):
+    with pytest.raises(ConfigError, match="No module named 'module_that_is_missing'"):
         compose("model._target_=broken_module_of_mine.Net")
 
 
@@ -264,15 +264,15 @@ def test_an_experiment_is_applied_last_and_overrides_after_it(empty_folder: Path
     assert list(values["callbacks"]) == ["empty_cache", "tiled_loss"]
     with pytest.raises(UsageError, match=r"experiment=bigg: no such option; did you mean 'big'\?"):
         composition.compose_recipe("lm", ["experiment=bigg"], mine)
-    with pytest.raises(ConfigError, match="whose first line is `# @package _global_`"):
+    with pytest.raises(ConfigError, match="begins with `# @package _global_`"):
         composition.compose_recipe("lm", ["experiment=bare"], mine)
-    with pytest.raises(ConfigError, match=r"a file experiment/big\.yaml in a folder that --config-dir names"):
+    with pytest.raises(ConfigError, match=r"experiment/NAME\.yaml in a --config-dir"):
         composition.compose_recipe("lm", ["experiment=big"])
     with composition.recipe_app("lm", ["experiment=big,small"], mine) as app:
         app.check_sweep()
     with (
         composition.recipe_app("lm", ["experiment=small,bare"], mine) as app,
-        pytest.raises(ConfigError, match="whose first line"),
+        pytest.raises(ConfigError, match="begins with"),
     ):
         app.check_sweep()
 
@@ -299,12 +299,6 @@ def test_a_missing_extra_is_one_line_and_the_pip_command(
         compose(f"optimizer._target_={target}")
     assert "pip install 'lightning-eff[optimizers]'" in str(error.value)
     assert exit_code(error.value) == 3
-
-
-def test_a_word_that_is_a_file_here_is_said_to_be_one(empty_folder: Path) -> None:
-    Path("vit.yaml").touch()
-    with pytest.raises(UsageError, match=r"did you mean the file vit\.yaml here\?"):
-        compose(recipe="vit")
 
 
 def test_every_extra_is_declared() -> None:

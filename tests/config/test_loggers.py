@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.config import composition, loggers
+from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.core.errors import ConfigError
 from tests.support.command_line import Command
 from tests.support.logged import events_of, rows_of
 
@@ -57,10 +57,8 @@ def test_forms_of_choosing_loggers(recipe: str, overrides: list[str], names: dic
 REFUSED = [
     ([*BOTH, "logger.name=x"], "logger.name", "of one option: logger.csv.name or logger.tensorboard.name"),
     (["logger.csv.nme=x"], "logger.csv.nme", "did you mean 'name'"),
-    (["logger=[csv,none]"], "logger", "none alone, or a list of loggers"),
     (["logger.tensorboard.name=x"], "logger.tensorboard", "'tensorboard' is not in logger"),
     (["logger.tensorbord.name=x"], "logger.tensorbord", "did you mean 'tensorboard'"),
-    (["logger=comet", "logger.comet.online=false"], "logger.comet.online", "logs nothing at all"),
     (["logger=bare"], "logger", "begin its YAML with `# @package logger.NAME`"),
 ]
 
@@ -71,19 +69,6 @@ def test_what_would_be_taken_in_silence_is_refused(overrides: list[str], key: st
         compose("lm", *overrides)
     assert caught.value.key == key
     assert text in caught.value.allowed
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "comet"])
-def test_a_package_that_is_not_installed_is_said_before_anything_is_written(
-    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loggers, "_is_installed", lambda _: False)
-    _, _, err = command("train", "lm", f"+logger={name}", code=3)
-    assert f"logger={name} needs the package {name}" in err
-    assert f"  try: pip install 'lightning-eff[{name}]'" in err
-    assert not Path("outputs").exists()
-    with pytest.raises(EnvironmentLacksError):
-        compose("lm", f"+logger={name}")
 
 
 def test_a_run_its_continuation_and_a_sweep_write_to_folders_of_their_own(

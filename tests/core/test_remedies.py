@@ -19,7 +19,6 @@ from lightning_eff.core.errors import (
     ConfigError,
     ConflictError,
     Remedy,
-    for_fabric,
     keep_overrides,
     list_remedy,
 )
@@ -127,7 +126,7 @@ def test_both_forms_set_the_same_parameter_of_the_same_class() -> None:
         assert setting is not None, override
         group, *path = setting[1].split(".")
         if group == "trainer":
-            assert "Trainer(" in python, override
+            assert f"{path[0]}=" in python, override
         elif override.lstrip().startswith("~"):
             assert class_of(group, path[0]) in python, override
         elif group in MULTI_CHOICE_GROUPS and path:  # a parameter
@@ -141,8 +140,6 @@ def test_a_reader_gets_the_form_for_the_place() -> None:
     assert f"try: {remedy}" == 'try: Trainer(strategy="ddp")'
     with keep_overrides():
         assert f"try: {remedy}" == "try: strategy=ddp"
-    with for_fabric():
-        assert f"try: {remedy}" == 'try: Fabric(strategy="ddp")'
     ints = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["1", "x"])
     assert (ints.override, ints.python) == ("callbacks.micro_batch.keep=[1,x]", "MicroBatch(keep=['1', 'x'])")
 

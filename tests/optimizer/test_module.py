@@ -215,7 +215,7 @@ def test_a_recipe_in_parts_ends_as_in_one(
     [
         (["trainer.gradient_clip_val=1.0"], 5, ["clips no gradients", "try: trainer.gradient_clip_val=null"]),
         (["+trainer.accumulate_grad_batches=2"], 5, ["try: trainer.accumulate_grad_batches=1"]),
-        (["scheduler=linear"], 2, ["scheduler=linear with optimizer=module", "try: scheduler=none"]),
+        (["scheduler=linear"], 2, ["scheduler='linear': expected nothing beside", "try: scheduler=none"]),
         (["optimizer.lr=1.0"], 2, ["optimizer.lr=1.0: expected nothing beside optimizer=module"]),
         (["optimizer=adamw"], 2, ["GAN uses manual optimization", "try: optimizer=module"]),
         (["model._target_=gan.WithoutOptimizer"], 2, ["has no configure_optimizers", "try: optimizer=adamw"]),

@@ -39,7 +39,7 @@ class Exact(Deep):
 
 
 def read(path: Path) -> dict[str, Any]:
-    return Durable(require_digest=True).load_checkpoint(path)
+    return Durable().load_checkpoint(path)
 
 
 def edited(path: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:

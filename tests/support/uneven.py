@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_eff.core.shards import full_tensor
 from tests.support.models import make_trainer
 
 TWO_RANKS: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
@@ -38,7 +39,6 @@ class Model(pl.LightningModule):
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
         self.is_weighted = is_weighted
-        self.batch_ends: list[bool] = []
         self.evaluated_at: list[int] = []
 
     def forward(self, batch: Batch) -> Any:
@@ -52,9 +52,6 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.evaluated_at.append(self.global_step)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batch_ends.append(batch is not None)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -103,10 +100,9 @@ def fit(
     val_loader = loader_of(trainer.global_rank, sizes=val_sizes) if val_sizes else None
     trainer.fit(model, loader, val_loader, ckpt_path=ckpt_path)
     return {
-        "weights": [parameter.detach() for parameter in model.parameters()],
+        "weights": [full_tensor(parameter.detach()) for parameter in model.parameters()],
         "steps": trainer.global_step,
         "batches": trainer.fit_loop.epoch_loop.batch_progress.total.completed,
-        "ends": model.batch_ends,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "evaluated_at": model.evaluated_at,
         "epochs": getattr(model, "epochs", []),

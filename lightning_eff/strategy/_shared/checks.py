@@ -62,14 +62,6 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def check_set_up_with(strategy: str, optimizers: Sequence[Any]) -> None:
-    """Reject what Fabric takes for an optimizer by position: `fabric.setup(model, optimizer, schedule)`."""
-    for found in optimizers:
-        if not isinstance(found, Optimizer):
-            problem = f"fabric.setup got {type(found).__name__} as an optimizer"
-            raise conflict(strategy, problem, "fabric.setup(model, optimizer, scheduler=scheduler)")
-
-
 def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Reject weights tied across blocks.
 

@@ -98,7 +98,7 @@ class RankDivergenceCheck:
                 "added",
                 Remedy(
                     "strategy=ddp strategy.find_unused_parameters=true",
-                    'Trainer(strategy="ddp_find_unused_parameters_true")',
+                    'strategy="ddp_find_unused_parameters_true"',
                 ),
                 "run every module on every rank",
             )

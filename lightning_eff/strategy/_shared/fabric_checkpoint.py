@@ -132,10 +132,6 @@ def _load(self: Any, value: Any, saved: Any, *, strict: bool) -> Any:
     elif isinstance(value, Optimizer):
         full_state.load_optimizer(self.sharded_state(value), saved)
     elif type(value) is list:
-        if len(value) != len(saved):
-            raise CheckpointError(
-                f"the checkpoint has a list of {len(saved)}, the state to load one of {len(value)}"
-            )
         return [_load(self, one, item, strict=strict) for one, item in zip(value, saved, strict=True)]
     elif type(value) is dict:
         return saved | {k: _load(self, v, saved[k], strict=strict) for k, v in value.items() if k in saved}

@@ -27,13 +27,13 @@ MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
 
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
-    [(DeepSpeedZero, 'DeepSpeedZero(offload_optimizer="cpu")'), (FSDP2, "FSDP2(cpu_offload=True)")],
+    [(DeepSpeedZero, 'offload_optimizer="cpu"'), (FSDP2, "cpu_offload=True")],
 )
 def test_one_device_is_rejected_with_remedies(strategy: Any, remedy: str) -> None:
     trainer = make_trainer(strategy=strategy(), devices=1)
     with pytest.raises(ConflictError) as raised:
         trainer.fit(Net())
-    for each in ("Trainer(devices=2)", 'Trainer(strategy="auto")', remedy):
+    for each in ("devices=2", 'strategy="auto"', remedy):
         assert f"try: {each}" in str(raised.value)
 
 
