@@ -1,18 +1,19 @@
-"""Ranks whose loaders give different numbers of batches: streams, WebDataset, shards of different sizes.
+"""Ranks whose loaders return different numbers of batches: streams, WebDataset, shards of different sizes.
 
-Where the lengths of the loaders are not known to be equal, the ranks agree before each batch which of them
-have one: an all-reduce of two numbers. A rank without a batch waits until the last one has none, and the
-epoch ends on all of them together. While it waits it runs neither `training_step` nor hooks of the batch's
-start, so its random states, buffers and metrics stay as they are. It does take part in the gradient, with
-weight 0, in optimizer steps and schedules, and in `on_train_batch_end` (with the batch None), where
-checkpoints are saved: all ranks count the same batches and steps.
+If the loaders' lengths are not known to be equal, the ranks agree before each batch which of them have one.
+This costs an all-reduce of two numbers. A rank without a batch waits until no rank has one; then the epoch
+ends on all ranks. While it waits, it runs neither `training_step` nor the hooks at the start of a batch, so
+its random states, buffers and metrics do not change. It does take part with weight 0 in the gradient, in
+optimizer steps and schedules, and in `on_train_batch_end` (with batch None), where checkpoints are saved. So
+all ranks count the same batches and steps.
 
-In such batches DDP's own collectives are off, and the gradients are averaged after the backward pass. A
+While any rank waits, DDP's own collectives are off, and the gradients are averaged after the backward pass. A
 forward pass that communicates (sharded weights, synchronized batch norms, gathered embeddings) would wait
-for the ranks without data forever: it is rejected.
+forever for the ranks without data, so it is rejected.
 
-Private names of Lightning (`_evaluation_step`, `_logger_connector`, a logged value's `meta.sync`, ...) are
-those of 2.6.6; DDP's `reducer._rebuild_buckets` is that of torch 2.13.
+`lightning_loop.install` installs this class on several ranks. The private names of Lightning
+(`_evaluation_step`, `_logger_connector`, a logged value's `meta.sync`, ...) are from 2.6.6; DDP's
+`reducer._rebuild_buckets` is from torch 2.13.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from lightning_eff.core.errors import TO_DDP, ConfigError, ConflictError, Remedy
 from lightning_eff.microbatching.oom_retry import without_collectives
 
 HAS_MORE, HAS_LAST, IS_OVER = 0, 1, 2
-"""What a rank knows of its data: it has a batch and another one, its last batch, or none."""
+"""State of a rank's data: it has a batch that is not its last, its last batch, or no batch."""
 FAILED = -1
 OTHER_FAILED = "another rank was rejected in a batch that this one does not have"
 
 
 class UnevenRanks:
-    """Lets ranks train on what each of them has.
+    """Lets every rank train on all of its batches.
 
     Args:
         trainer: Runs on several ranks.
@@ -70,29 +71,29 @@ class UnevenRanks:
     is_on = False
     """Whether the training loaders of the ranks may differ in length."""
     is_idle = False
-    """Whether this rank has no batch at the moment, while another one has."""
+    """Whether this rank has no current batch, but another rank has."""
     has_idle = False
-    """Whether any rank has none."""
+    """Whether any rank has no current batch."""
     done = False
-    """Whether no rank has another batch after the current one, as Lightning asks a fetcher."""
+    """Whether the current batch is the last on all ranks; Lightning reads this attribute of a fetcher."""
     is_validating_alone = False
-    """Whether some ranks have reached the end of the validation loader that this one is in."""
+    """Whether other ranks have already finished the validation loader that this rank is in."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self.num_batches = 0  # trained on while some rank had none
-        self._num_own = 0  # this rank's of the current epoch
-        self._is_any_silent = False  # whether a rank has had none in this epoch, and logged nothing
+        self.num_batches = 0  # batches that at least one rank did not have
+        self._num_own = 0  # this rank's batches in the current epoch
+        self._is_any_silent = False  # whether some rank had no batch in this epoch, and so logged nothing
 
     @property
     def did(self) -> str:
-        """Return what was trained on unevenly; empty for nothing."""
+        """Return the report's text on uneven batches; empty if there were none."""
         count = self.num_batches
         plural = "es" * (count != 1)
         return f"{count} batch{plural} that not every rank had, counted by samples" if count else ""
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """Return the methods of Lightning's loops that ask here for batches, and what takes their place."""
+        """Return the methods of Lightning's loops to replace: loop, method name, replacement."""
         fit_loop: Any = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
         return [
@@ -104,17 +105,20 @@ class UnevenRanks:
         ]
 
     def install(self) -> None:
-        """Let Lightning's loops ask here for batches."""
+        """Replace the methods of Lightning's loops."""
         for loop, name, replacement in self._replacements():
             setattr(loop, name, replacement)
 
     def uninstall(self) -> None:
-        """Undo it; a second call has no effect."""
+        """Restore the methods; a second call has no effect."""
         for loop, name, _ in self._replacements():
             vars(loop).pop(name, None)
 
     def _setup_lengths(self) -> None:
-        """Make the loaders, and count with the longest rank's: schedules and validation depend on it."""
+        """Set up the loaders, and set the epoch's length to the longest rank's.
+
+        Schedules and validation intervals depend on this length.
+        """
         fit_loop: Any = self._trainer.fit_loop
         before = fit_loop._combined_loader  # noqa: SLF001
         type(fit_loop).setup_data(fit_loop)
@@ -146,12 +150,12 @@ class UnevenRanks:
             self.is_idle = False
 
     def __next__(self) -> Any:
-        """Return this rank's next batch, as Lightning's fetchers do, when the ranks know who has one.
+        """Agree with the other ranks, then return this rank's next batch, as Lightning's fetchers do.
 
         Raises:
-            StopIteration: No rank has one.
-            _NoBatch: This rank has none.
-            ConfigError: Some rank has none, and ranks of this strategy cannot wait.
+            StopIteration: No rank has a batch.
+            _NoBatch: This rank has no batch, but another rank has.
+            ConfigError: Some rank has no batch, and the strategy does not support waiting.
         """
         batch = next(self._fetcher, None)
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
@@ -172,7 +176,7 @@ class UnevenRanks:
         return batch
 
     def _advance_idle(self) -> None:
-        """Do what Lightning's loop does for a batch, but for the batch itself."""
+        """Run the bookkeeping of Lightning's loop for a batch that this rank does not have."""
         trainer, loop = self._trainer, self._epoch_loop
         logger_connector: Any = trainer._logger_connector  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         progress, batch_idx = loop.batch_progress, loop.batch_idx + 1
@@ -199,9 +203,10 @@ class UnevenRanks:
         type(fit_loop).on_advance_end(fit_loop)
 
     def _share_logged(self) -> None:
-        """Let ranks that logged nothing in this epoch take part in its values, as without samples.
+        """Create empty logged values on ranks that logged nothing in this epoch.
 
-        An epoch's values are reduced over the ranks one by one: those who have none would be left out.
+        At the end of an epoch, each logged value is reduced over the ranks by a collective. A rank that does
+        not have the value would not take part, and the others would wait.
         """
         trainer: Any = self._trainer
         results, device = trainer._results, trainer.strategy.root_device  # noqa: SLF001
@@ -212,6 +217,7 @@ class UnevenRanks:
             fields |= {"reduce_fx": value.meta.reduce_fx.__name__, "_sync": None}
             dtype = str(value.value.dtype).removeprefix("torch.") if value.is_tensor else ""
             rows.append((key, fields, value.meta.sync.should, dtype))
+        # JSON in a byte tensor: `gather_all_tensors` accepts tensors of a different length on each rank.
         written = torch.tensor([*json.dumps(rows).encode()], dtype=torch.uint8, device=device)
         of_ranks = [json.loads(bytes(each.tolist())) for each in gather_all_tensors(written)]
         for key, fields, is_synced, dtype in () if own else max(of_ranks, key=len):
@@ -226,7 +232,7 @@ class UnevenRanks:
                 logged.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
 
     def _begin_validation(self) -> None:
-        """Let ranks wait for each other at the end of each validation loader, if lengths may differ."""
+        """If the loaders' lengths may differ, make ranks wait for each other at the end of each loader."""
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         type(validation).on_run_start(validation)
         fetcher, loaders = validation._data_fetcher, validation._combined_loader.flattened  # noqa: SLF001
@@ -252,15 +258,16 @@ class UnevenRanks:
             raise
 
     def begin_waiting(self, stage: str, num_batches: int) -> None:
-        """Reject strategies whose forward passes communicate, when a first rank has no batch left.
+        """Reject strategies whose forward passes communicate, when the first rank runs out of batches.
 
-        All ranks call it.
+        All ranks call this together.
         """
         model = self._trainer.strategy.model
         if stage == "val" and not num_batches:
             raise ConfigError("val_dataloaders", 0, allowed="at least one batch of each on every rank")
         if isinstance(model, DistributedDataParallel):
-            # DDP does it in its second forward pass, with a broadcast.
+            # DDP rebuilds its buckets in its second forward pass, with a broadcast. A waiting rank runs no
+            # forward pass, so do it now, while all ranks are here.
             model.reducer._rebuild_buckets()  # noqa: SLF001
             if stage == "train" and not self.num_batches:
                 rank_zero_info(f"a rank has only {num_batches} batches, and waits for the others")
@@ -275,9 +282,9 @@ class UnevenRanks:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Run a forward pass that the ranks without data take no part in.
+        """Context for a forward pass in which the ranks without data take no part.
 
-        Values that are logged by step with `sync_dist` are then those of this rank.
+        Values logged by step with `sync_dist` are then this rank's alone.
         """
         model, own_value = cast(Any, self._trainer.strategy.model), staticmethod(_Sync.no_op)
         with patch.object(_Sync, "__call__", own_value), without_collectives(model), _RejectsCollectives():
@@ -285,7 +292,7 @@ class UnevenRanks:
 
     @contextmanager
     def together(self) -> Generator[None]:
-        """Let the rejection of a batch end those ranks too that wait for it; all ranks enter it."""
+        """Context that all ranks enter: if one rank rejects its batch, the waiting ranks stop as well."""
         if not self.has_idle:
             yield
             return
@@ -299,10 +306,10 @@ class UnevenRanks:
             raise error or ConflictError(OTHER_FAILED)
 
     def agree(self, *own: float) -> tuple[list[float], list[float]]:
-        """Return the smallest and the largest of each number over the ranks; all of them call it."""
+        """Return the minimum and the maximum of each number over the ranks. A collective."""
         if not dist.is_initialized():
             return [*own], [*own]
-        # The largest is the smallest of the negative numbers.
+        # max(x) = -min(-x), so one all-reduce returns both.
         both = torch.tensor([*own, *(-number for number in own)], dtype=torch.float64)
         both = both.to(self._trainer.strategy.root_device)
         dist.all_reduce(both, op=dist.ReduceOp.MIN)
@@ -311,11 +318,11 @@ class UnevenRanks:
 
 
 class _NoBatch(Exception):  # noqa: N818
-    """This rank has no batch, while another one has."""
+    """This rank has no batch, but another rank has."""
 
 
 class _AgreedValidation(LoaderWrapper):
-    """A data fetcher that waits at the end of each loader until all ranks are there."""
+    """A data fetcher that waits at the end of each loader until all ranks have reached it."""
 
     OWN = ("loader", "ranks", "pending", "current", "num_given")
 
@@ -323,13 +330,15 @@ class _AgreedValidation(LoaderWrapper):
         super().__init__(fetcher)
         self.ranks = ranks
         self.pending: Any = None
-        self.current = 0.0  # the index of the loader that the ranks are in
-        self.num_given = 0  # its batches so far
+        self.current = 0.0  # index of the loader that the ranks are in
+        self.num_given = 0  # batches of this loader so far
 
     def __next__(self) -> Any:
         over = None, None, math.inf
         self.pending = next(self.loader, over) if self.pending is None else self.pending
-        *_, own = self.pending  # the index of the loader that this rank's next batch is of
+        *_, own = self.pending  # index of the loader of this rank's next batch; infinity after the last one
+        # Ranks go through the loaders in order. Those that are ahead wait in this loop until the slowest rank
+        # (`first`) reaches their loader.
         first = -1.0
         while first != own:
             (first,), (last,) = self.ranks.agree(own)
@@ -340,7 +349,7 @@ class _AgreedValidation(LoaderWrapper):
             if first != last:
                 self.ranks.begin_waiting("val", self.num_given)
             self.ranks.is_validating_alone = first != last
-            self.num_given += 1  # rounds, in which a rank that waits has none
+            self.num_given += 1  # also counts rounds in which this rank waits
         batch, self.pending = self.pending, None
         if own == math.inf:
             raise StopIteration
@@ -365,9 +374,9 @@ class _RejectsCollectives(TorchDispatchMode):
 
 
 def has_known_length(loader: Any) -> bool:
-    """Return whether a loader gives as many batches as its length says: its indices are torch's samplers'."""
+    """Return whether a loader's length is reliable: map-style data with samplers of torch or Lightning."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    # `__class__`: a wrapped sampler shows the class of the one inside.
+    # Not `type()`: a wrapped sampler reports the inner sampler's class as `__class__`.
     origins = {each.__class__.__module__.split(".")[0] for each in samplers if each is not None}
     is_indexed = not isinstance(getattr(loader, "dataset", None), (IterableDataset, type(None)))
     return is_indexed and origins <= {"torch", "lightning"} and sized_len(loader) is not None
