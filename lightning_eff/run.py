@@ -147,7 +147,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
             if values["ckpt_path"] != "auto" and restart is None:
                 raise
             run.is_finished = True
-            log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains anew")
+            log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains again")
     return run
 
 

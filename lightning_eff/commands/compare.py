@@ -1,4 +1,4 @@
-"""Measure a recipe's techniques: none, each alone, the recipe as it is, all that helped combined."""
+"""Measure a recipe's techniques: none, each alone, the unchanged recipe, all that helped combined."""
 
 from __future__ import annotations
 

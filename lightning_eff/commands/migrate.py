@@ -1,4 +1,4 @@
-"""Print the command that a config of another tool becomes, and which of its keys have no counterpart."""
+"""Convert another tool's config into a command, and list the keys without a counterpart."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
 
 
 def portable_settings(values: Mapping[str, Any]) -> Any:
-    """Return settings that are equal for two runs of one command, wherever their folders are mounted."""
+    """Return the settings that two runs of one command share, wherever their folders are mounted."""
     folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first is inside the second
 
     def portable(value: Any) -> Any:
@@ -254,6 +254,6 @@ def _best(newest: Path) -> Path:
     found = newest.parent / best.name
     if best.parent == own and best.name and found.exists():
         return found
-    reason = f"it was {best}, which is not beside {newest}" if best.name else f"{newest} names none"
+    reason = f"it was {best}, which is not next to {newest}" if best.name else f"{newest} names none"
     allowed = f"a run whose best checkpoint is in its folder; {reason}"
     raise ConfigError(key="ckpt_path", value="best", allowed=allowed, remedies=["ckpt_path=PATH"])

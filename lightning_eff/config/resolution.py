@@ -149,7 +149,7 @@ def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides
     foreign = [str(key) for key in node if key != "_target_"]
     for key in foreign:
         if f"optimizer.{key}" in explicit:
-            allowed = "nothing beside optimizer=module: the module sets its own, for example as model.lr"
+            allowed = "no such key with optimizer=module: the module has its own, for example model.lr"
             raise ConfigError(f"optimizer.{key}", node[key], allowed=allowed, remedies=["optimizer=adamw"])
     with open_dict(node):
         for key in foreign:
@@ -161,7 +161,7 @@ def _drop_beside_module_optimizer(cfg: DictConfig, explicit: set[str], overrides
         raise ConfigError(
             key="",
             value=f"{typed} with optimizer=module, which keeps the module's own schedulers",
-            allowed="no scheduler beside it",
+            allowed="no scheduler with it",
             remedies=["scheduler=none", "optimizer=adamw"],
         )
     dropped = [f"optimizer.{key}" for key in foreign] + (["scheduler"] if scheduler is not None else [])

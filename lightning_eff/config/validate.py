@@ -122,7 +122,7 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(value, dict):
         raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
     if group == "launch" and "_target_" not in value:
-        raise ConfigError(group, value, allowed="an option beside it", remedies=["launch=ray"])
+        raise ConfigError(group, value, allowed="an option as well as its settings", remedies=["launch=ray"])
     if group not in MULTI_CHOICE_GROUPS:
         yield group, value
         return

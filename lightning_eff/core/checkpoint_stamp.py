@@ -125,7 +125,8 @@ def check_on_restore(trainer: pl.Trainer) -> None:
             check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
             load_states(checkpoint)
         except Exception:
-            save_nothing_on_exception(trainer)  # nothing was trained: it would be newer than the right one
+            # Nothing was trained, but a checkpoint saved now would be the newest one.
+            save_nothing_on_exception(trainer)
             raise
 
     strategy.load_optimizer_state_dict = check_and_load

@@ -23,7 +23,7 @@ LAUNCHERS = {
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
 STOPPED_LINE = (
-    "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
+    "stopped; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one"
 )
 FAULTY = """
 import os, signal, time
