@@ -149,7 +149,7 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
         elif name not in known:
             allowed = f"a field of {kind.__name__}; {suggest_name(name, known)}"
         elif name == "task_type" and value in HEAD_TASKS:
-            allowed = "no task with a head: name the head that is to be trained in modules_to_save"
+            allowed = "no task with a head: name the head to train in modules_to_save"
         elif name in ("lora_alpha", "alpha") and value == 0:
             allowed = "a number other than 0: it multiplies the adapter's output"
         else:
@@ -223,7 +223,7 @@ def inject_adapters(
         present = peft_config_of(model)
         if settings_of(present) != settings_of(config):
             there = name_of_method(present) or "an unknown method"
-            raise method_error(config, f"a model without other adapters: this one has some, of {there}")
+            raise method_error(config, f"a model without other adapters: this one has {there}")
         return {}
     config = dataclasses.replace(config)
     _check_model(model, config, on_meta=on_meta)
@@ -350,8 +350,8 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
         for key, tied_to in tied.items():
             allowed = f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
             untied = Remedy(
-                "model.tie_word_embeddings=false, or two weights in a model of your own",
-                "tie_word_embeddings=False of the model, or two weights in a model of your own",
+                "model.tie_word_embeddings=false, or two weights in your own model",
+                "tie_word_embeddings=False of the model, or two weights in your own model",
             )
             adapted = f"{name} in target_modules: an adapter leaves the tied weight unchanged"
             setting = "modules_to_save" if is_copied else "options.trainable_token_indices"

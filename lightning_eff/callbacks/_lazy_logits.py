@@ -174,17 +174,17 @@ def _computed(value: Any, reader: str) -> Any:
     return tree_map_only(LazyLogits, lambda logits: logits.whole(reader), value)
 
 
-def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's function protocol") -> Never:
+def refuse(_: Tensor, value: str = "a loss that bypasses torch's function protocol to read logits") -> Never:
     """Raise the error for a loss that cannot be computed in tiles."""
     raise ConfigError(
         key="",
         value=f"loss in tiles, by TiledLoss or tile_loss: {value}",
-        allowed="a loss by torch's functions, in the step of its logits",
+        allowed="a loss by torch's functions, in the step that computes its logits",
         remedies=(
             "loss = linear_cross_entropy(hidden, head.weight, targets)",
             Remedy(
-                "~callbacks.tiled_loss, or restore() of what tile_loss returned",
-                "remove TiledLoss, or restore() of what tile_loss returned",
+                "~callbacks.tiled_loss, or restore() on the results of tile_loss",
+                "remove TiledLoss, or restore() on the results of tile_loss",
             ),
         ),
     )
@@ -298,7 +298,7 @@ class LateProjection:
         name = self.module._plain_adapter(x)  # noqa: SLF001
         dropout: Any = None if name is None else self.module.lora_dropout[name]
         if dropout is None or (dropout.training and getattr(dropout, "p", 0.0) > 0.0):
-            return "its adapter, which is more than a plain one without dropout"
+            return "its adapter, which has dropout or is not a single plain one"
         return ""
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
@@ -338,7 +338,7 @@ class LateProjection:
         The state must equal the state at that call.
         """
         if call.state != self._state(call.x):
-            refuse(call.x, "logits that are read after what they depend on has changed")
+            refuse(call.x, "logits that are read after their weights or inputs have changed")
         self._work = work
         try:
             with torch.autocast(**call.autocast):

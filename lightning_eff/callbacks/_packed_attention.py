@@ -180,7 +180,7 @@ class PackedAttention:
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
-            raise _rejection(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
+            raise _rejection(module, f"head size {query.shape[-1]} and value size {value.shape[-1]}")
         return self._compute(query, key, value, documents, scale=scaling, window_size=window), None
 
     def _compute(
@@ -214,7 +214,7 @@ class PackedAttention:
         kind = type(module), window
         if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
-                raise _rejection(module, "a mask of its own", "use_cache=False in the model's call")
+                raise _rejection(module, "a custom mask", "use_cache=False in the model's call")
             self._checked[kind] = documents.longest
 
 
@@ -244,7 +244,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
-    text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
+    text = f"{type(module).__name__} has {what}, which variable-length kernels do not support"
     dense = Remedy("callbacks.attention.packing=dense", 'Attention(packing="dense")')
     tries = [f"\n  try: {each}" for each in (*remedies, dense)]
     return ConflictError(text + "".join(tries))
@@ -261,9 +261,9 @@ def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
     from torch.nn.attention import varlen
 
     if device.type != "cuda" or torch.version.hip:
-        return f"the device is {device.type}, and kernels of variable length need CUDA"
+        return f"the device is {device.type}, and variable-length kernels need CUDA"
     if torch.cuda.get_device_capability(device)[0] * 10 < MIN_CAPABILITY:
-        return "kernels of variable length need compute capability 8.0"
+        return "variable-length kernels need compute capability 8.0"
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"{dtype} is not half precision"
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
@@ -280,9 +280,9 @@ def _why_not_config(config: Any) -> str:
     try:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     except (AttributeError, TypeError):  # sizes by stage, or no attention at all
-        return "the size of the model's heads is not known"
+        return "the model's head size is unknown"
     is_fit = size <= MAX_HEAD_SIZE and size % 8 == 0
-    return "" if is_fit else f"heads of {size}: kernels take multiples of 8 up to {MAX_HEAD_SIZE}"
+    return "" if is_fit else f"head size {size}: kernels accept multiples of 8 up to {MAX_HEAD_SIZE}"
 
 
 @contextmanager
@@ -343,9 +343,10 @@ def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
     is_of_the_user = mask is not None and getattr(mask, "ndim", 0) != 2  # a mask of scores
     if not is_asked_for or is_of_the_user or not is_packed(positions, mask):
         return
-    what, remedies = "an attention_mask", ["leave attention_mask out where documents are packed"]
+    what, remedies = "an attention_mask", ["omit attention_mask where documents are packed"]
     if has_cache:
         remedies = ["use_cache=False in the model's call", "model.config.use_cache = False"]
         what = "a cache, transformers' default"
     tries = "".join(f"\n  try: {each}" for each in remedies)
-    raise ConflictError(f"{type(module).__name__} does not keep packed documents apart with {what}{tries}")
+    name = type(module).__name__
+    raise ConflictError(f"{name} lets packed documents attend to each other with {what}{tries}")

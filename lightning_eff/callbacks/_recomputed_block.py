@@ -83,7 +83,7 @@ def keep_outputs(
                 if any(mine is memory for mine in held for memory in memories):
                     # torch 2.13's marker for an output that is recomputed.
                     outputs[index] = torch_private(
-                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective of what is written to in place"
+                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective with in-place operations"
                     )
         return operation in operations
 
@@ -259,12 +259,12 @@ class RecomputedBlock:
         if isinstance(error, RecomputationError):
             return ""
         if "modified by an inplace operation" in text:
-            reason = "an input was written to in place after the block got it: `offload` keeps a copy"
+            reason = "an input was modified in place after the block's forward: `offload` keeps a copy"
             return f"{self._name}: {reason}\n  try: {_OFFLOAD}\n  try: {_OFF}"
         if isinstance(error, checkpoint.CheckpointError) or "during backward but not found in" in text:
             reason = (
-                "it computed something else in the backward pass than in its forward pass: it reads what has"
-                " changed since (globals, objects), or a compiled block is called with several numbers"
+                "the recomputation in the backward pass differs from the forward pass: the block reads values"
+                " that have changed since (globals, objects), or is compiled and called with several numbers"
             )
             return f"{self._name}: {reason}\n  try: {_OFF}\n  try: {_UNCOMPILED}"
         return ""

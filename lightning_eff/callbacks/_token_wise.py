@@ -170,7 +170,7 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
         # The same count of random numbers per token: a draw per sample, weight or call is not token-wise.
         per_token = [drawn * tile.shape[-2] for drawn in observed.drawn]
         if per_token != [drawn * x[..., 0].numel() for drawn in of_tile.drawn]:
-            return "it draws random numbers that are not of one token each"
+            return "it draws random numbers that are not per token"
     if not torch.allclose(full, join(outputs, x), rtol=1e-9, atol=1e-12):
         return "a token's output depends on other tokens" + " in training" * trial.training
     return ""
@@ -274,5 +274,5 @@ def _side_effect(before: Contents, after: Contents) -> str:
         if len(old := before.get(name, [])) != len(values) or not all(map(is_same, old, values))
     ]
     if any(name.endswith("_buffers") for name in changed):
-        return "its forward changes buffers, as batch statistics"
-    return f"its forward keeps something of its input: {', '.join(changed)}" if changed else ""
+        return "its forward changes buffers, for example batch statistics"
+    return f"its forward stores part of its input: {', '.join(changed)}" if changed else ""

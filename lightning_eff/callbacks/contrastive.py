@@ -148,7 +148,7 @@ class Contrastive(Managed):
 
     def assumptions(self) -> list[str]:
         """Return the parts of a step that a prediction does not count."""
-        text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: buffers that the others change"
+        text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: buffers that the others change"
         return [f"{text} are not counted"] if self._num_left_out else []
 
     def _new_size(self, current: int | None) -> MicroBatchSize:
@@ -168,7 +168,7 @@ class Contrastive(Managed):
         if self.micro_batch_size == "auto":
             reason = "a rank that runs out of memory would leave the others waiting for its embeddings"
             rules.append(Rule(name="run/many_devices", reason=reason, remedies=(FIXED_SIZE,)))
-        reason = "their statistics are those of a micro-batch, so the result depends on its size"
+        reason = "statistics are computed per micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=reason, verdict=Verdict.WARNED))
         return Facts(excludes=tuple(rules))
 
@@ -188,7 +188,7 @@ class Contrastive(Managed):
         loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         loop.micro_batch_size = self._size if self._size.is_auto else None
-        loop.mean_check = "each batch of a step is compared with itself alone"
+        loop.mean_check = "samples are compared only within each batch of a step"
         loop.around_training_step = partial(self._embedding_in_parts, pl_module)
 
     @contextmanager
@@ -238,8 +238,8 @@ class Contrastive(Managed):
         has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         if len(set(found)) > 1 and has_collectives:
             raise ConflictError(
-                f"callbacks/contrastive: batches of {found} samples on ranks that shard parameters or share "
-                "batch norms, and so run equally many micro-batches\n  try: DataLoader(drop_last=True)"
+                f"callbacks/contrastive: batches of {found} samples; ranks that shard parameters or share "
+                "batch norms must run the same number of micro-batches\n  try: DataLoader(drop_last=True)"
             )
         return found
 
@@ -282,10 +282,11 @@ class Contrastive(Managed):
         if found.difference:
             raise ConflictError(
                 "callbacks/contrastive: embed(batch) compares the samples of its batch, so micro-batches "
-                "have other embeddings: compare samples in similarity_loss"
+                "would get other embeddings: compare samples in similarity_loss"
             )
         if found.undecided:
-            self._check = f"not checked that embed treats samples apart:{found.undecided.partition(':')[2]}"
+            reason = found.undecided.partition(":")[2]
+            self._check = f"not checked whether embed treats samples independently:{reason}"
             rank_zero_info(f"callbacks/contrastive: {self._check}")
 
     @override

@@ -223,7 +223,7 @@ class ExactResume(Managed):
         _begin_next_epoch(loop)
         is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
         if is_reloaded and run.pending is not None and run.pending.is_over:
-            run.inexact.append("loaders that are made anew for an epoch draw another order")
+            run.inexact.append("loaders that are created again for each epoch draw another order")
         if run.num_remaining:
             # Lightning's counter must equal the epoch's batches minus the remaining ones.
             current = loop.epoch_loop.batch_progress.current
@@ -266,7 +266,7 @@ class ExactResume(Managed):
             changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
             for name, owner in changed if flag in self._saved_flags else ():
                 setattr(owner, flag, name not in off)
-                self._run.did.append(f"{flag} set as saved, first of {changed[0][0]!r}")
+                self._run.did.append(f"{flag} restored, for example of {changed[0][0]!r}")
         self._saved_flags = {}
 
     def outcome(self) -> Outcome:

@@ -138,7 +138,7 @@ class TiledLoss(Tiling):
         unseen = tuple(
             Rule(
                 name=name,
-                reason="it waits for the gradient of the model's logits, which there is not",
+                reason="it waits for the gradient of the model's logits, which is never computed",
                 remedies=(TO_FSDP2, Remedy("~callbacks.tiled_loss", "remove TiledLoss")),
             )
             for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy")

@@ -238,7 +238,7 @@ class TiledMLP(Tiling):
         else:
             did = (
                 f"{len(tiled)} MLP{'s' * (len(tiled) != 1)} in up to {tiles} tiles of {tokens:,} tokens: "
-                f"{human_bytes(not_held)} less in each one's backward pass"
+                f"each backward pass holds {human_bytes(not_held)} less"
             )
         did += _left_out(self._refused)
         numbers = {
@@ -251,7 +251,7 @@ class TiledMLP(Tiling):
 def _left_out(refused: Mapping[str, str]) -> str:
     """Describe which children of blocks are not tiled, and why."""
     kinds = {name.rpartition(".")[2]: reason for name, reason in refused.items()}
-    return "".join(f"; {kind} is left out: {reason}" for kind, reason in kinds.items())
+    return "".join(f"; {kind} is not tiled: {reason}" for kind, reason in kinds.items())
 
 
 class TiledForward:

@@ -213,7 +213,7 @@ class TritonGemm(Managed):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tell layers whether the step may have several backward passes, so that they prepare to add."""
+        """Set whether the step may have several backward passes, so that layers prepare to add gradients."""
         forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
 

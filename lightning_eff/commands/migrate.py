@@ -93,7 +93,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield found["command"]
     yield from (f"  {note}" for note in found["notes"])
     if found["rejected"]:
-        yield f"\nThis command cannot run as it is: {found['rejected']}"
+        yield f"\nThis command cannot run unchanged: {found['rejected']}"
     if found["no_counterpart"]:
         rows = [
             [row["key"], str(row["value"])[:MAX_VALUE_CHARACTERS], row["reason"]]

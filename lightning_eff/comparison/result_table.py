@@ -154,7 +154,7 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
     caption += "further left is smaller"
     axes = ("peak memory, times the baseline's", "speed, times the baseline's")
     notes = f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; "
-    notes += "each trial in a process of its own, with the same seed and global batch. Speed is that of the "
+    notes += "each trial in its own process, with the same seed and global batch. Speed is that of the "
     notes += (
         "fastest round; in brackets, how much slower the slowest was. Peak memory is the allocator's on a "
     )

@@ -1,6 +1,6 @@
 """Plan the trials to compare, each as the overrides that turn the recipe into it.
 
-`compare` plans the recipe without techniques, with each one alone, the recipe as it is, and everything that
+`compare` plans the recipe without techniques, with each technique alone, unchanged, and with everything that
 helped combined. `tune` plans one change of the recipe at a time. The techniques define how they are tried
 (core/technique.py, `Try`). All trials share the recipe's model, data, seed and global batch; `train`'s own
 rules reject trials that cannot run.

@@ -240,7 +240,7 @@ def _best(newest: Path) -> Path:
     states = [state for state in listed if isinstance(state, Mapping) and "best_model_path" in state]
     monitored = [state for state in states if state.get("monitor") is not None]
     if len(monitored) != 1:
-        allowed = f"a run that monitors a metric; {MONITOR} was null in that of {newest}"
+        allowed = f"a run that monitors a metric; {MONITOR} was null in the run of {newest}"
         remedies = [f"{MONITOR}=val_loss when you train", "ckpt_path=last"]
         if monitored:
             names = ", ".join(str(state["monitor"])[:60] for state in monitored)

@@ -23,7 +23,7 @@ PACKAGES = {
     "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow",),
     "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml",),
 }
-"""Lightning's loggers, and the packages of which each needs one; Lightning imports them on first use."""
+"""Lightning's loggers, with alternative packages that each needs; Lightning imports them on first use."""
 
 
 def check_loggers(values: Mapping[str, Any]) -> None:

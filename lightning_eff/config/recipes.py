@@ -173,7 +173,7 @@ class RecipeLoader(ConfigLoaderImpl):
         main = path.folder_of(recipe)
         name = f"{recipe.removesuffix('.yaml')}.yaml"
         if not (main / name).exists():
-            hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
+            hint = " (--config-dir DIR adds your own folder)" if not path.folders else ""
             is_here = is_file(Path(name))
             close = f"did you mean the file {name} here?" if is_here else suggest_name(recipe, path.names())
             raise UsageError(f"recipe {recipe!r} does not exist: {close}{hint}")

@@ -1,6 +1,6 @@
 """Read YAML files under strict rules, for Hydra and for this package; errors name the file and the line.
 
-Hydra's own reader shows a PyYAML traceback for many mistakes, and reads some values in ways nobody intends.
+Hydra's own reader shows a PyYAML traceback for many mistakes, and reads some values in unexpected ways.
 This reader accepts plain values only, each key once, and no aliases (`${key}` refers to a value). So a short
 file cannot expand to a huge or endless one. With `RecipeFiles`, Hydra uses it too, and reads each file once.
 """

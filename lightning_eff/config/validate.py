@@ -346,7 +346,7 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
         allowed = "a folder without control characters in its path"
         raise ConfigError(key="output_root", value=str(root.resolve()), allowed=allowed)
     if values.get("task_name") == "":
-        raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
+        raise ConfigError(key="task_name", value="", allowed="a name, which becomes a folder's name")
     for path, key, value in walk_leaves(values):
         if not isinstance(value, str):
             continue

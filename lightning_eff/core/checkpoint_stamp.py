@@ -176,8 +176,8 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
             for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
         )
         if sizes != own_sizes:
-            text = f"groups of {_sum(sizes)} tensors, as in the checkpoint, and not {_sum(own_sizes)}"
-            raise _mismatch(own, f"{text} (norms and biases may be a group of their own)")
+            text = f"groups of {_sum(sizes)} tensors, as in the checkpoint, not {_sum(own_sizes)}"
+            raise _mismatch(own, f"{text} (norms and biases may be in a separate group)")
 
 
 def _mismatch(value: str, expected: str) -> ConfigError:

@@ -75,7 +75,7 @@ class PythonSource(pl.LightningDataModule):
             if not is_valid:
                 raise ValueError(f"{key}={value} must {allowed}")
         if source_dir is not None and not Path(source_dir).is_dir():
-            raise FileNotFoundError(f"source_dir={source_dir!r} is no folder")
+            raise FileNotFoundError(f"source_dir={source_dir!r} is not a folder")
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.batch_size = batch_size

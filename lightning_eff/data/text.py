@@ -313,7 +313,7 @@ def open_sources(
             raise DataError(f"data.paths={name!r} cannot be read: {reason}") from error
         columns: list[str] = rows.column_names
         if field not in columns and not (field == "messages" and _is_conversation(columns)):
-            msg = f"data.field={field!r} is no column of {name}; there are: {', '.join(columns)}"
+            msg = f"data.field={field!r} is not a column of {name}; there are: {', '.join(columns)}"
             remedies = ["data=chat"] if _is_conversation(columns) else []
             remedies += [f"data.field={column}" for column in columns]
             raise DataError("\n".join([msg, *(f"  try: {remedy}" for remedy in remedies[:3])]))

@@ -138,7 +138,7 @@ def linear_cross_entropy(
     if backend == "torch":
         if label_smoothing or z_loss or softcap is not None or temperature != 1.0 or low_rank is not None:
             names = "label_smoothing, z_loss, softcap, temperature and low_rank"
-            allowed = f"tiled, for {names}, which torch's own does not have in tiles"
+            allowed = f"tiled, for {names}, which torch's tiled loss lacks"
             raise ConfigError(key="backend", value=backend, allowed=allowed)
         return _by_torch(
             rows.to(dtype), weight.to(dtype), target, bias, class_weight, reduction,
@@ -397,7 +397,7 @@ def _by_torch(
     """Compute with `F.linear_cross_entropy`, with the options that were fastest."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
-        allowed = f"tiled: torch {torch.__version__} has no linear_cross_entropy, which 2.13 brought"
+        allowed = f"tiled: torch {torch.__version__} has no linear_cross_entropy, which came with 2.13"
         raise ConfigError(key="backend", value="torch", allowed=allowed)
     options: Any = getattr(torch.nn, "LinearCrossEntropyOptions")(  # noqa: B009 - since torch 2.13
         batch_chunk_size=tile_rows, chunking_method=None, acc_policy="accurate", allow_retain_graph=True

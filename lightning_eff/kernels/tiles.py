@@ -178,7 +178,7 @@ class Explanation:
             if value != better:
                 yield (
                     f"a row of {letter}={value} is {value * shape.dtype.itemsize} bytes, "
-                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {better}"
+                    f"not a multiple of {TMA_BYTES}: no TMA; pad {letter} to {better}"
                 )
         bound = "" if device.is_estimate else f", bound by {cost.bound}"
         yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory{bound}"

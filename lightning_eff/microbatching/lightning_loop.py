@@ -91,7 +91,7 @@ class ExactStep(_AutomaticOptimization):
         self.is_search_due = False  # whether the next step begins with a search for the size
         self.before_window: list[Callable[[], None]] = []
         """Called before the first batch of a step; may change `accumulate_grad_batches`."""
-        self.is_left_out: Callable[[], bool] = lambda: False
+        self.is_step_skipped: Callable[[], bool] = lambda: False
         """Whether the optimizer skipped the last step (set by SkipBadSteps)."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
         """Context for each backward pass, where a step may have several."""
@@ -441,7 +441,7 @@ class ExactStep(_AutomaticOptimization):
             super()._optimizer_step(batch_idx, closure)
         is_scaled_down = scaler is not None and scaler.get_scale() < scale
         self.num_skipped_steps += is_scaled_down
-        self._is_skipped = is_scaled_down or self.is_left_out()
+        self._is_skipped = is_scaled_down or self.is_step_skipped()
         if self._is_skipped:
             progress = self.optim_progress.optimizer.step
             for counts in (progress.total, progress.current):

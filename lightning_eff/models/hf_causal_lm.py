@@ -282,7 +282,7 @@ def read_config(name: str, revision: str | None) -> Any:
 def load_failure_message(name: str, upstream_message: str) -> str:
     """Return why a model cannot be loaded and what to do, from transformers' error message."""
     if "trust_remote_code" in upstream_message:
-        reason = "needs code of its own, which is never executed: name a model that transformers has built in"
+        reason = "needs custom code, which is never executed: name a model that is built into transformers"
         return f"name={name!r} {reason}"
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"}
     if offline and not Path(name).expanduser().is_dir():
@@ -309,7 +309,7 @@ def check_weights(name: str, config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         problem = "has quantized weights: name the model that they were quantized from"
     elif irregular:
-        problem = f"has weights in what is no regular file: {irregular[0]}"
+        problem = f"has weights in {irregular[0]}, which is not a regular file"
     elif folder.is_dir() and not weights:
         problem = "has no *.safetensors\n  try: model.pretrained=false for random weights"
         if pickles:

@@ -34,8 +34,8 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = (
-    "activations are those of the predicted step, temporaries and the batch included; maxima that may not "
-    "coincide are added up"
+    "activations, temporaries and batch are from the predicted step; an upper bound, since maxima at "
+    "different times are added"
 )
 
 
@@ -82,7 +82,8 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     scheme, world_size = own_scheme(), trainer.world_size
     choice = next((each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice)), None)
     if choice is None:
-        return ShardingTable("memory per device: not predicted with optimizer=module, which the run builds")
+        about = "memory per device: not predicted with optimizer=module, whose optimizer the run builds"
+        return ShardingTable(about)
     failure = "the model cannot be built on the meta device"
     try:
         module = model_without_memory(values, adapted_by=trainer)

@@ -69,7 +69,7 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():  # create_graph=True
-            raise NotImplementedError("float8 has no gradient of a gradient: leave these layers out by skip=")
+            raise NotImplementedError("float8 has no second derivatives: exclude these layers with skip=")
         x, weight_t = ctx.saved_tensors
         config: Any = ctx.config
         cast = functools.partial(_cast, mm_config=ctx.mm_config, config=config)

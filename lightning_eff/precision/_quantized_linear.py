@@ -88,7 +88,7 @@ class Linear4bit(modules.Linear4bit):
         different += [key for key in tables if not torch.equal(scales[key].to(own[key].device), own[key])]
         if different:
             key = different[0]
-            return f"with another {key}: {saved.get(key)}, and not {here.get(key)}"
+            return f"with another {key}: {saved.get(key)}, not {here.get(key)}"
         state.absmax.copy_(scales["absmax"])
         if state.nested:
             state.state2.absmax.copy_(scales["nested_absmax"])

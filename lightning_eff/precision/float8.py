@@ -59,7 +59,7 @@ from lightning_eff.precision.auto import AutoPrecision
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
 FIRST_STEPS = 10
 """Optimizer steps whose gradients are checked for NaN and infinity."""
-NOT_CALLED = "it was not called: what reads its weight computes in bfloat16"
+NOT_CALLED = "it was not called: code that reads its weight computes in bfloat16"
 EMULATED = Remedy("precision.emulate=true", "Float8(emulate=True)")
 COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
@@ -406,7 +406,7 @@ def _why_not(name: str, layer: nn.Linear, gain: Callable[[nn.Linear], float] | N
     # A weight that is not a parameter is computed at each call, for example by weight_norm or pruning.
     own = {"forward", "weight", "config"} & vars(layer).keys()  # torchao's layer has a `config` too
     if type(layer) is not nn.Linear or own:
-        return f"{type(layer).__name__} computes something of its own"
+        return f"{type(layer).__name__} may compute more than a linear layer"
     n, k = full_shape(layer.weight)
     if plain_name(name).rpartition(".")[2] in ROUTERS and n < k:
         return "a router"

@@ -150,8 +150,8 @@ class ParameterGuard:
         for name, parameter, is_trained in self._parameters:
             if parameter.requires_grad is not is_trained:
                 change = "frozen" if is_trained else "unfrozen"
-                problem = f"{name} was {change} during the run, but DeepSpeed trains those it started with"
-                own_group = "a learning rate of 0 in a parameter group of its own"
+                problem = f"{name} was {change} during the run, but DeepSpeed trains its initial parameters"
+                own_group = "a separate parameter group with a learning rate of 0"
                 raise conflict(ZERO, problem, TO_FSDP2, TO_DDP, own_group)
         for name, parameter, version in self._versions:
             if parameter._version != version:  # noqa: SLF001

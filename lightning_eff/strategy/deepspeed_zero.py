@@ -470,7 +470,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     ) -> Any:
         """Clip the gradients in the next step, which then also checks their norm."""
         if float(norm_type) != 2.0:
-            allowed = "2: DeepSpeed knows no other norm of the full gradient"
+            allowed = "2: DeepSpeed computes no other norm of the full gradient"
             raise ConfigError(key="norm_type", value=norm_type, allowed=allowed, remedies=["FSDP2Fabric()"])
         zero: Any = self.model.optimizer
         zero.clip_grad, self._rejects_nonfinite = float(max_norm), error_if_nonfinite

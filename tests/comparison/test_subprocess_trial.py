@@ -53,7 +53,7 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         (3, "error: no g++", NOT_RUN, "no g++"),
         (5, "error: refused", NOT_RUN, "refused"),
         (4, "error: CUDA", FAILED, "out of memory: CUDA"),
-        (-signal.SIGKILL, "", FAILED, "killed from outside"),
+        (-signal.SIGKILL, "", FAILED, "killed by another process"),
         (7, "", FAILED, "exit code 7"),
         (0, "not JSON", FAILED, "without a report"),
         (0, '{"measured": {"num_batches": 0}}', FAILED, "30 s, a third of --limit-s 90, and"),

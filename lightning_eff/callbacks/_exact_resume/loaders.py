@@ -297,7 +297,7 @@ class ExactLoader(LoaderWrapper):
         before, now, text = next((change for change in changes if change[0] != change[1]), (0, 0, ""))
         if text and run.refuses_changes:
             epoch = "as in the epoch in which the checkpoint was saved"
-            run.refusal = f"{before} {text}, {epoch}, and not {now}"
+            run.refusal = f"{before} {text}, {epoch}, not {now}"
         elif text:
             run.inexact.append(f"{before} {text} are now {now}")
 

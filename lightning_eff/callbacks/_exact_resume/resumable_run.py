@@ -199,14 +199,14 @@ class ResumableRun:
             notes: Reasons that a resumed run is not exact.
         """
         if self.pending is not None:  # no batch was trained on since the resume
-            changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks went on"]
+            changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks continued"]
             return replace(self.pending, notes=[*self.pending.notes, *changed])
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
         now = self.capture() if self.isolated is None else self.isolated
         notes = list(notes)
         if not is_over and any(loader.is_shared for loader in self.loaders):
-            notes.append("saved in an epoch that another number of ranks had begun: its rest is not known")
+            notes.append("saved in an epoch begun on another number of ranks: its other batches are unknown")
         return RankPosition(now, num_ahead, is_over, loaders, notes)
 
     def resume(self, positions: list[RankPosition]) -> None:

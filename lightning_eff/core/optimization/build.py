@@ -103,7 +103,7 @@ def configure(
         own: Any = optimizers[0]
         if scheduler is None and (any(schedules) or any("initial_lr" in group for group in own.param_groups)):
             name = type(module).__name__
-            allowed = f"a schedule, since that of {name} is bound to the replaced optimizer"
+            allowed = f"a schedule, since {name}'s own is bound to the replaced optimizer"
             remedy = "OptimizerChoice(optimizer=..., scheduler=functools.partial(StepLR, step_size=10))"
             remedies = [remedy, 'OptimizerChoice(optimizer=..., scheduler="none"), for a constant rate']
             raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=remedies)

@@ -100,7 +100,7 @@ def check_optimizer(
                 raise conflict(
                     FSDP2,
                     f"{type(optimizer).__name__} holds a tensor {tuple(parameter.shape)} (group {index}, "
-                    f"position {position}) that is no parameter of the sharded model: it was taken before "
+                    f"position {position}) that is not a parameter of the sharded model: it was taken before "
                     "sharding and would not be trained",
                     remedy,
                     TO_DDP,

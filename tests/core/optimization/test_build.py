@@ -96,7 +96,7 @@ def test_a_modules_own_schedule_must_be_given_again(net: Callable[..., Net], for
         return forms.get(form, optimizer)
 
     model.configure_optimizers = configure
-    with pytest.raises(ConfigError, match=r"scheduler=None: expected a schedule, since that of Net"):
+    with pytest.raises(ConfigError, match=r"scheduler=None: expected a schedule, since Net's own"):
         fitted(model, ADAMW)
     dropped: Any = fitted(model, ADAMW, scheduler="none").param_groups
     assert all("initial_lr" not in group for group in dropped)
