@@ -366,7 +366,7 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
             is_rows = isinstance(leaf, Tensor) and leaf.dim() > 0
             if not is_rows or part.num_samples not in (None, len(leaf)):
                 value = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-                allowed = f"tensors (one, or a tuple or dict) of {part.num_samples} rows, one a sample"
+                allowed = f"tensors (one, or a tuple or dict) of {part.num_samples} rows, one per sample"
                 raise ConfigError(key="", value=f"embed returned {value}", allowed=allowed)
     _, spec = tree_flatten(outputs[0])
     columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*flat, strict=True)]

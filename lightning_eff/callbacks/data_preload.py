@@ -409,7 +409,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # Take the first index now, with which the sampler draws its order.
+                # Take the first index now: the sampler draws its order with it.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:

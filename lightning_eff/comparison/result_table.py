@@ -50,7 +50,7 @@ class ComparisonRow:
         first_batch_s: Longest batch before timing started, including compilation.
         num_rounds: Number of processes that measured it.
         techniques: Techniques of the run, by name, and whether each promises the loss of the plain run.
-        idle: Callbacks and strategies without effect here that were not without effect in the baseline.
+        idle: Callbacks and strategies that had no effect, except those that had none in the baseline either.
         precision: Precision of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
         excluded: Why it is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.

@@ -4,8 +4,8 @@ The rest of a checkpoint does not depend on the techniques, so a run may resume 
 The stamp has its own key, which stock Lightning ignores. State of another optimizer is rejected before any of
 it is used: Lightning would assign whatever happens to fit.
 
-The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, a
-Trainer without them would warn about each.
+The states of this package's callbacks are stored there too. With the states of Lightning's callbacks, a
+Trainer without these callbacks would warn about each of them.
 
 If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
 Resumed, it would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the

@@ -124,7 +124,7 @@ _NO_PAGES = Rule(
 )
 _OTHER_RATE = Rule(
     name="callbacks/optimizer_choice",
-    reason="it tries rates with callbacks off, and sets one on the module that this optimizer ignores",
+    reason="it tries rates with callbacks off, and sets the result on the module, where it is ignored",
     remedies=("remove it",),
 )
 _NO_SWITCH = Rule(

@@ -183,7 +183,7 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
 
 
 class CastsLikeOneDevice:
-    """Mixin of DeepSpeed's precision plugins: casts no more of a model than a single device would.
+    """Mixin for DeepSpeed's precision plugins: cast only the tensors that a single device would cast.
 
     Lightning 2.6 calls `module.to(dtype)`, even under 32-true. Buffers in float64 would lose digits, and
     complex ones (rotary embeddings) their imaginary part.
