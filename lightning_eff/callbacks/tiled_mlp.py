@@ -12,8 +12,8 @@ An MLP is tiled if its input has at least `min_tokens`, and `tokens x widest x 5
 budget; the number of tiles is their quotient. That always lowers the MLP's part of the backward pass. Whether
 the step's peak is there, and not in the loss, depends on the full step: `lightning-eff plan` predicts it. The
 default budget is the larger of 64 MiB and the input's size; below it, the rest of a block holds more than a
-tile. It also keeps the number of tiles low (at most 20 if the MLP is four times as wide as its input). With fewer
-tiles, a weight's gradient is rounded less often, since the tiles' gradients are added in the weight's dtype.
+tile. It also keeps the number of tiles low (at most 20 if the MLP is four times as wide as its input). A
+weight's gradient is then rounded less often, since the tiles' gradients are added in the weight's dtype.
 
 Saves: the wide activations of MLPs on long sequences.
 Costs: one more forward of the MLPs, at most a third of their operations. Nothing in blocks that

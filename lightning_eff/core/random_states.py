@@ -48,8 +48,8 @@ def numpy_state() -> NumpyState | dict[str, Any]:
     state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
     _, _, has_gauss, _ = state
     if has_gauss:
-        # `normal` draws two deviates and keeps the second one. Using that one later does not change the words,
-        # so the next state may have the same cache key.
+        # `normal` draws two deviates and keeps the second. Using that one does not change the words, so the
+        # next state may have the same cache key.
         _numpy_state_of.cache_clear()
     return state
 
