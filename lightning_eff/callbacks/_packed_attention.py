@@ -75,8 +75,11 @@ class LateMask:
 
     def _is_row_of(self, row: int, starts: Tensor, window: tuple[int, int]) -> bool:
         length, function = self.arguments["kv_length"], self.arguments["mask_function"]
+        # Starts relative to the row, with the row's end as the last one.
         starts = starts[(starts >= row * length) & (starts <= (row + 1) * length)] - row * length
         stop = int(starts[1:][starts.diff().argmax()])
+        # Compare queries `first` to `stop` with all keys: at most MAX_CHECKED values, up to the longest
+        # document's end.
         first = max(0, stop - MAX_CHECKED // length)
         stop = length if first == 0 else stop
         mask = self._make(
@@ -84,10 +87,12 @@ class LateMask:
             batch_size=1, q_offset=first, q_length=stop - first,
         )  # fmt: skip
         keys = torch.arange(length, device=starts.device)
+        # The number of the document of each position.
         document = torch.bucketize(keys, starts, right=True)
         distance = keys[first:stop, None] - keys
         seen = document[first:stop, None] == document
         for limit, sign in zip(window, (1, -1), strict=True):
+            # A limit of -1 means no limit, as in `varlen_attn`.
             seen &= distance * sign <= (length if limit < 0 else limit)
         return mask is not None and torch.equal(mask[0, 0], seen)
 
@@ -122,14 +127,17 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
+        # Every layer passes the same tensor, so compute its documents once, unless it was written to.
         version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
         if self._positions() is position_ids and self._version_and_rows == (version, num_rows):
             return self._documents
         self._positions, self._version_and_rows = weakref.ref(position_ids), (version, num_rows)
         self._documents = None
         length = position_ids.shape[-1]
+        # A document begins where positions do not continue, and at the start of each row.
         begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
         starts = begins.flatten().nonzero().flatten()
+        # Otherwise each row is a single document, and needs no packing.
         if len(starts) > num_rows:
             starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
             self._documents = Documents(starts, int(starts.diff().max()))
@@ -177,6 +185,7 @@ class PackedAttention:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
         is_causal = kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # Tokens to the left and to the right, -1 for no limit; `sliding_window` counts the token itself.
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
@@ -193,7 +202,9 @@ class PackedAttention:
             self.kernel = varlen_attn
         batch, num_heads, length, _ = query.shape
         q, k, v = (
-            _autocast(x).transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value)
+            # [B, H, T, E] -> [B * T, H, E]
+            _autocast(x).transpose(1, 2).reshape(batch * length, x.shape[1], -1)
+            for x in (query, key, value)
         )
         starts, longest = documents
         is_grouped = key.shape[1] != num_heads
@@ -225,7 +236,9 @@ def make_mask(**arguments: Any) -> LateMask | Tensor | None:
     """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
+    # transformers builds mask functions as closures; a custom one refers to further tensors.
     is_custom = arguments.get("use_vmap", False) or _num_tensors(arguments["mask_function"]) > MASK_TENSORS
+    # A cache makes queries and keys differ in length.
     return late if is_training and not is_custom else late.dense
 
 
@@ -324,6 +337,7 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
     begins = position_ids.diff(dim=-1) != 1
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         is_real = attention_mask[:, -position_ids.shape[1] :].bool()
+        # A jump from or to padding does not begin a document.
         begins = begins & is_real[:, 1:] & is_real[:, :-1]
     return bool(begins.any())
 
@@ -337,6 +351,7 @@ def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given = given | given.get("kwargs", {})
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    # transformers returns the cache with the output; the method is that of its `Cache` class.
     has_cache = any(hasattr(value, "get_seq_length") for value in values)
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     is_asked_for = has_cache or mask is not None
