@@ -99,6 +99,7 @@ class _Recomputation:
         self._mode, self._storage = mode, storage
 
     def __enter__(self) -> None:
+        # torch's context pops each output that it returns.
         self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
         self._mode.__enter__()
 
@@ -170,6 +171,7 @@ class RecomputedBlock:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Inside a recomputation the block runs as usual; without gradients nothing is kept.
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
         # Hugging Face's models pass a key-value cache to their layers even in training. Each recomputation
@@ -187,6 +189,7 @@ class RecomputedBlock:
             | dict.fromkeys(caches.keys() & kwargs)
             | ({"use_cache": False} if "use_cache" in kwargs else {})
         )
+        # An empty cache is not needed in training: pass None in its place.
         args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
         # Pass arguments by position where possible: only positional tensors are saved like activations.
         positional, keywords = list(args), dict(given)
@@ -197,7 +200,9 @@ class RecomputedBlock:
         host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
+        # Runs up to the block's forward; `_after` resumes the generator.
         next(frame)
+        # A stack, since a block may call itself.
         self._frames.append((frame, offloading))
         return args, given
 
@@ -222,6 +227,7 @@ class RecomputedBlock:
         @contextmanager
         def first() -> Generator[None]:
             autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            # The checkpoint's own hooks, which recompute in `unpack`; wrap it to explain its errors.
             pack, unpack = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
 
             def explained(saved: Any) -> Any:
