@@ -76,11 +76,13 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     `fully_shard` makes one group per block, and one for all parameters outside of blocks. Each group is
     gathered separately.
     """
+    # Blocks by position; `len(blocks)` stands for everything outside of blocks.
     group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first_use: dict[int, tuple[int, str]] = {}
     for prefix, module in model.named_modules():
         group = group_of.get(id(module), len(blocks))
         for name, parameter in module.named_parameters(prefix, recurse=False):
+            # A tied weight is one object under several names.
             first_group, first_name = first_use.setdefault(id(parameter), (group, name))
             if first_group != group:
                 problem = f"{first_name} and {name} are one weight, but each block is gathered separately"
