@@ -157,6 +157,7 @@ class GradientAccumulation(Managed):
             )
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
+        # The Trainer may be used again without this callback.
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
         if self.schedule is not None:
             self._loop.before_window.append(lambda: self._set_current(trainer))
@@ -172,6 +173,7 @@ class GradientAccumulation(Managed):
     def _see_loader(self, loader: Any, trainer: pl.Trainer) -> Any:
         """Set the number of batches when the loader is created, before Lightning estimates the steps."""
         batch_size = getattr(loader, "batch_size", None)
+        # A loader with a batch sampler has no batch size itself.
         if batch_size is None:
             batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if batch_size is None:
@@ -201,6 +203,7 @@ class GradientAccumulation(Managed):
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
+        # The schedule's last entry that has begun.
         start = max(start for start in self._accumulate_grad_batches if start <= now)
         trainer.accumulate_grad_batches = self._accumulate_grad_batches[start]
 

@@ -115,6 +115,7 @@ class GradientCheckpointing(Managed):
         memory: str | Fraction = FRACTION,
     ) -> None:
         num_bytes(memory, 0)
+        # The other policies do not look at the memory, so the setting would have no effect.
         if memory != FRACTION and policy != "fit":
             fit = Remedy(
                 "callbacks.gradient_checkpointing.policy=fit",
@@ -207,6 +208,7 @@ class GradientCheckpointing(Managed):
         new = recompute(model, policy=policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         for recomputed in new.values():
             self.cleanup.callback(recomputed.remove)
+        # `fit` applies its policies in two steps, so blocks are added to those from before.
         self._recomputed |= new
         if not self._num_blocks:
             text = "GradientCheckpointing found no repeated blocks: name them with blocks="

@@ -183,6 +183,7 @@ class MicroBatch(Managed):
             size = own.micro_batch_size
             if not isinstance(size, int) or size >= run.num_samples or not run.small_operations:
                 return None
+            # The callback is on and memory is free: twice the size needs half as many kernels.
             words = f"micro_batch_size={min(2 * size, run.num_samples)}"
             change = Remedy(f"callbacks.micro_batch.{words}", f"MicroBatch({words})")
             return Suggestion(change=str(change), why=f"{run.small_operations}; more memory is needed")
@@ -193,6 +194,7 @@ class MicroBatch(Managed):
         # While the second half runs, the gradient of the first half is in memory. `held_bytes` counts it, so
         # the gradients in the recording get the factor 0.
         factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
+        # Activations shrink in proportion to the number of samples.
         factors |= {index: half / run.num_samples for index, _ in run.activations()}
         held_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
         peak_bytes = run.peak_if(factors, held_bytes=held_bytes)

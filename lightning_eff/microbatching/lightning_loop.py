@@ -82,6 +82,8 @@ class ExactStep(_AutomaticOptimization):
 
     def __init__(self, trainer: pl.Trainer, replaced: _AutomaticOptimization) -> None:
         super().__init__(trainer)
+        # Checkpoints and the progress bar read Lightning's counters, so they are shared with the replaced
+        # loop.
         self.replaced = replaced
         self.optim_progress = replaced.optim_progress
         self.num_skipped_steps = 0
@@ -108,6 +110,7 @@ class ExactStep(_AutomaticOptimization):
         self._num_flat_checks = 0
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
+        # float64: counts of tokens exceed the 24 bits of float32's mantissa.
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
         self._reduce: Callable[[float, str], float]
         self._reduce = lambda value, by: float(strategy.reduce(number(value), reduce_op=by))
@@ -144,6 +147,7 @@ class ExactStep(_AutomaticOptimization):
         self._position += 1
         self._is_complete = self._position >= self._num_batches
         if not self._is_complete:
+            # The epoch's last batch completes its window, however short it is.
             self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
@@ -334,6 +338,7 @@ class ExactStep(_AutomaticOptimization):
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Reject an optimizer step on the model in `training_step`; inner loops may train copies of it."""
+        # By identity: comparing parameters would compare their values.
         trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if trained & updated:
@@ -445,6 +450,7 @@ class ExactStep(_AutomaticOptimization):
         if self._is_skipped:
             progress = self.optim_progress.optimizer.step
             for counts in (progress.total, progress.current):
+                # Lightning counted the step before the optimizer skipped it; `global_step` is this counter.
                 counts.ready -= 1
                 counts.completed -= 1
 
@@ -466,6 +472,7 @@ def install(trainer: pl.Trainer) -> ExactStep:
     """
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     present = epoch_loop.automatic_optimization
+    # MicroBatch and GradientAccumulation share one loop.
     if isinstance(present, ExactStep):
         return present
     if type(present) is not _AutomaticOptimization:

@@ -80,6 +80,7 @@ def check_mean(
         is_low: Whether matrix products run in 16 or 8 bits although the weights have more.
     """
     found, parameters = MeanCheck(), list(module.parameters())
+    # A prediction has no values to compare.
     if is_fake(parameters[0]):
         return found
     try:
@@ -88,6 +89,7 @@ def check_mean(
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
+        # A few samples are enough: a loss that is not a mean differs for few samples too.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
         # Pairs and halves: a loss over the hardest half of the samples may agree with one of the two splits.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
@@ -95,6 +97,7 @@ def check_mean(
         # Eager, since other shapes would recompile; `real_tensors` hides the passes from operation counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
+            # Twice, to detect random numbers and other changes between calls.
             full, again = run_part(few), run_part(few)
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}

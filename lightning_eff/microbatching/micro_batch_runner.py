@@ -113,6 +113,7 @@ class MicroBatchRunner:
             result.closure_loss = result.loss  # Lightning reads None as a skipped step
             return result
         kept: list[tuple[MicroBatchPart, PartResult]]
+        # `training_step` may skip micro-batches by returning None.
         kept = [(part, output) for part, output in outputs if output[0].loss is not None]
         if not kept:
             return ClosureResult(None)
@@ -121,6 +122,7 @@ class MicroBatchRunner:
         weights = [weight_of(result.extra) for result in results]
         is_weighted = None not in weights
         weights = weights if is_weighted else [part.num_samples for part in parts]
+        # The state before the first micro-batch, then after each one.
         states = [kept[0][1][1], *(after for _, (*_, after) in kept)]
         merge_logged(self._results, states, weights, is_weighted=is_weighted)
         extra = merge_outputs([result.extra for result in results], parts)
@@ -229,6 +231,7 @@ def merge_logged(
         counts: list[float | None] = []
         for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True):
             old, new = before.get(key, NOTHING_LOGGED), after.get(key)
+            # By identity: a value that was logged again may be equal.
             if new is not None and (new.by_step is not old.by_step or new.total is not old.total):
                 changes.append((old, new))
                 counts.append(weight)

@@ -108,6 +108,7 @@ class MicroBatchSize:
             num_samples: Samples of the batch that did not fit; None if unknown.
             error: The out-of-memory error; raised with a note if no smaller size exists.
         """
+        # A batch smaller than the current size was run as a whole.
         tried = min(self.current or num_samples, num_samples) if num_samples else self.current
         if tried is None:
             error.add_note("the batch has no countable samples, so it was not halved: pass a splitter")

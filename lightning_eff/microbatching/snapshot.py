@@ -85,6 +85,7 @@ class StepSnapshot:
         self._logged_before = dict(self._logged)
         owners: list[Any] = [*self._module.modules(), *self._logged.values()]
         self._attributes = [(vars(owner), dict(vars(owner))) for owner in owners]
+        # Lists are attributes that steps append to, for example outputs to be averaged later.
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._lists = [
             (value, len(value), value[:MAX_LIST_ITEMS]) for value in values if isinstance(value, list)
@@ -158,7 +159,9 @@ class OptimizerSnapshot:
         parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
+        # Each tensor once, even if groups or states share it.
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        # On the CPU, since the device's memory is what may run out.
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
@@ -199,6 +202,8 @@ def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool)
         device: The parameters' device.
         is_first: Whether this is the first update, which allocates the optimizer's state.
     """
+    # Later updates need no more memory than the first one. On a CPU, however, another process may have taken
+    # it.
     if not is_first and device.type != "cpu":
         yield
         return

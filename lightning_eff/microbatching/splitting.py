@@ -63,6 +63,7 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
     builders: list[Build] = []
     for keys, value in keyed:
         here = (*path, *keys)
+        # Pytree stops at other containers, such as dataclasses: they are flattened here.
         fields = _fields(value)
         inner, build = ([(here, value)], next) if fields is None else flatten(fields, here)
         values += inner
@@ -147,10 +148,12 @@ def split(
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     count = None if keep else _rows(batch)
+    # New containers, even for a full batch: `training_step` may change them, and a retry needs the original.
     if count is not None and (micro_batch_size is None or micro_batch_size >= count):
         return [MicroBatchPart(batch if isinstance(batch, Tensor) else batch.copy(), count)]
     try:
         values, build = flatten(batch)
+        # `is_cut` holds the paths of the values with one row per sample.
         total, is_cut = _count(values, keep)
         if micro_batch_size is None or micro_batch_size >= total:
             return [MicroBatchPart(build(value for _, value in values), total)]

@@ -127,11 +127,13 @@ class UnevenRanks:
             return
         is_known = all(has_known_length(each) for each in loader.flattened)
         length = float(fit_loop.max_batches)
+        # Infinity stands for unknown: it differs from every length, so ranks then agree batch by batch.
         known = length if is_known else math.inf
         (shortest, _), (longest, max_batches) = self.agree(known, length)
         self.is_on = shortest != longest or longest == math.inf
         if max_batches == length:
             return
+        # With its own, shorter length a rank would end its epoch before the others.
         fit_loop.max_batches = int(max_batches) if math.isfinite(max_batches) else math.inf
         trainer: Any = self._trainer
         interval = trainer.val_check_interval
@@ -158,8 +160,11 @@ class UnevenRanks:
             ConfigError: Some rank has no batch, and the strategy does not support waiting.
         """
         batch = next(self._fetcher, None)
+        # The states are ordered: the minimum over ranks says whether any rank has more, the maximum whether
+        # any is over.
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         (first,), (last,) = self.agree(state)
+        # No rank has a batch after this one.
         self.done = first == HAS_LAST
         if first == IS_OVER:
             raise StopIteration
@@ -172,6 +177,7 @@ class UnevenRanks:
         self.has_idle, self.is_idle = last == IS_OVER, state == IS_OVER
         self._num_own += not self.is_idle
         if self.is_idle:
+            # Lightning's loop expects a batch here; `_advance_together` catches this and runs an idle batch.
             raise _NoBatch
         return batch
 

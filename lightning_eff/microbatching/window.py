@@ -125,6 +125,7 @@ class Window:
             )
         if weight is None and batch_samples == 0:
             raise ValueError(f"of the splitter's micro-batches {UNKNOWN_SAMPLES}")
+        # All micro-batches of one batch count 1 together.
         fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
         if weight is None and num_samples is None and self._num_batches > 1 and not self._has_warned:
             self._has_warned = True
@@ -144,6 +145,7 @@ class Window:
         self._num_counted += fraction
         self._weight = weight + (self._weight or 0.0)
         if not self.reference:
+            # The weight of the full window, if all batches were like this one.
             expected = weight / fraction * self._num_batches
             # A collective, so all ranks call it in their first micro-batch, even with weight 0. Later calls
             # would not match up, since ranks may have different numbers of micro-batches.

@@ -281,6 +281,7 @@ class Float8(AutoPrecision):
     def teardown(self) -> None:
         """Convert the layers back."""
         self._note_uncalled()
+        # Without a converted layer, torchao need not be imported.
         if any(not why for _, why in self._listed.values()):
             from lightning_eff.precision._float8_linear import unconvert
 
@@ -314,6 +315,7 @@ class Float8(AutoPrecision):
         count = sum(self._overflows.values())
         checked = f"in the first {self._checked} step{'' if self._checked == 1 else 's'}"
         found = f"{count or 'no'} gradients with NaN or infinity {checked}"
+        # A prediction runs no real step, so it has no gradients to check.
         if converted and self._planned is None:
             did += f"; {found}" if self._checked else "; gradients not checked for NaN and infinity"
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
@@ -338,6 +340,7 @@ def convert_model(
         listed = {name: (layer, missing) for name, (layer, _) in listed.items()}
     new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
     for layer in new:
+        # A frozen layer is cast by rows, and such scales are not known before the weight is gathered.
         is_gathered = all_gather and layer.weight.requires_grad
         own = recipe if layer.weight.requires_grad else "rowwise"
         convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
@@ -355,14 +358,17 @@ def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> 
     """
     n, k = full_shape(layer.weight)
     is_trained = layer.weight.requires_grad
+    # Each of y, dx and dW takes 2 * rows * N * K FLOPs; a frozen weight has no dW.
     num_products = 3 if is_trained else 2
     num_low = 2 if recipe == "rowwise_with_gw_hp" else num_products
     flops = 2.0 * rows * n * k
     high_s = flops / (HIGH_PEAK * device.peak(torch.bfloat16))
     low_s = flops / (LOW_PEAK * device.peak(torch.float8_e4m3fn))
     casts = CASTS[recipe] if is_trained else FROZEN_CASTS
+    # Sizes of x, W and dy.
     elements = sum(count * size for count, size in zip(casts, (rows * k, n * k, rows * n), strict=True))
     cast_s = CAST_BYTES * elements / (BANDWIDTH * device.memory_gbs * 1e9)
+    # Time in bfloat16, divided by the time of all products plus casts.
     return num_products * high_s / (num_low * low_s + (num_products - num_low) * high_s + cast_s)
 
 
@@ -386,6 +392,7 @@ def reasons(
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
+        # The name inside of the innermost adapted module, for example `base_layer` or `lora_A.default`.
         inside = name.removeprefix(max((a for a in adapted if name.startswith(a)), key=len, default=""))
         if is_in_module(plain_name(name), skip):
             why = "listed in skip"
