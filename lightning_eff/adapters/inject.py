@@ -221,10 +221,12 @@ def inject_adapters(
     """
     if adapted_layers(model):
         present = peft_config_of(model)
+        # A second call with the same settings does nothing: a Trainer may set up a model more than once.
         if settings_of(present) != settings_of(config):
             there = name_of_method(present) or "an unknown method"
             raise method_error(config, f"a model without other adapters: this one has {there}")
         return {}
+    # PEFT changes the config, for example its targets; the caller's stays as it was.
     config = dataclasses.replace(config)
     _check_model(model, config, on_meta=on_meta)
     try:
@@ -307,6 +309,7 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
         ('(?:proj)', {'stem.proj'})
     """
     others = [name for name, _ in model.named_modules() if name not in names]
+    # A pattern is matched in full, unlike a list of names.
     if any(other.endswith(f".{name}") for other in others for name in names):
         return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     return set(names)
@@ -368,6 +371,7 @@ def plain_module(model: nn.Module) -> Generator[None]:
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
+    # PEFT reads these flags from the model, where transformers sets them.
     flags = {flag for layer in model.modules() if (flag := bitsandbytes_flag(layer)) is not None}
     new = [flag for flag in flags if not hasattr(model, flag)]
     for flag in new:

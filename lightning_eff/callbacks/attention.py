@@ -158,6 +158,7 @@ class Attention(Managed):
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest `scaled_dot_product_attention` for a model that computes scores itself, without dropout."""
+        # Scores are recognized by their size, since nothing else links an allocation to a call.
         held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
         found = {
             index: each.operation
@@ -222,6 +223,7 @@ class Attention(Managed):
         is_sdpa = model.config._attn_implementation == "sdpa"  # noqa: SLF001 - private in transformers 5
         has_flex = is_sdpa and model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
         works = {"varlen": not why, "flex": has_flex, "dense": True}
+        # The first method that works: they are listed from the least memory to the most.
         how = next(name for name, is_there in works.items() if is_there)
         how = how if self.packing == "auto" else self.packing
         if not works[how]:

@@ -171,6 +171,7 @@ class SkipBadSteps(Managed):
         if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
             return math.inf
         median = statistics.median(self._norms)
+        # The median absolute deviation; times 1.4826, it is the standard deviation of a normal distribution.
         deviation = 1.4826 * statistics.median(abs(norm - median) for norm in self._norms)
         return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
 
@@ -184,6 +185,7 @@ class SkipBadSteps(Managed):
         @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
         def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # An optimizer that moves weights before it calls its closure could not be undone.
             versions = [version(parameter) for parameter in parameters]
             self._num_steps += 1
 
@@ -221,11 +223,13 @@ class SkipBadSteps(Managed):
         """Restore the state before the batches of this step, and log the batches."""
         # Lightning's name of the hook that runs, the module's `optimizer_step`: `self.log` reads it.
         attributes = vars(trainer.lightning_module)
+        # Restoring the module's attributes would also restore this one.
         hook = attributes.get("_current_fx_name")
         self._snapshot.restore()
         attributes["_current_fx_name"] = hook
         self._is_skipped = True
         self._num_in_row += 1
+        # The indices, so that the batches can be inspected in the data.
         last = trainer.fit_loop.epoch_loop.batch_idx
         # JSON has no NaN.
         row = {"epoch": trainer.current_epoch, "batches": [self._first_batch, last], "norm": str(self._norm)}

@@ -63,6 +63,7 @@ def compare(
         for name, own in {BASELINE: {}, **trials}.items()
     ]
     try:
+        # Before the first trial: each one is sent to a process of its own.
         pickle.dumps([trial.train for trial in planned])
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         allowed = f"a function of a module or script, and keywords that another process can receive ({error})"

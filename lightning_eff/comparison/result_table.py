@@ -96,6 +96,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         MEASURED,
         f"{len(failed)} of {len(results)} rounds failed: {failed[0]}" if failed else "",
         overrides,
+        # The fastest round: other processes only ever slow a round down.
         samples_per_s=max(rates, default=None),
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
         peak_bytes=max(figures("peak_bytes"), default=None),

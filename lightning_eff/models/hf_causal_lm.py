@@ -133,6 +133,7 @@ class HFCausalLM(pl.LightningModule):
 
     def _embedding_rows(self, current: int) -> int:
         """Return the number of rows that the embedding needs; never fewer than the current ones."""
+        # Never fewer rows than the checkpoint has: its tokens would lose their embedding.
         num_rows = max(current, self.hparams["vocab_size"] or 0)
         multiple = self.hparams["pad_to_multiple_of"] or 1
         return -(-num_rows // multiple) * multiple

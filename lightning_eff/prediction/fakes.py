@@ -79,6 +79,7 @@ class Fakes(AbstractContextManager["Fakes"]):
             (Tensor, "_make_subclass", staticmethod(_make_subclass)),
         ):
             self._open.enter_context(patch.object(owner, name, function))
+        # Modules that were compiled before the prediction run uncompiled, too.
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         # torch dispatches to the last mode first: FakeValues, then FakeTensorMode.
         self._open.enter_context(self._mode)
