@@ -139,6 +139,7 @@ class PackedAttention:
         starts = begins.flatten().nonzero().flatten()
         # Otherwise each row is a single document, and needs no packing.
         if len(starts) > num_rows:
+            # The kernel takes the starts of all documents, and the end of the last one, in int32.
             starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
             self._documents = Documents(starts, int(starts.diff().max()))
             self.num_batches += 1
@@ -223,6 +224,7 @@ class PackedAttention:
         if rejected:
             raise _rejection(module, ", ".join(rejected))
         kind = type(module), window
+        # A mask that agrees for a long document agrees for shorter ones.
         if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
                 raise _rejection(module, "a custom mask", "use_cache=False in the model's call")

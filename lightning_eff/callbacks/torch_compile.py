@@ -420,6 +420,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         return
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Test now: the compiler would fail in the first step, with a long traceback.
         with TemporaryFile(dir=path):
             pass
     except OSError as error:
