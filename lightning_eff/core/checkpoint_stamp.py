@@ -164,6 +164,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
         if name and name != own:
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
         # Without a class name, the options identify the class; a newer release only adds options.
+        # A different number of groups is reported below, by their sizes.
         for group, options in zip(optimizer.param_groups, () if name else groups, strict=False):
             missing = [key for key in optimizer.defaults if key not in options]
             extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
@@ -198,6 +199,7 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
     keys = ("ready", "started", "processed", "completed")
     if any(not isinstance(counts.get(key), int) for counts in (epoch, total, current) for key in keys):
         return
+    # Otherwise a batch was in progress, and is trained again on a resume.
     if current["processed"] == current["ready"]:
         current["started"] = current["ready"]
         if epoch["processed"] == epoch["started"]:
@@ -228,6 +230,7 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         return
     for part in ("total", "current"):
         epoch, batch = nested_dict(epochs, part), nested_dict(batches, part)
+        # One epoch and one batch fewer, as after any other batch within an epoch.
         epoch["processed"] = epoch["completed"] = epoch["started"] - 1
         batch["completed"] = batch["processed"] - 1
     if "_batches_that_stepped" in inner:
