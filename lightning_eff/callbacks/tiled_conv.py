@@ -137,6 +137,7 @@ def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module
     return {
         name: inner
         for prefix, module in selected.items()
+        # Containers inside containers too: the inner one is tiled if the outer one is not.
         for name, inner in module.named_modules(prefix=prefix)
         if is_container(inner)
     }
@@ -313,6 +314,7 @@ class TiledContainer:
                 x = apply(grid, x)
             del children[:num_children]
         if segments:
+            # A container may be called with images of several sizes.
             self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
 
@@ -351,6 +353,7 @@ class TiledContainer:
             len(children), len(run), x.shape, computed_itemsize(x), x.requires_grad,
             tuple(layer.keeps for layers in run for layer in layers),
         )  # fmt: skip
+        # A search takes milliseconds, and inputs of the same size have the same cut.
         if key not in self._cuts:
             self._cuts[key] = self._best_cut(run, x)
         num_children, pieces = self._cuts[key]

@@ -99,6 +99,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         # The fastest round: other processes only ever slow a round down.
         samples_per_s=max(rates, default=None),
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
+        # The largest peak, since a run needs this memory in its worst round.
         peak_bytes=max(figures("peak_bytes"), default=None),
         losses=losses,
         loss=last_quarter([loss for _, loss in losses]),

@@ -96,6 +96,7 @@ class PythonSource(pl.LightningDataModule):
         file = self._cache_file(texts)
         if is_undamaged(file):
             return
+        # Every n-th text by name, so that the split does not depend on random numbers.
         every = round(1 / self.val_fraction)
         splits = {"train": [t for i, t in enumerate(texts.values()) if i % every]}
         splits["val"] = list(texts.values())[::every]
@@ -191,6 +192,7 @@ class PythonSource(pl.LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            # All training batches have the same size, unless the first one is already smaller.
             drop_last=shuffle and len(windows) >= self.batch_size,
         )
 

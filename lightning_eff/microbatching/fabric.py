@@ -73,6 +73,7 @@ class ExactGradient:
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
+        # Snapshots need the user's own attributes, which are below Fabric's wrapper and DDP's.
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
         self.size = MicroBatchSize(
@@ -117,6 +118,7 @@ class ExactGradient:
             raise ValueError("backward() needs the batches of a step: gradient.backward(step, *batches)")
         for parameter in self._model.parameters():
             parameter.grad = None
+        # ZeRO keeps gradients of an earlier, incomplete step elsewhere.
         if self._discard_gradients is not None:
             self._discard_gradients()
         self._window.begin(len(batches))
@@ -159,6 +161,7 @@ class ExactGradient:
                 loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
             )
             self._run_backward(scaled)
+        # A copy, since the loss may be a view that keeps the graph's memory.
         return loss.detach().clone(), weight
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:

@@ -246,6 +246,7 @@ class OomRetry:
         while True:
             try:
                 if is_retry:
+                    # Their gradients are part of the window, and were undone with it.
                     for earlier in self._earlier:
                         earlier.outputs[:] = self._run_parts(earlier)
                     self._snapshot.restore_visible()
@@ -290,6 +291,7 @@ class OomRetry:
             was_halved = len(self._size.halvings) > self._num_halvings
             if average_gradients(self.replica, also=float(was_halved)):
                 # Any rank that halved makes all ranks continue with the smallest size.
+                # `largest` stands for full batches.
                 self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -334,6 +336,7 @@ class OomRetry:
                 # Two, so that gradients are added to existing ones; and the last, whose shape may differ.
                 for part in (parts[0], parts[1] if len(parts) > 1 else parts[0], *parts[2:][-1:]):
                     run_part(part)
+                # The first step allocates the optimizer's state, which the size has to leave room for.
                 step: Any = optimizer.step
                 closure = inspect.signature(step).parameters.get("closure")
                 step(*([lambda: torch.zeros(())] if closure is not None else []))
@@ -356,6 +359,7 @@ class OomRetry:
         """Restore everything on exit; hide the passes from operation counters, the update from step hooks."""
         parameters = list(self._model.parameters())
         current = [parameter.grad for parameter in parameters]
+        # On the CPU, so that the trials have the memory of a real step.
         gradients = [None if grad is None else grad.detach().to("cpu", copy=True) for grad in current]
         optimizer_snapshot = OptimizerSnapshot(optimizer)
         self._snapshot.keep()

@@ -105,6 +105,7 @@ class HFCausalLM(pl.LightningModule):
         attention = None if self._attention == "auto" else self._attention
         options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": False}
         on_meta = torch.empty(0).device.type == "meta"
+        # Random weights depend on the seed at construction only, not on when a strategy builds the model.
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self._seed)
             if not self.hparams["pretrained"]:
@@ -121,6 +122,7 @@ class HFCausalLM(pl.LightningModule):
                 except OSError as error:
                     raise ValueError(load_failure_message(name, str(error))) from error
                 num_rows = model.get_input_embeddings().num_embeddings
+                # Added rows get transformers' initial values.
                 if self._embedding_rows(num_rows) != num_rows:
                     model.resize_token_embeddings(self._embedding_rows(num_rows))
         self._attention = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5

@@ -88,6 +88,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     try:
         module = model_without_memory(values, adapted_by=trainer)
         failure = "the optimizer cannot step on fake tensors"
+        # DeepSpeed casts weights itself, and its scheme counts that.
         cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)
@@ -101,6 +102,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
         f"memory per device with {name_of(strategy)}, by arithmetic: {model}, {trainer.precision}; "
         f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step on each device"
     )
+    # Powers of two, and the run's own number of devices.
     counts = sorted({world_size, *(2**power for power in range(MAX_DEVICES.bit_length()))})
     shares = {devices: scheme.share(model, devices, accumulates=micro_batches > 1) for devices in counts}
     passing_bytes = None if peak is None else peak.passing_bytes
