@@ -272,7 +272,7 @@ class TiledForward:
 
     Args:
         module: The module.
-        token_wise: The verdict on the module; inputs with unlisted ranks are computed in one piece.
+        token_wise: The verdict on the module; inputs of other ranks are computed without tiles.
         budget_bytes: Bytes that the wide activations of one tile may take; None takes the larger of 64 MiB
             and the input's size.
         min_tokens: Inputs with fewer tokens are not tiled.
@@ -295,7 +295,7 @@ class TiledForward:
         self.not_held_bytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module; in one piece if it is called with more than one tensor."""
+        """Compute the module; without tiles if it is called with more than one tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return self._compute(*args, **kwargs)

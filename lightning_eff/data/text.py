@@ -442,7 +442,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
             masks.append(np.asarray(is_target, dtype=bool))
             is_chat.append(not isinstance(content, str))
     if not tokens:
-        raise DataError("data.paths: there is no document")
+        raise DataError("data.paths: no document found")
     # Assume a target after the end of each document, so that argmax always finds one.
     first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
     arrays = {

@@ -170,10 +170,10 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
         )
     processes = environment.get("WORLD_SIZE", "1")
     if num_nodes(trainer) == 1 and processes not in ("1", str(num_ranks(trainer))):
-        allowed = "torchrun: something started as many processes, and each would train alone"
+        allowed = "torchrun: another launcher started this number of processes, and each would train alone"
         remedies = [
             "torchrun -m lightning_eff train ...",
-            "env -u WORLD_SIZE -u RANK lightning-eff train ...  # it is the only one",
+            "env -u WORLD_SIZE -u RANK lightning-eff train ...  # if this is the only process",
         ]
         raise ConfigError(key="WORLD_SIZE", value=processes, allowed=allowed, remedies=remedies)
     if trainer.get("num_nodes") == "auto" and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys():

@@ -137,7 +137,7 @@ def convert(layer: nn.Linear, config: Any) -> None:
 def unconvert(layer: nn.Linear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing.
 
-    A layer whose weight FSDP2 gathers in float8 is left: the gathered format fits only this class.
+    A layer whose weight FSDP2 gathers in float8 stays: the gathered format fits only this class.
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return
