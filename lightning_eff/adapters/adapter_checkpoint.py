@@ -4,7 +4,7 @@ It contains what exists nowhere else: trained parameters (adapters, `modules_to_
 The frozen base is replaced by its fingerprint; it is loaded from where the model first got it. Nothing is
 assigned unless everything fits: the method and its config, each key and shape, the base.
 
-An adapter is a difference to its base, and noise on another base. Keys and shapes do not show that, since all
+An adapter is a change of its base; on another base it is noise. Keys and shapes do not show that, since all
 models of an architecture share them. The fingerprint lists, for each frozen tensor by name, the dtype, the
 shape and the first 64 bits of its SHA-256. So it is the same on each device, and an error can name the
 tensors that differ. Buffers are not part of it: training may change them, and persistent ones are saved with

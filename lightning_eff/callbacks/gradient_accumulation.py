@@ -28,7 +28,7 @@ Conflicts: all rejected: a loss that is not a mean over samples; `optimizer.step
     optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's own
     `accumulate_grad_batches`, GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates itself;
     ranks with different numbers of batches under any strategy but DDP.
-Source: the exact gradient of a weighted mean; Lightning's deviations from it:
+Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from it:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
 
