@@ -55,7 +55,7 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         (4, "error: CUDA", FAILED, "out of memory: CUDA"),
         (-signal.SIGKILL, "", FAILED, "killed by another process"),
         (7, "", FAILED, "exit code 7"),
-        (0, "not JSON", FAILED, "without a report"),
+        (0, "not JSON", FAILED, "without a speed report"),
         (0, '{"measured": {"num_batches": 0}}', FAILED, "30 s, a third of --limit-s 90, and"),
         (0, '{"measured": {"first_batch_s": 40}, "fit_s": 70}', FAILED, "too slow"),
         (0, '{"measured": {"first_batch_s": 40}, "fit_s": 50}', FAILED, "too few batches"),
